@@ -1,0 +1,37 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both set up .venv the first time.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+JOBS   ?= 2
+
+.PHONY: help setup demo test check test-gpu bench clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## make .venv with everything pinned (demo and test do it by themselves)
+
+$(READY): pyproject.toml constraints.txt setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh setup.sh
+
+demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
+	@$(BIN)/halfstep demo $(ARGS)
+
+check: $(READY)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check  ## check, then all tests that need no GPU
+	$(BIN)/pytest -n $(JOBS) -m "not gpu" $(ARGS)
+
+test-gpu: $(READY)  ## the tests that need a CUDA device
+	$(BIN)/pytest -m gpu $(ARGS)
+
+bench: $(READY)  ## the published figures (benchmarks/README.md)
+	$(BIN)/python benchmarks/step_time.py
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

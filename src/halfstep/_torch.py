@@ -1,0 +1,217 @@
+"""Every private name of PyTorch that halfstep uses, in one place.
+
+Versions checked: 2.11 (CUDA, not run here), 2.13 (CPU). When a new PyTorch moves one of these, this
+is the only file to change.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.amp.autocast_mode
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+Kernel = Callable[..., Any]
+
+# --- gradient scaling -----------------------------------------------------------------------------
+
+# (gradients, found_inf, inv_scale): sets found_inf to 1 if any entry is inf or NaN, then multiplies
+# all gradients by inv_scale in place, in float32 arithmetic. The gradients are of one device and
+# one real dtype, found_inf and inv_scale float32 scalars on that device.
+check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): the transition
+# of torch.amp in place on the device. Scale and found_inf are float32 scalars, growth_tracker is an
+# int32 one. It grows the scale when growth_tracker + 1 == growth_interval, by equality.
+update_scale_ = torch._amp_update_scale_
+
+
+# --- autocast: the dispatcher ---------------------------------------------------------------------
+
+# (with exclude_keys(keyset): ...) runs a block as if the keys were not there.
+exclude_keys = torch._C._ExcludeDispatchKeyGuard
+
+
+def autocast_key(device_type: str) -> torch._C.DispatchKey:
+    """Return the dispatch key at which autocast for ``device_type`` runs, e.g. ``AutocastCPU``."""
+    return torch._C.DispatchKey.__members__[
+        "Autocast" + torch._C._dispatch_key_for_device(device_type)
+    ]
+
+
+def key_set(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
+    """Return the set that holds ``key`` alone."""
+    return torch._C.DispatchKeySet(key)
+
+
+def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
+    """Return the keys that the dispatcher looks at after ``key``."""
+    return torch._C._dispatch_keyset_full_after(key)
+
+
+@cache
+def aten_overloads() -> dict[str, list[str]]:
+    """Return every ATen op and its overloads: ``{"exp": ["default", "out"], ...}``."""
+    overloads: dict[str, list[str]] = {}
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace == "aten":
+            op, _, overload = name.partition(".")
+            overloads.setdefault(op, []).append(overload or "default")
+    return overloads
+
+
+@cache
+def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
+    """Return the overloads (``"exp.default"``) that PyTorch's own autocast casts on a device.
+
+    Must be called before halfstep registers kernels for that device; the answer is kept.
+    """
+    key = autocast_key(device_type).name
+    return frozenset(
+        f"{op}.{overload}"
+        for op, overloads in aten_overloads().items()
+        for overload in overloads
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{op}" + ("" if overload == "default" else f".{overload}"), key
+        )
+    )
+
+
+@cache
+def _library() -> torch.library.Library:
+    return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel) -> None:
+    """Make ``kernel(keys, *args, **kwargs)`` what the dispatcher calls for ``op`` at ``key``."""
+    with warnings.catch_warnings():
+        # PyTorch says once per process that a kernel was overridden; here that is the purpose.
+        warnings.simplefilter("ignore")
+        _library().impl(  # type: ignore[no-untyped-call]
+            op, kernel, key.name, with_keyset=True, allow_override=True
+        )
+
+
+# --- autocast: backward and threads ---------------------------------------------------------------
+
+# The number of the backward pass that runs in this thread, -1 outside of one.
+backward_id = torch._C._current_graph_task_id
+
+# The autograd node that a backward pass is at, None outside of one.
+current_node = torch._C._current_autograd_node
+
+# The number that the next autograd node made in this thread gets; they only go up.
+next_node_number = torch._C._autograd._get_sequence_nr
+
+
+def node_number(node: torch.autograd.graph.Node) -> int:
+    """Return the number that ``node`` got from :data:`next_node_number` when it was made."""
+    return node._sequence_nr()
+
+
+# Objects that a backward pass takes from the thread that called it into the threads it runs in.
+set_inherited = torch._C._stash_obj_in_tls
+has_inherited = torch._C._is_key_in_tls
+get_inherited = torch._C._get_obj_in_tls
+
+
+# --- autocast: switches ---------------------------------------------------------------------------
+
+
+class Switches(NamedTuple):
+    """PyTorch's autocast switches of a thread for one device type."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+
+def autocast_switches(device_type: str) -> Switches:
+    """Read the switches of this thread."""
+    return Switches(
+        device_type,
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def set_autocast_switches(switches: Switches) -> None:
+    """Set the switches of this thread."""
+    torch.set_autocast_enabled(switches.device, switches.enabled)
+    torch.set_autocast_dtype(switches.device, switches.dtype)
+    torch.set_autocast_cache_enabled(switches.cache)
+
+
+def autocast_devices() -> list[str]:
+    """Return the device types that this build of PyTorch has autocast for."""
+    return list(torch._C._autocast_supported_devices())
+
+
+# --- autocast: torch.compile ----------------------------------------------------------------------
+
+
+def enter_traced(device_type: str, dtype: torch.dtype, enabled: bool, cache: bool) -> object:
+    """Switch autocast on in a way that torch.compile can trace into a graph."""
+    mode: object = torch.amp.autocast_mode._enter_autocast(device_type, dtype, enabled, cache)  # type: ignore[no-untyped-call]
+    return mode
+
+
+def exit_traced(mode: object) -> None:
+    """Undo :func:`enter_traced`."""
+    torch.amp.autocast_mode._exit_autocast(mode)  # type: ignore[no-untyped-call]
+
+
+def allow_in_graph(*functions: Callable[..., None]) -> None:
+    """Let torch.compile put calls of the functions into its graphs as they are."""
+    torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
+
+
+def do_not_compile_alone(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile trace into ``function`` from its caller, but not start in it or below it.
+
+    Where torch.compile gives up on a function it runs it as it is and compiles what it calls. A
+    graph made of code that switches autocast on would do so while it is traced, and never again.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile call ``function`` while it traces, and take the result for a constant.
+
+    As ``torch.compiler.assume_constant_result``, which would import all of torch.compile.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# torch.compile guards on the autocast dtype of every device type for which autocast is on. This one
+# has no backend, so a number written there as a dtype becomes part of the guards, and of the keys
+# of the on-disk cache, and does nothing else.
+_GUARD_DEVICE = "ipu"
+_GUARD_VALUES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+NUM_GUARD_VALUES = len(_GUARD_VALUES)
+
+
+def set_compile_guard(number: int | None) -> None:
+    """Let code compiled in this thread from now on run only while ``number`` is set again."""
+    torch.set_autocast_enabled(_GUARD_DEVICE, number is not None)
+    if number is not None:
+        torch.set_autocast_dtype(_GUARD_DEVICE, _GUARD_VALUES[number])
+
+
+def forget_compiled_code() -> None:
+    """Drop everything that torch.compile has compiled in this process."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

@@ -1,0 +1,229 @@
+"""Carrying out a policy: kernels at PyTorch's Autocast dispatch keys.
+
+The dispatcher calls the kernel of an op at ``AutocastCPU``, ``AutocastCUDA``, ... when an argument
+lives on that device and autocast is on for it. There, above autograd, casts are differentiated,
+and composites written in C++ (attention, recurrent layers) are seen too.
+
+PyTorch has kernels of its own at these keys. A :class:`Plan` names only the ops for which a policy
+wants something else; kernels of ours are registered for those, the first time that a policy needs
+them, and stay. A kernel of ours asks which plan is active in its thread and, when there is none or
+the plan does not name its op, does what PyTorch would have done.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from halfstep import _torch
+from halfstep._torch import Kernel
+from halfstep.autocast import overloads, scopes
+from halfstep.autocast.casts import cast, is_eligible, widest
+from halfstep.autocast.overloads import WITH_DTYPE, overload
+from halfstep.autocast.policy import Policy, Rule
+from halfstep.autocast.presets import preset
+
+# What a policy does to each op, where PyTorch's autocast does something else.
+Plan = dict[str, Kernel]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Plans:
+    """The plans of one policy on one device type, by lower precision; made when first asked for.
+
+    Args:
+        policy: the policy.
+        device: the device type.
+        native: whether PyTorch's own kernels carry out the rules that they agree with.
+    """
+
+    def __init__(self, policy: Policy, device: str, *, native: bool) -> None:
+        self.policy = policy
+        self.device = device
+        self._native = native
+        self._ruled = overloads.named_by(policy)
+        self._plans: dict[torch.dtype, Plan] = {}
+
+    def __getitem__(self, dtype: torch.dtype) -> Plan:
+        plan = self._plans.get(dtype)
+        if plan is None:
+            plan = self._plans[dtype] = self._plan(dtype)
+        return plan
+
+    def _plan(self, dtype: torch.dtype) -> Plan:
+        plan: Plan = {}
+        by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
+        for op in sorted(by_pytorch | self._ruled):
+            rule = self.policy.rule(op, self.device, dtype) or Rule(op, "leave")
+            theirs = preset("torch").action(op, self.device, dtype) if op in by_pytorch else "leave"
+            if rule.action != theirs or (not self._native and rule.action != "leave"):
+                plan[op] = _carry_out(rule, op, self.device, dtype)
+        return plan
+
+
+@contextmanager
+def only_our_kernels() -> Iterator[None]:
+    """Let contexts made meanwhile carry out every rule with halfstep's kernels.
+
+    For tests and for comparing: PyTorch's kernels are faster and do the same. Holds for the whole
+    process.
+    """
+    global _native
+    before, _native = _native, False
+    try:
+        yield
+    finally:
+        _native = before
+
+
+_native = True
+_numbers: dict[tuple[Policy, str, bool], int] = {}
+_prepared: list[Plans] = []
+_lock = threading.Lock()
+
+
+def prepare(policy: Policy, device: str) -> int:
+    """Make the plans of ``policy`` on ``device`` and register every kernel that they need.
+
+    Returns:
+        The number of the plans, for :func:`prepared`.
+
+    Raises:
+        ValueError: a rule names an op that does not exist.
+    """
+    key = (policy, device, _native)
+    with _lock:
+        if key not in _numbers:
+            overloads.check(policy)
+            plans = Plans(policy, device, native=_native)
+            for op in sorted({op for dtype in _DTYPES for op in plans[dtype]}):
+                _register(op, device)
+            _numbers[key] = len(_prepared)
+            _prepared.append(plans)
+        return _numbers[key]
+
+
+def prepared(number: int) -> Plans:
+    """Return the plans that :func:`prepare` made."""
+    return _prepared[number]
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@cache
+def _register(name: str, device: str) -> None:
+    """Register our kernel for one overload at the Autocast key of ``device``, once."""
+    key = _torch.autocast_key(device)
+    op = overload(name)
+    pytorch = _pytorch_kernel(name, device)
+
+    @_torch.do_not_compile_alone
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        plans = scopes.active_plans(device)
+        if plans is None:
+            return pytorch(keys, *args, **kwargs)
+        plan = plans[torch.get_autocast_dtype(device)]
+        return plan.get(name, pytorch)(keys, *args, **kwargs)
+
+    _torch.register_kernel(op, key, kernel)
+
+
+def _pytorch_kernel(name: str, device: str) -> Kernel:
+    """Return what PyTorch does at the Autocast key of ``device``: cast, or nothing."""
+    if name in _torch.overloads_with_autocast_kernel(device):
+        kernel: Kernel = torch.library.get_kernel(
+            overload(name), _torch.autocast_key(device)
+        ).call_boxed
+        return kernel
+    return _leave(name, device)
+
+
+def _leave(name: str, device: str) -> Kernel:
+    """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
+    op = overload(name)
+    below = _torch.keys_below(_torch.autocast_key(device))
+
+    def leave(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(keys & below, *args, **kwargs)
+
+    return leave
+
+
+def _carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Return the kernel that carries out ``rule`` for the overload ``name``."""
+    match rule.action:
+        case "lower":
+            return _cast_to(name, device, dtype, keep_weights=True)
+        case "fp32":
+            return _cast_to(name, device, torch.float32, keep_weights=False)
+        case "fp32-dtype":
+            return _ask_for_fp32(name, device)
+        case "promote":
+            return _promote(name, device)
+        case "refuse":
+            return _refuse(rule)
+        case "leave":
+            return _leave(name, device)
+
+
+def _cast_to(name: str, device: str, dtype: torch.dtype, *, keep_weights: bool) -> Kernel:
+    op = overload(name)
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def cast_to(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        weights = scopes.current().cache if keep_weights else None
+        with _torch.exclude_keys(autocast):
+            return op(
+                *(cast(arg, device, dtype, weights) for arg in args),
+                **{key: cast(arg, device, dtype, weights) for key, arg in kwargs.items()},
+            )
+
+    return cast_to
+
+
+def _promote(name: str, device: str) -> Kernel:
+    op = overload(name)
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        dtype = widest((*args, *kwargs.values()), device)
+        with _torch.exclude_keys(autocast):
+            if dtype is None:
+                return op(*args, **kwargs)
+            return op(
+                *(cast(arg, device, dtype) for arg in args),
+                **{key: cast(arg, device, dtype) for key, arg in kwargs.items()},
+            )
+
+    return promote
+
+
+def _ask_for_fp32(name: str, device: str) -> Kernel:
+    op = overload(name)
+    with_dtype = overload(WITH_DTYPE.get(name, name))
+    names = [argument.name for argument in with_dtype._schema.arguments][1:]
+    # The dispatcher leaves out arguments that have their default; with_dtype may have none.
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def ask_for_fp32(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        with _torch.exclude_keys(autocast):
+            if not is_eligible(args[0], device):
+                return op(*args, **kwargs)
+            named = defaults | dict(zip(names, args[1:], strict=False)) | kwargs
+            named["dtype"] = named.get("dtype") or torch.float32
+            return with_dtype(args[0], **named)
+
+    return ask_for_fp32
+
+
+def _refuse(rule: Rule) -> Kernel:
+    def refuse(_: torch._C.DispatchKeySet, *__: Any, **___: Any) -> Any:
+        raise RuntimeError(rule.message)
+
+    return refuse
