@@ -1,3 +1,24 @@
-"""Automatic mixed precision for PyTorch that is safe, visible and editable."""
+"""Automatic mixed precision for PyTorch that is safe, visible and editable.
+
+The calls of ``torch.amp``, implemented anew: change the import, keep the code.
+
+>>> from halfstep import GradScaler, autocast
+"""
+
+from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, preset
+from halfstep.errors import CallOrderError
+from halfstep.scaling import GradScaler
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "CallOrderError",
+    "GradScaler",
+    "Policy",
+    "Rule",
+    "__version__",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "preset",
+]

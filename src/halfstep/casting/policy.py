@@ -95,7 +95,7 @@ class Policy:
     Example:
         Start from a preset and change one op:
 
-        >>> from halfstep.autocast import preset
+        >>> from halfstep.casting import preset
         >>> lean = Policy([*preset("standard").rules, Rule("layer_norm", "leave")], name="lean")
         >>> lean.action("layer_norm.default", "cpu", torch.bfloat16)
         'leave'
@@ -122,7 +122,7 @@ class Policy:
         """Return what happens to ``op`` on ``device`` with the lower precision ``dtype``.
 
         Example:
-            >>> from halfstep.autocast import preset
+            >>> from halfstep.casting import preset
             >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
             'lower'
         """

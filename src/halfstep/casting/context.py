@@ -8,9 +8,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 
 from halfstep import _torch
-from halfstep.autocast import kernels, scopes
-from halfstep.autocast.policy import Policy
-from halfstep.autocast.presets import preset
+from halfstep.casting import kernels, scopes
+from halfstep.casting.policy import Policy
+from halfstep.casting.presets import preset
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -224,9 +224,11 @@ def _device(device_type: str | None) -> str:
             f"autocast takes a device type such as 'cuda' or 'cpu', got {device_type!r}"
             + ("; pass device.type" if isinstance(device_type, torch.device) else "")
         )
-    if not torch.amp.is_autocast_available(device_type):
-        known = ", ".join(map(repr, _torch.autocast_devices()))
-        raise ValueError(f"PyTorch has no autocast for {device_type!r}; it has for {known}")
+    known = _torch.autocast_devices()
+    if device_type not in known:
+        raise ValueError(
+            f"PyTorch has no autocast for {device_type!r}; it has for {', '.join(known)}"
+        )
     return device_type
 
 

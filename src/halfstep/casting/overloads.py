@@ -9,8 +9,8 @@ from functools import cache
 import torch
 
 from halfstep import _torch
-from halfstep.autocast.policy import Policy
-from halfstep.autocast.presets import PRESETS, preset
+from halfstep.casting.policy import Policy
+from halfstep.casting.presets import PRESETS, preset
 
 
 def overload(name: str) -> torch._ops.OpOverload:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from halfstep.autocast import Policy, Rule, preset
+from halfstep.casting import Policy, Rule, preset
 
 CPU, BF16, FP16 = "cpu", torch.bfloat16, torch.float16
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from halfstep import _torch
-from halfstep.autocast.policy import Policy, Rule
+from halfstep.casting.policy import Policy, Rule
 
 PRESETS = ("standard", "torch", "torch-cuda")
 

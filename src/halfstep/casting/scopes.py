@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep import _torch
-from halfstep.autocast.casts import WeightCache
+from halfstep.casting.casts import WeightCache
 
 if TYPE_CHECKING:
-    from halfstep.autocast.kernels import Plans
+    from halfstep.casting.kernels import Plans
 
-_INHERITED = "halfstep.autocast.history"
+_INHERITED = "halfstep.casting.history"
 _LONGEST_HISTORY = 100_000  # changes of policy; a graph that lives through so many is not seen
 
 

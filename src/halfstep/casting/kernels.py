@@ -20,11 +20,11 @@ import torch
 
 from halfstep import _torch
 from halfstep._torch import Kernel
-from halfstep.autocast import overloads, scopes
-from halfstep.autocast.casts import cast, is_eligible, widest
-from halfstep.autocast.overloads import WITH_DTYPE, overload
-from halfstep.autocast.policy import Policy, Rule
-from halfstep.autocast.presets import preset
+from halfstep.casting import overloads, scopes
+from halfstep.casting.casts import cast, is_eligible, widest
+from halfstep.casting.overloads import WITH_DTYPE, overload
+from halfstep.casting.policy import Policy, Rule
+from halfstep.casting.presets import preset
 
 # What a policy does to each op, where PyTorch's autocast does something else.
 Plan = dict[str, Kernel]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from halfstep.autocast.casts import is_eligible
-from halfstep.autocast.context import autocast, current_policy, default_device
+from halfstep.casting.casts import is_eligible
+from halfstep.casting.context import autocast, current_policy, default_device
 
 _Method = Callable[..., Any]
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from halfstep import _torch
-from halfstep.autocast import preset
-from halfstep.autocast.overloads import named_by
+from halfstep.casting import preset
+from halfstep.casting.overloads import named_by
 
 DEVICES = ["cpu", "cuda", "xpu", "mps"]
 DTYPES = [torch.float16, torch.bfloat16]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from halfstep import _torch
-from halfstep.autocast import Policy, Rule, autocast, preset
-from halfstep.autocast.kernels import only_our_kernels
+from halfstep.casting import Policy, Rule, autocast, preset
+from halfstep.casting.kernels import only_our_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 
@@ -369,7 +369,7 @@ def test_plain_autocast_is_unchanged_after_ours() -> None:
         )
     )
     code = (
-        "import torch, halfstep.autocast as h\n"
+        "import torch, halfstep.casting as h\n"
         "x = torch.arange(8.).reshape(2, 4).bfloat16() / 8\n"
         "w = torch.arange(16.).reshape(4, 4).requires_grad_()\n"
         "def run():\n"
@@ -403,7 +403,7 @@ def test_plain_autocast_is_unchanged_in_a_thread_while_ours_is_active() -> None:
 def test_nothing_is_registered_before_the_first_context() -> None:
     code = (
         "import torch, halfstep\n"
-        "import halfstep.autocast as h\n"
+        "import halfstep.casting as h, halfstep.casting.kernels\n"
         "dump = torch._C._dispatch_dump('aten::exp')\n"
         "h.autocast('cpu', enabled=False)\n"
         "print('AutocastCPU' in dump, 'AutocastCPU' in torch._C._dispatch_dump('aten::exp'))\n"

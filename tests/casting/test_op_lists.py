@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
-from halfstep.autocast import autocast
-from halfstep.autocast.kernels import only_our_kernels
+from halfstep.casting import autocast
+from halfstep.casting.kernels import only_our_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 

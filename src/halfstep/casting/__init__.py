@@ -1,0 +1,8 @@
+"""Which dtype each op runs in: policies, and the context that carries them out."""
+
+from halfstep.casting.context import autocast
+from halfstep.casting.custom_function import custom_bwd, custom_fwd
+from halfstep.casting.policy import Policy, Rule
+from halfstep.casting.presets import preset
+
+__all__ = ["Policy", "Rule", "autocast", "custom_bwd", "custom_fwd", "preset"]

@@ -1,0 +1,228 @@
+"""Inside and around torch.compile, with the eager result as the reference."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import _torch
+from halfstep.casting import Policy, Rule, autocast, preset, scopes
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+GLOBAL_CONTEXT = autocast("cpu", FP16)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    assert scopes.current().outer is None
+    assert scopes._nesting() == 0
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = F.linear(x, weight)
+    return hidden, F.softmax(hidden, -1)
+
+
+def agree(
+    function: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    weight: Tensor,
+    backend: str,
+    *,
+    fullgraph: bool = True,
+) -> None:
+    """Compiled and eager: the same dtypes and values, forward and backward."""
+
+    def run(function: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        outputs = function(x, weight)
+        total = torch.stack([out.float().square().sum() for out in outputs]).sum()
+        return [*outputs, *torch.autograd.grad(total, weight)]
+
+    expected = run(function)
+    compiled = torch.compile(function, backend=backend, fullgraph=fullgraph)
+    for _ in range(2):  # once traced, once from the cache
+        for got, want in zip(run(compiled), expected, strict=True):
+            assert got.dtype == want.dtype
+            # A weight that is cast twice has its gradient summed in another order.
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-5)
+
+
+@backends
+@pytest.mark.parametrize("policy", [None, "torch", LOW_SOFTMAX])
+def test_inside_a_full_graph(
+    x: Tensor, weight: Tensor, backend: str, policy: Policy | str | None
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", BF16, policy=policy):
+            hidden, low = body(x, weight)
+        return hidden, low, F.linear(x, weight), F.softmax(hidden, -1)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_around_a_full_graph(x: Tensor, weight: Tensor, backend: str) -> None:
+    compiled = torch.compile(body, backend=backend, fullgraph=True)
+    with autocast("cpu", BF16):
+        hidden, probabilities = compiled(x, weight)
+    assert (hidden.dtype, probabilities.dtype) == (BF16, FP32)
+
+
+@backends
+def test_a_decorated_function(x: Tensor, weight: Tensor, backend: str) -> None:
+    agree(autocast("cpu", BF16, policy=LOW_SOFTMAX)(body), x, weight, backend)
+
+
+@backends
+def test_nested_inside(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", FP16, policy=LOW_SOFTMAX):
+            with autocast("cpu", enabled=False):
+                first = F.linear(x, weight)
+            with autocast("cpu", BF16):
+                second = F.softmax(F.linear(x, weight), -1)  # the policy outside, in bfloat16
+            with autocast("cpu", BF16, policy="standard"):
+                third = F.softmax(F.linear(x, weight), -1)
+            return first, second, third, F.softmax(F.linear(x, weight), -1)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_a_graph_break_inside_the_block(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", FP16):
+            hidden, probabilities = body(x, weight)
+            torch._dynamo.graph_break()
+            return hidden, probabilities, F.softmax(hidden, -1), F.linear(x, weight)
+
+    agree(function, x, weight, backend, fullgraph=False)
+
+
+@backends
+def test_a_context_made_outside(x: Tensor, weight: Tensor, backend: str) -> None:
+    """torch.compile does not enter it within a full graph, but runs such a block as it is."""
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with GLOBAL_CONTEXT:
+            return body(x, weight)
+
+    agree(function, x, weight, backend, fullgraph=False)
+
+
+@backends
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_an_error_inside_leaves_nothing_behind(
+    x: Tensor, weight: Tensor, backend: str, fullgraph: bool
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+            return F.linear(x, weight[:, :3])
+
+    with pytest.raises(Exception, match=r"size|shape|dim"):
+        torch.compile(function, backend=backend, fullgraph=fullgraph)(x, weight)
+    with torch.autocast("cpu", BF16):
+        assert F.softmax(x.to(BF16), -1).dtype == BF16
+    with autocast("cpu", BF16):
+        assert F.softmax(x.to(BF16), -1).dtype == FP32
+
+
+@backends
+def test_code_compiled_under_one_policy_never_runs_under_another(
+    x: Tensor, weight: Tensor, backend: str
+) -> None:
+    compiled = torch.compile(body, backend=backend, fullgraph=True)
+
+    def softmax_dtype(context: autocast | torch.autocast) -> torch.dtype:
+        with context:
+            return compiled(x, weight)[1].dtype
+
+    for _ in range(2):
+        assert softmax_dtype(autocast("cpu", BF16)) == FP32
+        assert softmax_dtype(autocast("cpu", BF16, policy=LOW_SOFTMAX)) == BF16
+        assert softmax_dtype(torch.autocast("cpu", BF16)) == BF16
+        assert softmax_dtype(autocast("cpu", FP16)) == FP32
+        assert softmax_dtype(autocast("cpu", BF16, policy="torch")) == BF16
+        assert compiled(x, weight)[0].dtype == FP32
+
+
+def test_more_policies_than_the_guard_can_tell_apart(
+    x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "NUM_GUARD_VALUES", 2)
+    monkeypatch.setattr(scopes, "_guards", {})
+    compiled = torch.compile(body, backend="eager", fullgraph=True)
+    softmax_rules = [Rule("softmax", "lower"), Rule("softmax", "fp32"), Rule("softmax", "leave")]
+    for _ in range(2):
+        for number, rule in enumerate(softmax_rules):
+            with autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), rule])):
+                assert compiled(x, weight)[1].dtype == (BF16, FP32, BF16)[number]
+
+
+def test_a_module_with_checkpoints(x: Tensor) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return F.softmax(self.linear(x), -1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", BF16):
+                out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+                return out
+
+    torch.manual_seed(0)
+    block = Block()
+    block(x).sum().backward()
+    expected = block.linear.weight.grad
+    block.zero_grad()
+    out = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+    assert out.dtype == FP32
+    out.sum().backward()
+    torch.testing.assert_close(block.linear.weight.grad, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_with_inductor(x: Tensor, weight: Tensor) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+            return body(x, weight)
+
+    agree(function, x, weight, "inductor")
+    compiled = torch.compile(body, fullgraph=True)
+    with autocast("cpu", BF16):
+        assert compiled(x, weight)[1].dtype == FP32
+    with autocast("cpu", BF16, policy="torch"):
+        assert compiled(x, weight)[1].dtype == BF16
+
+
+def test_importing_halfstep_does_not_import_torch_compile() -> None:
+    code = "import sys, halfstep.casting; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

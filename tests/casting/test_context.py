@@ -1,0 +1,312 @@
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import _torch
+from halfstep.casting import Policy, Rule, autocast, preset
+from halfstep.casting.context import current_policy, default_device
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KEEP_SOFTMAX_LOW = Policy([*preset("standard").rules, Rule("softmax", "lower")], "low softmax")
+
+
+def linear() -> torch.dtype:
+    """Return the dtype that a product of float32 tensors comes out in."""
+    return F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def softmax() -> torch.dtype:
+    return F.softmax(torch.ones(2, dtype=BF16), 0).dtype
+
+
+def test_a_block_runs_in_lower_precision_and_the_rest_does_not() -> None:
+    assert linear() == FP32
+    with autocast("cpu", BF16):
+        assert linear() == BF16
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == BF16
+    assert linear() == FP32
+    assert softmax() == BF16
+
+
+def test_contexts_nest_and_restore() -> None:
+    with autocast("cpu", BF16):
+        with autocast("cpu", FP16, policy=KEEP_SOFTMAX_LOW):
+            assert (linear(), softmax()) == (FP16, FP16)
+            with autocast("cpu", enabled=False):
+                assert (linear(), softmax()) == (FP32, BF16)
+                with autocast("cpu"):
+                    assert softmax() == FP16  # dtype and policy of the context outside
+            assert (linear(), softmax()) == (FP16, FP16)
+        assert (linear(), softmax()) == (BF16, FP32)
+    assert (linear(), softmax()) == (FP32, BF16)
+
+
+def test_one_weight_in_two_dtypes() -> None:
+    """Fact A14: PyTorch's cache hands the bfloat16 weight to the float16 product."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(2, 2)
+    with autocast("cpu", BF16):
+        assert F.linear(x, weight).dtype == BF16
+        with autocast("cpu", FP16):
+            assert F.linear(x, weight).dtype == FP16
+        assert F.linear(x, weight).dtype == BF16
+
+
+def test_everything_is_restored_after_an_exception() -> None:
+    before = _torch.autocast_switches("cpu")
+    outer = autocast("cpu", FP16, cache_enabled=False)
+    with pytest.raises(KeyError), outer, autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+        raise KeyError
+    assert _torch.autocast_switches("cpu") == before
+    assert current_policy("cpu") is None
+    with torch.autocast("cpu", BF16):
+        assert softmax() == BF16
+
+
+def test_an_instance_can_be_entered_again_while_it_is_active() -> None:
+    context = autocast("cpu", BF16)
+    with context:
+        with context:
+            assert linear() == BF16
+        assert linear() == BF16
+    assert linear() == FP32
+
+
+def test_a_plain_autocast_inside_keeps_the_policy() -> None:
+    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+        with torch.autocast("cpu", dtype=FP16):
+            assert (linear(), softmax()) == (FP16, FP16)
+        with torch.autocast("cpu", enabled=False):
+            assert linear() == FP32
+        assert (linear(), softmax()) == (BF16, BF16)
+
+
+def test_as_a_decorator() -> None:
+    @autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW)
+    def dtypes(offset: int, *, name: str) -> tuple[torch.dtype, torch.dtype, int, str]:
+        """Say the dtypes."""
+        return linear(), softmax(), offset, name
+
+    assert dtypes.__doc__ == "Say the dtypes."
+    assert dtypes(1, name="a") == (BF16, BF16, 1, "a")
+    assert linear() == FP32
+
+
+def test_a_decorated_method_may_call_itself() -> None:
+    class Model(nn.Module):
+        @autocast("cpu", BF16)
+        def forward(self, depth: int) -> torch.dtype:
+            return linear() if depth == 0 else self(depth - 1)
+
+    assert Model()(3) == BF16
+    assert linear() == FP32
+
+
+def test_state_is_per_thread() -> None:
+    seen: dict[str, object] = {}
+
+    def work() -> None:
+        seen["dtype"], seen["policy"] = linear(), current_policy("cpu")
+        with autocast("cpu", FP16):
+            entered.set()
+            main_checked.wait()
+            seen["inside"] = linear()
+
+    entered, main_checked = threading.Event(), threading.Event()
+    with autocast("cpu", BF16):
+        thread = threading.Thread(target=work)
+        thread.start()
+        entered.wait()
+        assert linear() == BF16
+        main_checked.set()
+        thread.join()
+    assert seen == {"dtype": FP32, "policy": None, "inside": FP16}
+
+
+def test_replicas_in_threads_get_the_gradients_of_one_replica() -> None:
+    """As nn.DataParallel: autocast in the forward of each replica, one backward for all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+
+    def loss(chunk: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            out: Tensor = model(chunk)
+            return out.float().sum()
+
+    (loss(x[:2]) + loss(x[2:])).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    losses: list[Tensor] = []
+    threads = [
+        threading.Thread(target=lambda c=chunk: losses.append(loss(c))) for chunk in x.split(2)
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    sum(losses, torch.zeros(())).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_the_device_is_inferred() -> None:
+    assert default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.accelerator.is_available():
+        with autocast(dtype=FP16):
+            assert linear() == FP16
+
+
+def test_the_dtype_defaults_to_pytorchs() -> None:
+    with autocast("cpu"):
+        assert linear() == torch.get_autocast_dtype("cpu") == BF16
+
+
+def test_float32_lowers_nothing() -> None:
+    with autocast("cpu", FP32):
+        assert linear() == FP32
+        assert F.linear(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2, dtype=BF16)).dtype == FP32
+
+
+def test_the_cache_switch_reaches_pytorch_and_comes_back() -> None:
+    assert torch.is_autocast_cache_enabled()
+    with autocast("cpu", cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+        with autocast("cpu"):
+            assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_a_disabled_context_registers_and_activates_nothing() -> None:
+    with autocast("cpu", enabled=False):
+        assert current_policy("cpu") is None
+
+
+def test_the_policy_in_force_can_be_asked_for() -> None:
+    assert current_policy("cpu") is None
+    with autocast("cpu"):
+        assert current_policy("cpu") == preset("standard")
+        assert current_policy("cuda") is None
+        with autocast("cpu", policy=KEEP_SOFTMAX_LOW):
+            assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+        with autocast("cpu", policy="torch"):
+            assert current_policy("cpu") == preset("torch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device_type": torch.device("cpu")}, TypeError, r"device type.*pass device\.type"),
+        ({"device_type": 0}, TypeError, r"takes a device type such as 'cuda' or 'cpu', got 0"),
+        ({"device_type": "cup"}, ValueError, r"no autocast for 'cup'; it has for cpu, cuda"),
+        ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
+        ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
+        ({"policy": "fast"}, ValueError, r"no policy preset 'fast'"),
+        ({"policy": ["softmax"]}, TypeError, r"a Policy or the name of a preset"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        autocast(**arguments)  # type: ignore[arg-type]
+    assert linear() == FP32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_cuda_without_cuda_is_an_error_not_a_warning() -> None:
+    with pytest.raises(ValueError, match=r"no CUDA device here; leave device_type out"):
+        autocast("cuda")
+    with autocast("cuda", enabled=False):
+        assert linear() == FP32
+
+
+def test_only_functions_can_be_decorated() -> None:
+    with pytest.raises(TypeError, match=r"to run a block: with autocast"):
+        autocast("cpu")(torch.ones(1))  # type: ignore[arg-type]
+
+
+# --- with the rest of PyTorch ---------------------------------------------------------------------
+
+
+def test_attention() -> None:
+    x = torch.randn(3, 5, 8)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    with autocast("cpu", BF16):
+        out, weights = attention(x, x, x)
+        assert (out.dtype, weights.dtype) == (BF16, FP32)  # softmax in float32, as on CUDA
+        out, _ = attention(x, x, x, need_weights=False)
+        assert out.dtype == BF16
+
+
+@pytest.mark.parametrize("policy", ["standard", "torch"])
+@pytest.mark.parametrize("layer", [nn.LSTM(8, 4, 2), nn.GRU(8, 4), nn.RNN(8, 4)])
+def test_recurrent_layers_do_what_they_do_under_torch_autocast(
+    layer: nn.Module, policy: str
+) -> None:
+    x = torch.randn(3, 5, 8)
+
+    def run(context: object) -> list[Tensor]:
+        layer.zero_grad()
+        with context:  # type: ignore[attr-defined]
+            result = layer(x)[0]
+        result.float().sum().backward()
+        return [result, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    expected = run(torch.autocast("cpu", BF16))
+    for got, want in zip(run(autocast("cpu", BF16, policy=policy)), expected, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want)
+
+
+def test_a_recurrent_cell_runs_in_lower_precision_as_on_cuda() -> None:
+    with autocast("cpu", BF16):
+        assert nn.LSTMCell(8, 4)(torch.randn(3, 8))[0].dtype == BF16
+
+
+def test_transformer_layer_in_evaluation() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad(), autocast("cpu", BF16):
+        assert layer(x).isfinite().all()
+
+
+def test_functional_gradients() -> None:
+    weight, x = torch.randn(4, 4), torch.randn(2, 4)
+
+    def loss(weight: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return F.softmax(F.linear(x, weight), -1).square().sum()
+
+    leaf = weight.clone().requires_grad_()
+    loss(leaf).backward()
+    assert torch.equal(torch.func.grad(loss)(weight), leaf.grad)  # type: ignore[arg-type]
+
+
+def test_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    with torch.inference_mode(), autocast("cpu", BF16):
+        assert model(torch.randn(2, 4)).dtype == FP32
+    with torch.inference_mode():
+        inference_weight = torch.randn(4, 4)
+        with autocast("cpu", BF16):
+            assert F.linear(torch.ones(2, 4), inference_weight).dtype == BF16
+
+
+def test_gradients_equal_those_of_casting_by_hand() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    with autocast("cpu", BF16):
+        hidden = F.linear(x, weight)
+        loss = (F.softmax(hidden, -1) * F.linear(hidden, weight)).sum()
+    got = torch.autograd.grad(loss, (weight, x))
+
+    low = weight.to(BF16)
+    hidden = F.linear(x.to(BF16), low)
+    loss = (F.softmax(hidden, -1, dtype=FP32) * F.linear(hidden, low)).sum(dtype=FP32)
+    expected = torch.autograd.grad(loss, (weight, x))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,136 @@
+"""The same on CUDA devices: `make test-gpu`. Not run by the authors so far: no GPU was at hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep.scaling import GradScaler
+from halfstep.scaling.device import DeviceState
+from halfstep.scaling.state import ScaleState, next_state
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+CUDA = torch.device("cuda", 0)
+OPTIMIZERS = [
+    (cls, impl)
+    for cls in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    for impl in ({}, {"foreach": True}, {"fused": True})
+]
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(
+        CUDA
+    )
+
+
+@pytest.mark.parametrize(("cls", "impl"), OPTIMIZERS)
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize("init_scale", [2.0**16, 0.5])
+def test_against_torch(
+    cls: Any, impl: dict[str, bool], unscale_first: bool, init_scale: float
+) -> None:
+    results = []
+    for make_scaler in (GradScaler, torch.amp.GradScaler):
+        scaler = make_scaler("cuda", init_scale=init_scale, growth_interval=2, backoff_factor=1 / 2)
+        model = make_model()
+        optimizer = cls(model.parameters(), lr=0.01, **impl)
+        scales = []
+        for i in range(6):
+            loss = model(torch.full((4, 8), 0.1 * i, device=CUDA)).square().mean()
+            scaler.scale(loss).backward()
+            if i == 3:
+                model[0].weight.grad[2, 1] = math.inf
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        results.append((scales, list(model.parameters())))
+    (our_scales, ours), (their_scales, theirs) = results
+    assert our_scales == their_scales
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_fused_step_waits_for_nothing(fused: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), fused=fused)
+    scaler = GradScaler()
+    scaler.scale(model(torch.ones(4, 8, device=CUDA)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaled = scaler.scale(model(torch.ones(4, 8, device=CUDA)).sum())
+    scaled.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        if fused:
+            scaler.step(optimizer)
+        else:
+            scaler.unscale_(optimizer)
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                scaler.step(optimizer)
+        scaler.update()
+        scaler.update(torch.full((), 4.0, device=CUDA))
+        scaler.set_growth_interval(1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "complex", "sparse", "bfloat16"])
+def test_unscale(kind: str) -> None:
+    grad = {
+        "transposed": torch.randn(4, 6, device=CUDA).t(),
+        "sliced": torch.randn(4, 6, device=CUDA)[:, ::2],
+        "complex": torch.randn(5, dtype=torch.complex64, device=CUDA).conj(),
+        "sparse": torch.sparse_coo_tensor(
+            torch.tensor([[1, 1, 3]]), torch.ones(3), (4,), device=CUDA, check_invariants=True
+        ),
+        "bfloat16": torch.randn(7, device=CUDA, dtype=torch.bfloat16),
+    }[kind]
+    expected = (grad.coalesce().to_dense() if grad.is_sparse else grad) / 8
+    param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype, device=CUDA))
+    param.grad = grad
+    scaler = GradScaler(init_scale=8.0)
+    scaler.scale(torch.ones((), device=CUDA))
+    scaler.unscale_(torch.optim.SGD([param]))
+    assert param.grad is not None
+    unscaled = param.grad.to_dense() if param.grad.is_sparse else param.grad
+    assert torch.equal(unscaled.resolve_conj(), expected.resolve_conj())
+
+
+@pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3), (3.7, 0.999)])
+def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
+    state = ScaleState(1000.1, 0, *factors, growth_interval=2, min_scale=0.7)
+    on_device = DeviceState(state, CUDA)
+    for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 200:
+        state = next_state(state, found_inf)
+        on_device.update_(torch.tensor(float(found_inf), device=CUDA), state)
+        assert on_device.read(state) == state
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("broken", [[], [0], [1], [0, 1]])
+def test_two_devices(fused: bool, broken: list[int]) -> None:
+    devices = [torch.device("cuda", i) for i in range(2)]
+    params = [torch.nn.Parameter(torch.zeros(3, device=device)) for device in devices]
+    optimizer = torch.optim.SGD(params, lr=1.0, fused=fused)
+    scaler = GradScaler(init_scale=8.0)
+    losses = [param.sum() for param in params]
+    for loss in scaler.scale(losses):
+        loss.backward()
+    for i in broken:
+        params[i].grad[0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    for param in params:
+        assert torch.equal(param.cpu(), torch.full((3,), 0.0 if broken else -1.0))
+    assert scaler.get_scale() == (4.0 if broken else 8.0)
