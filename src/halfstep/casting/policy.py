@@ -99,8 +99,6 @@ class Policy:
         >>> lean = Policy([*preset("standard").rules, Rule("layer_norm", "leave")], name="lean")
         >>> lean.action("layer_norm.default", "cpu", torch.bfloat16)
         'leave'
-        >>> lean
-        <Policy 'lean': 203 rules>
     """
 
     rules: tuple[Rule, ...]

@@ -1,0 +1,103 @@
+"""The same on CUDA. Run with ``make test-gpu``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils.checkpoint import checkpoint
+
+from halfstep.casting import Policy, Rule, autocast, preset
+from halfstep.casting.kernels import only_our_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deprecated")]
+HALVES = [torch.float16, torch.bfloat16]
+LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8), nn.Softmax(-1)
+    ).cuda()
+
+
+def gradients(run: nn.Module, context: object) -> list[Tensor]:
+    torch.manual_seed(1)
+    run.zero_grad()
+    x = torch.randn(32, 64, device="cuda")
+    with context:  # type: ignore[attr-defined]
+        out = run(x)
+    out.float().square().sum().backward()
+    return [out, *(p.grad for p in run.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("policy", ["standard", "torch"])
+@pytest.mark.parametrize("ours", [False, True], ids=["native", "ours"])
+def test_training_equals_torch_autocast(dtype: torch.dtype, policy: str, ours: bool) -> None:
+    if ours:
+        with only_our_kernels():
+            context = autocast("cuda", dtype, policy=policy)
+    else:
+        context = autocast("cuda", dtype, policy=policy)
+    run = model()
+    expected = gradients(run, torch.autocast("cuda", dtype))
+    for got, want in zip(gradients(run, context), expected, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("group", ["torch_fp16", "torch_fp32", "nn_fp16", "nn_fp32"])
+def test_the_op_lists_with_our_kernels(dtype: torch.dtype, group: str) -> None:
+    with only_our_kernels():
+        context = autocast("cuda", dtype)
+    for op, args, *rest in getattr(AutocastTestLists(torch.device("cuda")), group):
+        kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+        function = getattr(torch._C._nn if group.startswith("nn") else torch, op, None)
+        if function is None or op == "einsum" or True in rest:
+            continue
+        with context:
+            got = function(*args, **kwargs)
+        with torch.autocast("cuda", dtype):
+            want = function(*args, **kwargs)
+        if isinstance(want, Tensor):
+            assert got.dtype == want.dtype, op
+            torch.testing.assert_close(got, want, msg=op)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_under_the_policy(reentrant: bool) -> None:
+    """On CUDA the backward pass runs in a thread of its own."""
+    seen: list[torch.dtype] = []
+
+    def run(x: Tensor) -> Tensor:
+        y = F.softmax(x.bfloat16(), -1)
+        seen.append(y.dtype)
+        return y.exp().sum()
+
+    x = torch.randn(4, device="cuda", requires_grad=True)
+    with autocast("cuda", torch.bfloat16, policy=LOW_SOFTMAX):
+        loss = checkpoint(run, x, use_reentrant=reentrant)
+    loss.backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("policy", ["standard", LOW_SOFTMAX])
+def test_compiled(policy: Policy | str) -> None:
+    run = model()
+    expected = gradients(run, autocast("cuda", torch.bfloat16, policy=policy))
+    compiled = torch.compile(run, fullgraph=True)
+    for got, want in zip(
+        gradients(compiled, autocast("cuda", torch.bfloat16, policy=policy)), expected, strict=True
+    ):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+def test_the_device_is_inferred() -> None:
+    with autocast(dtype=torch.float16):
+        assert (torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")).dtype == (
+            torch.float16
+        )

@@ -1,0 +1,42 @@
+"""What the docs say runs: every example in a docstring, every Python block in a page."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+ROOT = Path(__file__).parents[1]
+MODULES = [
+    "halfstep",
+    *(
+        module.name
+        for module in pkgutil.walk_packages(halfstep.__path__, "halfstep.")
+        if not module.name.endswith("__main__")
+    ),
+]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.M)
+    )
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run a block; a comment behind ``print(...)`` is what it must print."""
+    exec(block, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == re.findall(r"print\(.*\)  # (.+)$", block, re.M)

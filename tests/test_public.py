@@ -1,0 +1,49 @@
+"""The public surface: names, docstrings, and what an import costs."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import halfstep
+
+PUBLIC = {
+    "CallOrderError",
+    "GradScaler",
+    "Policy",
+    "Rule",
+    "__version__",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "preset",
+}
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(halfstep.__all__) == PUBLIC
+    assert all(hasattr(halfstep, name) for name in PUBLIC)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert version("halfstep") == halfstep.__version__
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__", "CallOrderError", "custom_bwd"}))
+def test_every_public_name_has_an_example(name: str) -> None:
+    assert ">>> " in (getattr(halfstep, name).__doc__ or "")
+
+
+def test_importing_halfstep_imports_little() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import halfstep\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - sys.stdlib_module_names))\n"
+        "heavy = ('torch._dynamo', 'halfstep.cli', 'halfstep.demo')\n"
+        "print(*(name for name in heavy if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["halfstep"]
