@@ -1,0 +1,50 @@
+"""The ``halfstep`` command.
+
+Each subcommand is a module of this package with ``add_parser(subcommands)``; it sets the default
+``run``, a function from the parsed arguments to the exit code. To add one, add it to ``COMMANDS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+import halfstep
+from halfstep.cli import demo
+from halfstep.cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError
+
+COMMANDS = (demo,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of the process when left out.
+    """
+    parser = _build_parser()
+    arguments = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
+    if run is None:
+        parser.print_help()
+        return EXIT_USAGE
+    try:
+        return run(arguments)
+    except CommandError as error:
+        print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="halfstep",
+        description="Automatic mixed precision for PyTorch that is safe, visible and editable.",
+    )
+    parser.add_argument("--version", action="version", version=f"halfstep {halfstep.__version__}")
+    subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subcommands)
+    return parser

@@ -1,0 +1,8 @@
+"""How a subcommand ends when it does not end well."""
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+
+class CommandError(Exception):
+    """One line for the user: what is wrong and what to do. Printed without a traceback."""

@@ -1,0 +1,1 @@
+"""The demo: one small GPT, one text, four precisions, side by side (``halfstep demo``)."""

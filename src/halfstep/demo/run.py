@@ -1,0 +1,102 @@
+"""The whole demo: measure the machine, train, show, write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from halfstep.demo.chart import draw_chart
+from halfstep.demo.gpt import SIZES
+from halfstep.demo.machine import measure_machine
+from halfstep.demo.progress import watcher_for
+from halfstep.demo.results import Results
+from halfstep.demo.settings import DemoError, Settings
+from halfstep.demo.table import NOTES, build_table
+from halfstep.demo.text import Corpus
+from halfstep.demo.train import Run, new_model, train
+
+NARROWEST = 96
+"""Columns of the table where the output has none of its own: a file, a pipe."""
+
+
+def run_demo(settings: Settings, output: Path, console: Console | None = None) -> bool:
+    """Train in each precision, then print the table and write the plot and the numbers.
+
+    Ctrl-C (``KeyboardInterrupt``) ends the training; what there is by then is shown and written.
+
+    Args:
+        settings: what to train.
+        output: directory for ``losses.svg`` and ``results.json``; made if it is not there.
+        console: where to print; standard output when left out.
+
+    Returns:
+        False when it was interrupted.
+
+    Raises:
+        DemoError: The text cannot be used, or ``output`` cannot be written.
+    """
+    console = console or _console()
+    corpus = Corpus.load(settings.text, SIZES[settings.size][0])
+    _prepare(output)
+    num_parameters = new_model(corpus, settings).num_parameters()
+    machine = measure_machine(settings.device)
+    _say(
+        console,
+        f"Training a GPT with {num_parameters:,} parameters on {corpus.source} "
+        f"({len(corpus.train):,} characters, {len(corpus.held_out):,} held out).\n",
+    )
+    results = Results(settings, corpus, machine, [], num_parameters)
+    was_finished = _train_all(results, console)
+    _show(results, output, console)
+    return was_finished
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, NARROWEST)
+    return console
+
+
+def _prepare(output: Path) -> None:
+    """Find out before the training, not after it, that nothing can be written."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "results.json").touch()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DemoError(
+            f"cannot write to --output {str(output)!r}: {reason}; name another directory"
+        ) from None
+
+
+def _train_all(results: Results, console: Console) -> bool:
+    """Train one precision after the other; the return value tells whether all were finished."""
+    try:
+        with watcher_for(console) as watcher:
+            for precision in results.settings.ordered_precisions:
+                run = Run(precision, results.settings.steps)
+                results.runs.append(run)
+                watcher.begin(run)
+                train(run, results.corpus, results.settings, watcher.step)
+                watcher.end(run)
+    except KeyboardInterrupt:
+        _say(console, "\nInterrupted: this is what there is so far.")
+        return False
+    return True
+
+
+def _show(results: Results, output: Path, console: Console) -> None:
+    console.print(build_table(results))
+    console.print(NOTES, style="dim", highlight=False)
+    _say(console, f"\n{results.machine.sentence()}")
+    chart, numbers = output / "losses.svg", output / "results.json"
+    chart.write_text(draw_chart(results), encoding="utf-8")
+    numbers.write_text(results.to_json(), encoding="utf-8")
+    _say(console, f"\nPlot: {chart}\nNumbers: {numbers}", soft_wrap=True)
+
+
+def _say(console: Console, text: str, soft_wrap: bool = False) -> None:
+    """Print text as it is: brackets in a file name are no markup."""
+    console.print(text, markup=False, highlight=False, soft_wrap=soft_wrap)
