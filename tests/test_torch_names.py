@@ -3,7 +3,8 @@
 A failure here names what a new version of PyTorch took away; ``_torch.py`` is the file to change.
 """
 
-import threading
+import subprocess
+import sys
 
 import torch
 
@@ -23,37 +24,25 @@ def test_keys_and_kernels_of_the_dispatcher() -> None:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
-def test_nodes_are_numbered_as_they_are_made() -> None:
-    x = torch.ones(1, requires_grad=True)
-    number = _torch.next_node_number()
-    y = x * 2
-    assert y.grad_fn is not None
-    assert _torch.node_number(y.grad_fn) == number
-    assert _torch.next_node_number() == number + 1
-
-
-def test_a_backward_pass_knows_its_number_and_node() -> None:
-    seen = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
-    x.register_hook(lambda _: seen.append((_torch.backward_id(), _torch.current_node())))
-    assert (_torch.backward_id(), _torch.current_node()) == (-1, None)
-    y.backward()
-    ((number, node),) = seen
-    assert number >= 0
-    assert node is not None
-
-
-def test_a_thread_does_not_see_what_another_one_hands_to_its_backward_pass() -> None:
-    _torch.set_inherited("halfstep.test", "here")
-    assert _torch.get_inherited("halfstep.test") == "here"
-    elsewhere: list[bool] = []
-    thread = threading.Thread(
-        target=lambda: elsewhere.append(_torch.has_inherited("halfstep.test"))
+def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
+    """Each is called with the function to run again first: that is what gets wrapped."""
+    code = (
+        "import inspect, torch.utils.checkpoint as c\n"
+        "for f in (c.CheckpointFunction.forward, c._CheckpointFrame.__init__):\n"
+        "    print(list(inspect.signature(f).parameters)[1])\n"
     )
-    thread.start()
-    thread.join()
-    assert elsewhere == [False]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["run_function", "recompute_fn"]
+
+
+def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        _torch.set_compile_cache_tag("a")
+        assert torch.compiler.config.cache_key_tag == "mine|halfstep:a"
+        _torch.set_compile_cache_tag("b")
+        assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
+        _torch.set_compile_cache_tag("")
+        assert torch.compiler.config.cache_key_tag == "mine"
 
 
 def test_switches_come_back() -> None:

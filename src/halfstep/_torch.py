@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.amp.autocast_mode
+import torch.compiler.config
+import torch.utils.checkpoint
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -99,27 +101,28 @@ def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel
         )
 
 
-# --- autocast: backward and threads ---------------------------------------------------------------
-
-# The number of the backward pass that runs in this thread, -1 outside of one.
-backward_id = torch._C._current_graph_task_id
-
-# The autograd node that a backward pass is at, None outside of one.
-current_node = torch._C._current_autograd_node
-
-# The number that the next autograd node made in this thread gets; they only go up.
-next_node_number = torch._C._autograd._get_sequence_nr
+# --- autocast: recomputation ----------------------------------------------------------------------
 
 
-def node_number(node: torch.autograd.graph.Node) -> int:
-    """Return the number that ``node`` got from :data:`next_node_number` when it was made."""
-    return node._sequence_nr()
+@cache
+def wrap_recomputed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let torch.utils.checkpoint keep ``wrap(function)`` wherever it keeps a function to run again.
 
+    Once and for good. ``wrap`` is called in the forward pass, its result in the backward pass too.
+    """
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+    forward = reentrant.forward
+    frame = torch.utils.checkpoint._CheckpointFrame
+    init = frame.__init__
 
-# Objects that a backward pass takes from the thread that called it into the threads it runs in.
-set_inherited = torch._C._stash_obj_in_tls
-has_inherited = torch._C._is_key_in_tls
-get_inherited = torch._C._get_obj_in_tls
+    def wrapping_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, wrap(run_function), *args)  # type: ignore[no-untyped-call]
+
+    def wrapping_init(self: Any, recompute_fn: Callable[..., Any], *args: Any) -> None:
+        init(self, wrap(recompute_fn), *args)
+
+    reentrant.forward = staticmethod(wrapping_forward)  # type: ignore[method-assign]
+    frame.__init__ = wrapping_init  # type: ignore[method-assign,assignment]
 
 
 # --- autocast: switches ---------------------------------------------------------------------------
@@ -129,8 +132,8 @@ class Switches(NamedTuple):
     """PyTorch's autocast switches of a thread for one device type."""
 
     device: str
-    enabled: bool
     dtype: torch.dtype
+    enabled: bool
     cache: bool
 
 
@@ -138,8 +141,8 @@ def autocast_switches(device_type: str) -> Switches:
     """Read the switches of this thread."""
     return Switches(
         device_type,
-        torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
+        torch.is_autocast_enabled(device_type),
         torch.is_autocast_cache_enabled(),
     )
 
@@ -159,8 +162,9 @@ def autocast_devices() -> list[str]:
 # --- autocast: torch.compile ----------------------------------------------------------------------
 
 
-def enter_traced(device_type: str, dtype: torch.dtype, enabled: bool, cache: bool) -> object:
-    """Switch autocast on in a way that torch.compile can trace into a graph."""
+def enter_traced(switches: Switches) -> object:
+    """Set the switches in a way that torch.compile can trace into a graph."""
+    device_type, dtype, enabled, cache = switches
     mode: object = torch.amp.autocast_mode._enter_autocast(device_type, dtype, enabled, cache)  # type: ignore[no-untyped-call]
     return mode
 
@@ -175,15 +179,22 @@ def allow_in_graph(*functions: Callable[..., None]) -> None:
     torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
 
 
-def do_not_compile_alone(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Let torch.compile trace into ``function`` from its caller, but not start in it or below it.
+def do_not_compile_alone(
+    function: Callable[_Params, _Result], *, nor_below: bool = True
+) -> Callable[_Params, _Result]:
+    """Let torch.compile trace into ``function`` from its caller, but not start in it.
 
     Where torch.compile gives up on a function it runs it as it is and compiles what it calls. A
     graph made of code that switches autocast on would do so while it is traced, and never again.
+
+    Args:
+        function: what is not to be compiled.
+        nor_below: not to start in anything that it calls either.
     """
     frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, skip if nor_below else default)
+    frames.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
@@ -197,8 +208,8 @@ def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params,
 
 
 # torch.compile guards on the autocast dtype of every device type for which autocast is on. This one
-# has no backend, so a number written there as a dtype becomes part of the guards, and of the keys
-# of the on-disk cache, and does nothing else.
+# (Graphcore's) lost its backend, so no op ever looks at it, and a number written there as a dtype
+# becomes part of the guards. It does count for torch._C._is_any_autocast_enabled().
 _GUARD_DEVICE = "ipu"
 _GUARD_VALUES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 NUM_GUARD_VALUES = len(_GUARD_VALUES)
@@ -209,6 +220,18 @@ def set_compile_guard(number: int | None) -> None:
     torch.set_autocast_enabled(_GUARD_DEVICE, number is not None)
     if number is not None:
         torch.set_autocast_dtype(_GUARD_DEVICE, _GUARD_VALUES[number])
+
+
+_TAG_MARK = "|halfstep:"
+
+
+def set_compile_cache_tag(tag: str) -> None:
+    """Let the on-disk caches of torch.compile tell code compiled from now on by ``tag``."""
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    after = before.partition(_TAG_MARK)[0] + (_TAG_MARK + tag if tag else "")
+    if after != before:
+        config.cache_key_tag = after
 
 
 def forget_compiled_code() -> None:

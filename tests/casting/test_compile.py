@@ -1,9 +1,12 @@
 """Inside and around torch.compile, with the eager result as the reference."""
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep.casting import Policy, Rule, autocast, preset, scopes
+from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, guards, preset, scopes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
@@ -172,13 +175,100 @@ def test_more_policies_than_the_guard_can_tell_apart(
     x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "NUM_GUARD_VALUES", 2)
-    monkeypatch.setattr(scopes, "_guards", {})
+    monkeypatch.setattr(guards, "_marks", {})
     compiled = torch.compile(body, backend="eager", fullgraph=True)
-    softmax_rules = [Rule("softmax", "lower"), Rule("softmax", "fp32"), Rule("softmax", "leave")]
+    contexts = [
+        autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))
+        for action in ("lower", "fp32", "leave")
+    ]
+    expected = (BF16, FP32, BF16)
     for _ in range(2):
-        for number, rule in enumerate(softmax_rules):
-            with autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), rule])):
-                assert compiled(x, weight)[1].dtype == (BF16, FP32, BF16)[number]
+        for context, dtype in zip(contexts, expected, strict=True):
+            with context:
+                assert compiled(x, weight)[1].dtype == dtype
+    with contexts[0]:  # a number that a context outside still holds is not given away
+        for context in contexts[1:]:
+            with context:
+                compiled(x, weight)
+        assert compiled(x, weight)[1].dtype == BF16
+        with contexts[1]:
+            assert compiled(x, weight)[1].dtype == FP32
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_cache_on_disk_tells_policies_apart(tmp_path: Path) -> None:
+    """Design's second trap: the first policy of one process is not the first of the next."""
+    code = """
+import sys, torch
+from halfstep import Policy, Rule, autocast, preset
+low = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+policy = {"low": low, "standard": "standard"}[sys.argv[1]]
+f = torch.compile(lambda x: torch.softmax(x @ x, -1) * 2)
+with torch.no_grad(), autocast("cpu", torch.bfloat16, policy=policy):
+    print(f(torch.ones(8, 8)).dtype)
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for policy, expected in (("low", BF16), ("standard", FP32), ("low", BF16)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, policy], capture_output=True, text=True, env=environment
+        )
+        assert done.stdout.strip() == str(expected), done.stderr
+
+
+@backends
+def test_one_context_inside_itself(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        context = autocast("cpu", BF16)
+        with context:
+            with context:
+                first = F.linear(x, weight)
+            second = F.linear(x, weight)
+        return first, second, F.linear(x, weight)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_a_function_decorated_inside(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return autocast("cpu", BF16)(body)(x, weight)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_a_custom_function(x: Tensor, weight: Tensor, backend: str) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu")
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = ctx.saved_tensors
+            # Large enough to be inf in float16: only under the policy's float32 it is not.
+            one = F.softmax((a.to(FP16) + 11.5).exp(), -1).sum().to(FP32) / a.shape[0]
+            return (gradient @ b.t()).to(a.dtype), (a.t() @ gradient).to(b.dtype) * one
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", FP16):
+            return (Product.apply(x, weight),)
+
+    agree(function, x, weight, backend)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_is_refused_rather_than_exported_without_autocast(x: Tensor, strict: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", BF16):
+                return x @ x.t()
+
+    with pytest.raises(Exception, match=r"torch\.export cannot keep a halfstep policy"):
+        torch.export.export(Model(), (x,), strict=strict)
 
 
 def test_a_module_with_checkpoints(x: Tensor) -> None:

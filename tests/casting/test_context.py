@@ -1,3 +1,5 @@
+import copy
+import pickle
 import threading
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 from halfstep import _torch
 from halfstep.casting import Policy, Rule, autocast, preset
 from halfstep.casting.context import current_policy, default_device
+from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KEEP_SOFTMAX_LOW = Policy([*preset("standard").rules, Rule("softmax", "lower")], "low softmax")
@@ -204,6 +207,9 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"device_type": "cup"}, ValueError, r"no autocast for 'cup'; it has for cpu, cuda"),
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
         ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
+        ({"device_type": "cpu:0"}, ValueError, r"no autocast for 'cpu:0'.*without an index"),
+        ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
+        ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
         ({"policy": "fast"}, ValueError, r"no policy preset 'fast'"),
         ({"policy": ["softmax"]}, TypeError, r"a Policy or the name of a preset"),
     ],
@@ -227,6 +233,26 @@ def test_cuda_without_cuda_is_an_error_not_a_warning() -> None:
 def test_only_functions_can_be_decorated() -> None:
     with pytest.raises(TypeError, match=r"to run a block: with autocast"):
         autocast("cpu")(torch.ones(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [None, "torch", KEEP_SOFTMAX_LOW])
+def test_a_pickled_context_is_the_same_context(policy: Policy | str | None) -> None:
+    for copied in (
+        pickle.loads(pickle.dumps(autocast("cpu", FP16, policy=policy))),
+        copy.deepcopy(autocast("cpu", FP16, policy=policy)),
+    ):
+        with copied:
+            assert linear() == FP16
+            inside = current_policy("cpu")
+        with autocast("cpu", FP16, policy=policy):
+            assert inside == current_policy("cpu")
+
+
+def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
+    context = autocast("cpu", BF16)
+    with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
+        context.__exit__(None, None, None)
+    assert linear() == FP32
 
 
 # --- with the rest of PyTorch ---------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, preset
+from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
@@ -117,7 +118,7 @@ def test_casting_of_inputs_goes_into_containers_and_spares_the_rest() -> None:
     assert got[2] == "s"
 
 
-def test_torchs_decorator_on_one_side_works_too() -> None:
+def test_torchs_decorator_on_backward_works_too() -> None:
     seen: list[object] = []
     function = make(custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu"), seen)
     a = torch.randn(4, 4, requires_grad=True)
@@ -126,3 +127,12 @@ def test_torchs_decorator_on_one_side_works_too() -> None:
     out.float().sum().backward()
 
     assert [entry[1] for entry in seen[1:]] == [True]  # type: ignore[index]
+
+
+def test_torchs_decorator_on_forward_alone_is_an_error_that_says_so() -> None:
+    function = make(torch.amp.custom_fwd(device_type="cpu"), custom_bwd(device_type="cpu"), [])
+    a = torch.randn(4, 4, requires_grad=True)
+    with autocast("cpu", BF16):
+        out = function.apply(a, a)
+    with pytest.raises(CallOrderError, match=r"halfstep\.custom_fwd"):
+        out.float().sum().backward()

@@ -1,3 +1,7 @@
+import pickle
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -57,6 +61,11 @@ def test_reprs_say_what_is_there() -> None:
         ),
         (("aten::exp", "fp32"), r"a rule names an ATen op such as 'softmax'.*got 'aten::exp'"),
         (("", "fp32"), r"a rule names an ATen op"),
+        ((torch.exp, "fp32"), r"a rule names an ATen op"),
+        (("exp", "fp32", "cuda:0"), r"a device type is 'cpu', 'cuda', \.\.\., got 'cuda:0'"),
+        (("exp", "fp32", "CPU"), r"a device type is 'cpu'"),
+        (("exp", "fp32", None, "bfloat16"), r"torch\.float16 or torch\.bfloat16, got dtype='bf"),
+        (("exp", "fp32", None, torch.int8), r"torch\.float16 or torch\.bfloat16"),
         (("exp", "refuse"), r"a message goes with the action 'refuse'"),
         (("exp", "fp32", None, None, "text"), r"a message goes with the action 'refuse'"),
     ],
@@ -69,6 +78,27 @@ def test_a_wrong_rule_is_refused(arguments: tuple[str, ...], message: str) -> No
 def test_a_policy_is_made_of_rules() -> None:
     with pytest.raises(TypeError, match=r"made of Rule values, got 'softmax:fp32'"):
         Policy(["softmax:fp32"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"made of rules: pass <Policy 'standard'.*>\.rules"):
+        Policy(preset("standard"))  # type: ignore[arg-type]
+
+
+def test_a_policy_is_the_same_in_every_process() -> None:
+    """Hashes of strings are not: neither hash nor fingerprint may travel or depend on them."""
+    code = """
+import pickle, sys
+policy = pickle.loads(bytes.fromhex(sys.argv[1]))
+from halfstep import preset
+assert policy == preset("standard") and policy in {preset("standard")}, "hash"
+print(policy.name, policy.fingerprint)
+"""
+    policy = Policy(preset("standard").rules, "mine")
+    assert hash(policy)
+    done = subprocess.run(
+        [sys.executable, "-c", code, pickle.dumps(policy).hex()], capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["mine", policy.fingerprint], done.stderr
+    assert policy.fingerprint == preset("standard").fingerprint
+    assert policy.fingerprint != preset("torch").fingerprint
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:

@@ -24,7 +24,8 @@ class WeightCache:
     tensor, its version, the dtype and the grad mode it was made in, so that a weight that was
     changed in place, or is needed with a gradient after a cast without one, is cast again.
 
-    Only what PyTorch's own cache keeps is kept: float32 leaves that require grad.
+    Only what PyTorch's own cache keeps is kept: float32 leaves that require grad. Ops that a kernel
+    of PyTorch casts (see :mod:`halfstep.casting.kernels`) use PyTorch's cache, not this one.
     """
 
     def __init__(self) -> None:

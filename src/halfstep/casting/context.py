@@ -3,52 +3,53 @@
 import functools
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from halfstep import _torch
 from halfstep.casting import kernels, scopes
-from halfstep.casting.policy import Policy
+from halfstep.casting.policy import LOWER_PRECISIONS, Policy
 from halfstep.casting.presets import preset
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-_LOWER_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)
 
-
-class _Settings(NamedTuple):
+class Settings(NamedTuple):
     """What a context switches on. Constants all, so that torch.compile can carry them in a graph.
 
     Attributes:
-        plans: the number of the plans (see :func:`kernels.prepare`), None where autocast is off.
-        inherit: whether the policy of a context outside this one goes before these plans.
+        switches: what PyTorch's switches are set to.
+        policy: the number of the policy (see :func:`kernels.prepare`), None where autocast is off.
+        inherit: whether the policy of a context outside this one goes before it.
     """
 
-    device: str
-    dtype: torch.dtype
-    enabled: bool
-    cache: bool
-    plans: int | None
+    switches: _torch.Switches
+    policy: int | None
     inherit: bool
 
 
-class _Region:
+class Region:
     """The context manager behind :class:`autocast`, with everything settled."""
 
-    def __init__(self, settings: _Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._traced: list[object] = []
 
     @_torch.do_not_compile_alone
     def __enter__(self) -> None:
+        switches, policy, inherit = self._settings
+        if switches.enabled and torch.compiler.is_exporting():
+            raise RuntimeError(
+                "torch.export cannot keep a halfstep policy in the exported program: export the "
+                "model without autocast and run the program under it, or use torch.autocast there"
+            )
         if torch.compiler.is_compiling():
-            _allow_in_graph()
-            device, dtype, enabled, cache, plans, inherit = self._settings
-            self._traced = _torch.enter_traced(device, dtype, enabled, cache)
-            _enter_scope_in_graph(device, plans, inherit)
+            self._traced.append(_torch.enter_traced(switches))
+            enter_scope_in_graph(self._settings)
         else:
-            _enter(self._settings)
+            _enter(switches, policy, inherit)
 
     @_torch.do_not_compile_alone
     def __exit__(
@@ -58,13 +59,13 @@ class _Region:
         traceback: TracebackType | None,
     ) -> None:
         if torch.compiler.is_compiling():
-            _leave_scope_in_graph()
-            _torch.exit_traced(self._traced)
+            leave_scope_in_graph()
+            _torch.exit_traced(self._traced.pop())
         else:
             _exit()
 
 
-class autocast(_Region):
+class autocast(Region):
     """Run the ops of a block each in the dtype that a policy gives it.
 
     Works as ``torch.autocast`` does: as a context manager or a decorator, nested, per thread,
@@ -123,11 +124,17 @@ class autocast(_Region):
         settings = self._settings
 
         @functools.wraps(function)
-        def under_autocast(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-            with _Region(settings):  # made here: torch.compile enters only what it saw made
+        def under_autocast(*args: Any, **kwargs: Any) -> Any:
+            with Region(settings):  # made here: torch.compile enters only what it saw made
                 return function(*args, **kwargs)
 
         return under_autocast
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The number of a policy means nothing in another process.
+        switches, number, inherit = self._settings
+        policy = None if inherit or number is None else kernels.prepared(number).policy
+        return functools.partial(autocast, policy=policy), tuple(switches)
 
 
 def current_policy(device_type: str) -> Policy | None:
@@ -135,22 +142,30 @@ def current_policy(device_type: str) -> Policy | None:
 
     Sync: none.
     """
-    plans = scopes.active_plans(device_type)
-    return None if plans is None else plans.policy
+    active = scopes.current().policies.get(device_type)
+    return None if active is None else active.policy
+
+
+@_torch.run_while_tracing
+def current_settings(device_type: str) -> Settings:
+    """Return what a :class:`Region` must be given to run a block as it would run now."""
+    active = scopes.current().policies.get(device_type)
+    switches = _torch.autocast_switches(device_type)
+    if active is not None:
+        return Settings(switches, active.number, inherit=False)
+    number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
+    return Settings(switches, number, inherit=False)
 
 
 # --- entering and leaving -------------------------------------------------------------------------
 
 
-def _enter(settings: _Settings) -> None:
-    device = settings.device
-    outside = _torch.autocast_switches(device)
-    if outside.dtype is not settings.dtype:
+def _enter(switches: _torch.Switches, policy: int | None, inherit: bool) -> None:
+    outside = _torch.autocast_switches(switches.device)
+    if outside.dtype is not switches.dtype:
         torch.clear_autocast_cache()  # what PyTorch's kernels keep does not know its dtype
-    scopes.enter(_plans(device, settings.plans, settings.inherit), outside)
-    torch.set_autocast_enabled(device, settings.enabled)
-    torch.set_autocast_dtype(device, settings.dtype)
-    torch.set_autocast_cache_enabled(settings.cache)
+    scopes.enter(_policies(switches.device, policy, inherit), outside)
+    _torch.set_autocast_switches(switches)
     torch.autocast_increment_nesting()
 
 
@@ -164,18 +179,30 @@ def _exit() -> None:
     _torch.set_autocast_switches(outside)
 
 
-def _plans(device: str, number: int | None, inherit: bool) -> kernels.Plans | None:
-    inherited = scopes.current().plans.get(device) if inherit else None
-    if inherited is not None or number is None:
-        return inherited
-    return kernels.prepared(number)
+def _policies(device: str, number: int | None, inherit: bool) -> scopes.Policies:
+    """Return what is to be active inside: what is active outside, and the policy of ``device``."""
+    outside = scopes.current().policies
+    if number is None or (inherit and device in outside):
+        return outside
+    return {**outside, device: kernels.prepared(number)}
+
+
+def enter_scope_in_graph(settings: Settings) -> None:
+    """While torch.compile traces: make a graph in which the policy of ``settings`` is active."""
+    _allow_in_graph()
+    _enter_scope_in_graph(settings.switches.device, settings.policy, settings.inherit)
+
+
+def leave_scope_in_graph() -> None:
+    """Undo :func:`enter_scope_in_graph`."""
+    _leave_scope_in_graph()
 
 
 # torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
 # kernels that run meanwhile then see the scope. (For clearing the cache see _enter.)
 def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
     torch.clear_autocast_cache()
-    scopes.enter(_plans(device, number, inherit), traced=True)
+    scopes.enter(_policies(device, number, inherit), traced=True)
 
 
 def _leave_scope_in_graph() -> None:
@@ -198,22 +225,26 @@ def _settle(
     enabled: bool,
     cache_enabled: bool | None,
     policy: Policy | str | None,
-) -> _Settings:
+) -> Settings:
     device = _device(device_type)
     if dtype is None:
         dtype = torch.get_autocast_dtype(device)
-    elif dtype not in _LOWER_PRECISIONS:
+    elif dtype not in LOWER_PRECISIONS:
         raise ValueError(
             f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; "
             "to run a block without autocast: autocast(enabled=False)"
         )
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()
-    plans = None
+    for name, value in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+        if not isinstance(value, int):  # a bool is one
+            raise TypeError(f"autocast: {name} is True or False, got {value!r}")
+    number = None
     if enabled:
         _check_device(device, dtype)
-        plans = kernels.prepare(_policy(policy), device)
-    return _Settings(device, dtype, bool(enabled), cache_enabled, plans, inherit=policy is None)
+        number = kernels.prepare(_policy(policy), device)
+    switches = _torch.Switches(device, dtype, bool(enabled), bool(cache_enabled))
+    return Settings(switches, number, inherit=policy is None)
 
 
 def _device(device_type: str | None) -> str:
@@ -227,7 +258,8 @@ def _device(device_type: str | None) -> str:
     known = _torch.autocast_devices()
     if device_type not in known:
         raise ValueError(
-            f"PyTorch has no autocast for {device_type!r}; it has for {', '.join(known)}"
+            f"PyTorch has no autocast for {device_type!r}; it has for {', '.join(known)} "
+            "(types, without an index)"
         )
     return device_type
 

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 
 from halfstep.casting.casts import is_eligible
-from halfstep.casting.context import autocast, current_policy, default_device
+from halfstep.casting.context import (
+    Region,
+    Settings,
+    autocast,
+    current_settings,
+    default_device,
+    enter_scope_in_graph,
+    leave_scope_in_graph,
+)
+from halfstep.errors import CallOrderError
 
 _Method = Callable[..., Any]
 
@@ -24,7 +33,7 @@ def custom_fwd(
 
     Args:
         fwd: the method, when used without arguments: ``@custom_fwd``.
-        device_type: ``"cuda"``, ``"cpu"``, ...; None as in :class:`halfstep.autocast`.
+        device_type: ``"cuda"``, ``"cpu"``, ...; None as in :class:`~halfstep.autocast`.
         cast_inputs: None runs ``forward`` under the autocast of its caller. A dtype casts the
             floating-point inputs on the device, float64 ones excepted, to it and runs ``forward``
             with autocast off. Outside autocast neither has an effect.
@@ -54,14 +63,12 @@ def custom_fwd(
     @functools.wraps(fwd)
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         device = device_type or default_device()
-        is_on = torch.is_autocast_enabled(device)
-        if cast_inputs is None or not is_on:
-            # torch.amp.custom_bwd may be the one that goes with it: under its own names, too.
-            ctx._fwd_used_autocast, ctx._dtype = is_on, torch.get_autocast_dtype(device)
-            ctx._halfstep_policy = current_policy(device)
+        settings = current_settings(device)
+        switches = settings.switches
+        if cast_inputs is None or not switches.enabled:
+            _remember(ctx, settings)
             return fwd(ctx, *args, **kwargs)
-        ctx._fwd_used_autocast, ctx._dtype = False, torch.get_autocast_dtype(device)
-        ctx._halfstep_policy = None
+        _remember(ctx, settings._replace(switches=switches._replace(enabled=False)))
         with autocast(device, enabled=False):
             return fwd(ctx, *_cast(args, device, cast_inputs), **_cast(kwargs, device, cast_inputs))
 
@@ -77,6 +84,9 @@ def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) ->
         bwd: the method, when used without arguments: ``@custom_bwd``.
         device_type: as for :func:`custom_fwd`.
 
+    Raises:
+        CallOrderError: ``forward`` is not decorated with :func:`custom_fwd`.
+
     Sync: none.
     """
     if bwd is None:
@@ -84,16 +94,29 @@ def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) ->
 
     @functools.wraps(bwd)
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without a policy of ours forward ran under plain torch.autocast.
-        with autocast(
-            device_type,
-            dtype=ctx._dtype,
-            enabled=ctx._fwd_used_autocast,
-            policy=ctx._halfstep_policy or "torch",
-        ):
+        settings = getattr(ctx, "_halfstep_settings", None)
+        if settings is None:
+            raise CallOrderError(
+                "custom_bwd: the forward of this function did not run under halfstep.custom_fwd, "
+                "so its autocast is not known. Decorate forward with halfstep.custom_fwd"
+            )
+        if torch.compiler.is_compiling():
+            # The one context that torch.compile can enter in the backward of a Function.
+            with torch.autocast(*settings.switches):
+                enter_scope_in_graph(settings)
+                result = bwd(ctx, *args, **kwargs)
+                leave_scope_in_graph()
+                return result
+        with Region(settings):
             return bwd(ctx, *args, **kwargs)
 
     return backward
+
+
+def _remember(ctx: Any, settings: Settings) -> None:
+    """Tell ``backward`` what to run under; in the words of torch.amp too, in case it is its own."""
+    ctx._halfstep_settings = settings
+    ctx._fwd_used_autocast, ctx._dtype = settings.switches.enabled, settings.switches.dtype
 
 
 def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:

@@ -32,18 +32,20 @@ Plan = dict[str, Kernel]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class Plans:
-    """The plans of one policy on one device type, by lower precision; made when first asked for.
+class PolicyOnDevice:
+    """What a policy does on one device type: a plan for each lower precision, made when asked for.
 
     Args:
         policy: the policy.
         device: the device type.
         native: whether PyTorch's own kernels carry out the rules that they agree with.
+        number: what :func:`prepared` finds it by.
     """
 
-    def __init__(self, policy: Policy, device: str, *, native: bool) -> None:
+    def __init__(self, policy: Policy, device: str, *, native: bool, number: int) -> None:
         self.policy = policy
         self.device = device
+        self.number = number
         self._native = native
         self._ruled = overloads.named_by(policy)
         self._plans: dict[torch.dtype, Plan] = {}
@@ -82,15 +84,15 @@ def only_our_kernels() -> Iterator[None]:
 
 _native = True
 _numbers: dict[tuple[Policy, str, bool], int] = {}
-_prepared: list[Plans] = []
+_prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
 
 
 def prepare(policy: Policy, device: str) -> int:
-    """Make the plans of ``policy`` on ``device`` and register every kernel that they need.
+    """Make ``policy`` ready on ``device``: register every kernel that it needs.
 
     Returns:
-        The number of the plans, for :func:`prepared`.
+        The number by which :func:`prepared` finds it.
 
     Raises:
         ValueError: a rule names an op that does not exist.
@@ -99,16 +101,17 @@ def prepare(policy: Policy, device: str) -> int:
     with _lock:
         if key not in _numbers:
             overloads.check(policy)
-            plans = Plans(policy, device, native=_native)
-            for op in sorted({op for dtype in _DTYPES for op in plans[dtype]}):
+            on_device = PolicyOnDevice(policy, device, native=_native, number=len(_prepared))
+            for op in sorted({op for dtype in _DTYPES for op in on_device[dtype]}):
                 _register(op, device)
-            _numbers[key] = len(_prepared)
-            _prepared.append(plans)
+            _torch.wrap_recomputed(scopes.carry)
+            _prepared.append(on_device)
+            _numbers[key] = on_device.number
         return _numbers[key]
 
 
-def prepared(number: int) -> Plans:
-    """Return the plans that :func:`prepare` made."""
+def prepared(number: int) -> PolicyOnDevice:
+    """Return what :func:`prepare` made."""
     return _prepared[number]
 
 
@@ -124,10 +127,10 @@ def _register(name: str, device: str) -> None:
 
     @_torch.do_not_compile_alone
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        plans = scopes.active_plans(device)
-        if plans is None:
+        policy = scopes.current().policies.get(device)
+        if policy is None:
             return pytorch(keys, *args, **kwargs)
-        plan = plans[torch.get_autocast_dtype(device)]
+        plan = policy[torch.get_autocast_dtype(device)]
         return plan.get(name, pytorch)(keys, *args, **kwargs)
 
     _torch.register_kernel(op, key, kernel)

@@ -4,6 +4,8 @@ A :class:`Policy` is an ordered list of :class:`Rule`; later rules win. Nothing 
 or the dispatcher: a policy can be built, compared and printed without running anything.
 """
 
+import hashlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +14,7 @@ from typing import Literal, get_args
 import torch
 
 Action = Literal["lower", "fp32", "fp32-dtype", "promote", "refuse", "leave"]
+LOWER_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
@@ -50,9 +53,18 @@ class Rule:
     message: str = ""
 
     def __post_init__(self) -> None:
-        if not self.op or "::" in self.op:
+        if not isinstance(self.op, str) or not re.fullmatch(r"\w+(\.\w+)?", self.op):
             raise ValueError(
                 f"a rule names an ATen op such as 'softmax' or 'softmax.int', got {self.op!r}"
+            )
+        if self.device is not None and not re.fullmatch(r"[a-z]\w*", str(self.device)):
+            raise ValueError(
+                f"rule for {self.op!r}: a device type is 'cpu', 'cuda', ..., got {self.device!r}"
+            )
+        if self.dtype not in (None, *LOWER_PRECISIONS):
+            raise ValueError(
+                f"rule for {self.op!r}: the lower precision is torch.float16 or torch.bfloat16, "
+                f"got dtype={self.dtype!r}"
             )
         if self.action not in ACTIONS:
             raise ValueError(
@@ -105,6 +117,10 @@ class Policy:
     name: str
 
     def __init__(self, rules: Iterable[Rule], name: str = "custom") -> None:
+        if isinstance(rules, Policy):
+            raise TypeError(
+                f"a policy is made of rules: pass {rules!r}.rules, and yours behind them"
+            )
         rules = tuple(rules)
         for rule in rules:
             if not isinstance(rule, Rule):
@@ -139,6 +155,11 @@ class Policy:
             index.setdefault(rule.op, []).append((position, rule))
         return index
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is the same in every process for the same rules, whatever the name."""
+        return hashlib.sha256(repr(self.rules).encode()).hexdigest()[:16]
+
     # The hash of some 200 rules costs 20 us; entering a context asks for it each time.
     @cached_property
     def _hash(self) -> int:
@@ -151,6 +172,10 @@ class Policy:
         if not isinstance(other, Policy):
             return NotImplemented
         return self is other or self.rules == other.rules
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # What is cached stays here: hashes of strings differ from process to process.
+        return Policy, (self.rules, self.name)
 
     def __repr__(self) -> str:
         return f"<Policy {self.name!r}: {len(self.rules)} rules>"
