@@ -32,6 +32,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA device
 
 bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/host_time.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -8,9 +8,9 @@ else the machine does hits them alike. What counts is the median of the ratios w
 """
 
 import argparse
-import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from halfstep import autocast
 from halfstep.demo.gpt import GPT, SIZES, GPTConfig
+from halfstep.demo.machine import device_name
 
 Variant = Callable[[], AbstractContextManager[None]]
 
@@ -29,6 +30,7 @@ def variants(device: str, dtype: torch.dtype) -> dict[str, Variant]:
     return {
         "torch.autocast": lambda: torch.autocast(device, dtype),
         "float32": nullcontext,
+        "torch.autocast, again": lambda: torch.autocast(device, dtype),  # what is noise
         "halfstep.autocast": lambda: autocast(device, dtype),
         "halfstep.autocast(policy='torch')": lambda: autocast(device, dtype, policy="torch"),
     }
@@ -74,8 +76,10 @@ def measure(
             seconds = training.step(contexts[name]())
             if round_ >= 0:
                 times[name].append(seconds)
-        print(f"\rround {max(round_ + 1, 0)} of {rounds}", end="", flush=True)
-    print("\r", end="")
+        if sys.stderr.isatty():
+            print(f"\rround {max(round_ + 1, 0)} of {rounds} ", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     return times
 
 
@@ -88,9 +92,9 @@ def ratios(times: list[float], to: list[float]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="43m")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
@@ -99,8 +103,7 @@ def main() -> None:
     contexts = variants(args.device, getattr(torch, args.dtype))
     print(
         f"{training.model.num_parameters() / 1e6:.1f} M parameters, {args.batch} x {args.length} "
-        f"tokens, {args.dtype} on {args.device}; PyTorch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, {platform.machine()}"
+        f"tokens, {args.dtype}; {device_name(args.device)}, PyTorch {torch.__version__}"
     )
     times = measure(training, contexts, args.rounds)
     print(f"{'':36}{'ms':>8}   {'to torch.autocast':^20}   {'to float32':^20}")

@@ -68,7 +68,7 @@ def measure_machine(device: str) -> Machine:
     """Measure a few matrix products, in about a second, and look up names and versions."""
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     return Machine(
-        device=_device_name(device),
+        device=device_name(device),
         threads=torch.get_num_threads(),
         gflops={name: _matmul_gflops(device, dtype) for name, dtype in dtypes.items()},
         versions={
@@ -94,7 +94,8 @@ def _matmul_gflops(device: str, dtype: torch.dtype) -> float:
     return 2 * side**3 / min(durations) / 1e9
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """Return the name of the GPU, or that of the processor and the number of threads in use."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{_cpu_name()}, {torch.get_num_threads()} threads"
