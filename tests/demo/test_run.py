@@ -110,3 +110,14 @@ def test_bars_are_drawn_on_a_terminal_and_left_behind():
         bars.end(run)
     assert "loss 2.500  scale 2^16  200 ms/step" in stream.getvalue()
     assert "2/200" in stream.getvalue()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    """Not run anywhere yet: memory, timing and all four precisions on CUDA."""
+    assert run_demo(replace(TINY, device="cuda"), tmp_path, plain())
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [run["precision"] for run in results["runs"]] == list(PRECISIONS)
+    for run in results["runs"]:
+        assert run["finished"]
+        assert run["summary"]["peak_memory_bytes"] > 0

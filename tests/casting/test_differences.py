@@ -1,0 +1,180 @@
+"""The table of docs/autocast.md: what PyTorch still does, beside what halfstep does.
+
+When PyTorch mends one, its half is skipped with a message: a notice, not a failure.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfstep.casting import Policy, Rule, autocast, preset
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DIFFERENCES: dict[str, Any] = {}
+
+
+def difference(row: str) -> Callable[[Any], Any]:
+    """Note a row of the table: a class with the functions ``pytorch`` and ``halfstep``."""
+
+    def note(case: Any) -> Any:
+        DIFFERENCES[row] = case
+        return case
+
+    return note
+
+
+def one_weight_in_two_dtypes(context: Any) -> torch.dtype:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    with context("cpu", dtype=BF16):
+        F.linear(x, weight)
+        with context("cpu", dtype=FP16):
+            return F.linear(x, weight).dtype
+
+
+@difference("A14")
+class OneWeightInTwoDtypes:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            one_weight_in_two_dtypes(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert one_weight_in_two_dtypes(autocast) == FP16
+
+
+def cat_mixed(context: Any) -> torch.dtype:
+    with context("cpu", dtype=BF16):
+        return torch.cat([torch.ones(1, dtype=FP16), torch.ones(1)]).dtype
+
+
+@difference("A17")
+class CatOfAMix:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            cat_mixed(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert cat_mixed(autocast) == FP32
+
+
+def overflows(context: Any) -> list[bool]:
+    with context("cpu", dtype=FP16):
+        results = (
+            torch.tensor(12.0, dtype=FP16).exp(),
+            torch.tensor(300.0, dtype=FP16).pow(2),
+            torch.ones(70000, dtype=FP16).sum(),
+        )
+    return [bool(result.isinf()) for result in results]
+
+
+@difference("A19")
+class OverflowOnTheCpu:
+    @staticmethod
+    def pytorch() -> None:
+        assert overflows(torch.autocast) == [True, True, True]
+
+    @staticmethod
+    def halfstep() -> None:
+        assert overflows(autocast) == [False, False, False]
+
+
+@difference("A20")
+class ChangingARule:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(TypeError, match="policy"):
+            torch.autocast("cpu", policy="mine")
+
+    @staticmethod
+    def halfstep() -> None:
+        with autocast("cpu", policy=Policy([Rule("linear", "leave")])):
+            assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == FP32
+
+
+@difference("C1")
+class WithoutADevice:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(TypeError, match="device_type"):
+            torch.autocast()
+
+    @staticmethod
+    def halfstep() -> None:
+        with autocast():
+            assert torch.is_autocast_enabled("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@difference("C2")
+class WhatCannotBe:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.warns(UserWarning, match="Disabling autocast"):
+            torch.autocast("cpu", dtype=torch.int8)
+
+    @staticmethod
+    def halfstep() -> None:
+        with pytest.raises(ValueError, match="lowers to"):
+            autocast("cpu", torch.int8)
+
+
+def stays_on_after_entering_twice(context: Any) -> bool:
+    before = torch.is_autocast_enabled("cpu")
+    with context, context:
+        pass
+    stays_on = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", before)
+    return stays_on
+
+
+@difference("C3")
+class OneInstanceTwice:
+    @staticmethod
+    def pytorch() -> None:
+        assert stays_on_after_entering_twice(torch.autocast("cpu"))
+
+    @staticmethod
+    def halfstep() -> None:
+        assert not stays_on_after_entering_twice(autocast("cpu"))
+
+
+@difference("C4")
+class BceInBfloat16:
+    @staticmethod
+    def pytorch() -> None:
+        """On CUDA only, where nothing here can run it: its list is asked instead."""
+        assert preset("torch").action("binary_cross_entropy.default", "cuda", BF16) == "refuse"
+
+    @staticmethod
+    def halfstep() -> None:
+        with autocast("cpu", BF16):
+            assert F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2)).isfinite()
+        with autocast("cpu", FP16), pytest.raises(RuntimeError, match="with_logits"):
+            F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2))
+
+
+@pytest.mark.parametrize("row", DIFFERENCES)
+def test_halfstep(row: str) -> None:
+    DIFFERENCES[row].halfstep()
+
+
+@pytest.mark.parametrize("row", DIFFERENCES)
+def test_pytorch_still_has_it(row: str) -> None:
+    try:
+        DIFFERENCES[row].pytorch()
+    except (AssertionError, pytest.fail.Exception):
+        pytest.skip(f"PyTorch {torch.__version__} has mended {row}: update docs/autocast.md")
+
+
+def test_the_table_in_the_docs_has_these_rows() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "autocast.md").read_text(encoding="utf-8")
+    table = page.partition("## Where it differs")[2].partition("## How it works")[0]
+    assert set(re.findall(r"^\| ([A-Z]\d+) ", table, re.M)) == set(DIFFERENCES)
