@@ -10,6 +10,7 @@ import torch
 from halfstep.errors import CallOrderError
 from halfstep.scaling import gradients
 from halfstep.scaling.gradients import FoundInf
+from halfstep.scaling.optimizers import name
 
 
 class Stage(Enum):
@@ -98,8 +99,3 @@ class Iteration:
             "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
             "leave out step() for this optimizer in this iteration."
         )
-
-
-def name(optimizer: torch.optim.Optimizer) -> str:
-    """Return what an error message calls the optimizer: its class."""
-    return type(optimizer).__name__

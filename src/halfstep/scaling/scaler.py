@@ -17,8 +17,9 @@ import torch
 from halfstep.errors import CallOrderError
 from halfstep.scaling import gradients
 from halfstep.scaling.device import DeviceState, available_device, default_device
-from halfstep.scaling.iteration import Iteration, Stage, name
+from halfstep.scaling.iteration import Iteration, Stage
 from halfstep.scaling.losses import Multiplier
+from halfstep.scaling.optimizers import name, refuse_closure, step_with_scale, takes_scaler
 from halfstep.scaling.state import ScaleState, checked_scale
 
 
@@ -159,7 +160,7 @@ class GradScaler:
 
         Sync: one; none for an optimizer that handles the scale itself.
         """
-        _refuse_closure(optimizer, args, kwargs)
+        refuse_closure(optimizer, args, kwargs)
         scale = self._require_scale("step", optimizer)
         stage = self._iteration.record(optimizer).stage
         if stage is Stage.STEPPED:
@@ -307,7 +308,7 @@ class GradScaler:
         ``_check_inf_per_device``, ``_found_inf_per_device`` and ``_get_scale_async``. The present
         one sets the attributes ``grad_scale`` and ``found_inf`` for the time of the call.
         """
-        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        if takes_scaler(optimizer):
             return optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
         if self._iteration.record(optimizer).stage is Stage.SCALED:
             if self._can_amplify:
@@ -316,14 +317,8 @@ class GradScaler:
             else:
                 self._iteration.check(optimizer)
         found_inf = self._iteration.found_inf_of(optimizer, scale.device)
-        grad_scale = getattr(optimizer, "grad_scale", None)  # a factor that the user has set
-        if self._iteration.record(optimizer).stage is Stage.SCALED:
-            grad_scale = scale if grad_scale is None else scale * grad_scale
-        optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
-        try:
-            return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        is_scaled = self._iteration.record(optimizer).stage is Stage.SCALED
+        return step_with_scale(optimizer, scale if is_scaled else None, found_inf, args, kwargs)
 
     def _get_scale_async(self) -> torch.Tensor | None:
         return None if self._on_device is None else self._on_device.scale
@@ -389,18 +384,3 @@ class GradScaler:
             )
         self._can_amplify = True
         self._on_device.copy_(new_scale)
-
-
-def _refuse_closure(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    # By name, or as the first argument, where every optimizer of PyTorch has it. accelerate passes
-    # None there, which is no closure.
-    if kwargs.get("closure") is None and not any(callable(arg) for arg in args[:1]):
-        return
-    raise TypeError(
-        f"step({name(optimizer)}) got a closure. The optimizer would call it after the gradients "
-        "have been unscaled and checked, and step with new, still scaled ones. Call "
-        "scaler.scale(loss).backward() yourself and then scaler.step(optimizer) without a closure; "
-        "optimizers that need one (LBFGS) work with GradScaler(enabled=False)"
-    )

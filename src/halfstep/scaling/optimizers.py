@@ -1,0 +1,65 @@
+"""How a scaler talks to an optimizer: its name, its closure, and the scale it may handle itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+
+def name(optimizer: torch.optim.Optimizer) -> str:
+    """Return what an error message calls the optimizer: its class."""
+    return type(optimizer).__name__
+
+
+def refuse_closure(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise ``TypeError`` if the arguments for ``optimizer.step`` hold a closure.
+
+    By name, or as the first argument, where every optimizer of PyTorch has it. accelerate passes
+    None there, which is no closure.
+    """
+    if kwargs.get("closure") is None and not any(callable(arg) for arg in args[:1]):
+        return
+    raise TypeError(
+        f"step({name(optimizer)}) got a closure. The optimizer would call it after the gradients "
+        "have been unscaled and checked, and step with new, still scaled ones. Call "
+        "scaler.scale(loss).backward() yourself and then scaler.step(optimizer) without a closure; "
+        "optimizers that need one (LBFGS) work with GradScaler(enabled=False)"
+    )
+
+
+def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether ``optimizer.step`` wants the scaler itself, the older protocol."""
+    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def step_with_scale(
+    optimizer: torch.optim.Optimizer,
+    scale: torch.Tensor | None,
+    found_inf: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``optimizer.step`` with ``grad_scale`` and ``found_inf`` set for the time of the call.
+
+    Args:
+        optimizer: It divides its gradients by ``grad_scale`` and steps unless ``found_inf`` is 1.
+        scale: What its gradients are multiplied by, None if they are not. A ``grad_scale`` that the
+            user has set is multiplied with it.
+        found_inf: float32 scalar, 1 or 0.
+        args: Arguments for ``optimizer.step``.
+        kwargs: Keyword arguments for it.
+
+    Sync: none.
+    """
+    grad_scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        grad_scale = scale if grad_scale is None else scale * grad_scale
+    optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
