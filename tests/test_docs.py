@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ MODULES = [
     ),
 ]
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}-{number}")
+    pytest.param(textwrap.dedent(block), id=f"{page.name}-{number}")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.M)
+        re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.DOTALL | re.M)
     )
 ]
 
