@@ -68,3 +68,6 @@ def test_the_compile_guard_is_guarded_on() -> None:
         function(torch.ones(1))
         assert compiled == expected
     assert _torch.NUM_GUARD_VALUES > 20
+    _torch.forget_compiled_code()
+    function(torch.ones(1))
+    assert compiled == 4

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -31,10 +33,20 @@ def test_what_decides_that_a_cast_is_another() -> None:
 
 def test_a_new_weight_at_the_address_of_an_old_one_is_cast_anew() -> None:
     cache = WeightCache()
-    for value in range(50):
-        weight = nn.Parameter(torch.full((2,), float(value)))
-        assert cache.cast(weight, BF16).tolist() == [value, value]
-        del weight
+    with torch.no_grad():  # with a gradient the cast itself keeps its weight alive
+        for value in range(50):
+            weight = nn.Parameter(torch.full((2,), float(value)))
+            assert cache.cast(weight, BF16).tolist() == [value, value]
+            alive = weakref.ref(weight)
+            del weight
+            assert alive() is None
+
+
+def test_a_weight_made_in_inference_mode_has_no_version_and_is_not_kept() -> None:
+    cache = WeightCache()
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.ones(2))
+        assert cache.cast(weight, BF16).dtype == BF16
 
 
 @pytest.mark.parametrize(
@@ -82,10 +94,10 @@ def test_contexts_share_casts_until_the_outermost_ends() -> None:
 
 def test_casting_goes_into_lists_and_leaves_the_rest() -> None:
     ints = torch.ones(2, dtype=torch.int64)
-    value = [torch.ones(2), (ints, None, "text"), torch.ones(2, dtype=FP64)]
-    floats, (same, none, text), double = cast(value, "cpu", BF16)
+    value = [torch.ones(2), (ints, None, "text", torch.ones(1)), torch.ones(2, dtype=FP64)]
+    floats, (same, none, text, nested), double = cast(value, "cpu", BF16)
 
-    assert floats.dtype == BF16
+    assert floats.dtype == nested.dtype == BF16
     assert same is ints
     assert (none, text) == (None, "text")
     assert double.dtype == FP64
@@ -99,4 +111,5 @@ def test_the_widest_dtype() -> None:
     assert widest(tensors(BF16, torch.int64), "cpu") == BF16
     assert widest([*tensors(BF16), tensors(FP16)], "cpu") == FP32
     assert widest(tensors(FP64, BF16), "cpu") == FP64
+    assert widest([*tensors(BF16), torch.ones(1, device="meta")], "cpu") == BF16
     assert widest([1, None, *tensors(torch.int64)], "cpu") is None

@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, guards, preset, scopes
+from halfstep.casting import (
+    Policy,
+    Rule,
+    autocast,
+    custom_bwd,
+    custom_fwd,
+    guards,
+    kernels,
+    preset,
+    scopes,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
@@ -176,7 +186,7 @@ def test_more_policies_than_the_guard_can_tell_apart(
 ) -> None:
     monkeypatch.setattr(_torch, "NUM_GUARD_VALUES", 2)
     monkeypatch.setattr(guards, "_marks", {})
-    compiled = torch.compile(body, backend="eager", fullgraph=True)
+    compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
     contexts = [
         autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))
         for action in ("lower", "fp32", "leave")
@@ -269,6 +279,31 @@ def test_export_is_refused_rather_than_exported_without_autocast(x: Tensor, stri
 
     with pytest.raises(Exception, match=r"torch\.export cannot keep a halfstep policy"):
         torch.export.export(Model(), (x,), strict=strict)
+
+
+def test_what_runs_without_autocast_can_be_exported(x: Tensor) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", enabled=False):
+                return x @ x.t()
+
+    program = torch.export.export(Model(), (x,), strict=False).module()
+    assert torch.equal(program(x), x @ x.t())
+
+
+def test_the_tag_tells_devices_and_actions_apart() -> None:
+    def tag(**policies: Policy) -> str:
+        guards.follow({d: kernels.prepared(kernels.prepare(p, d)) for d, p in policies.items()})
+        found: str = torch.compiler.config.cache_key_tag
+        guards.follow({})
+        assert torch.compiler.config.cache_key_tag == ""
+        return found
+
+    lower, fp32 = Policy([Rule("sin", "lower")]), Policy([Rule("sin", "fp32")])
+    tags = [tag(cpu=lower), tag(cpu=fp32), tag(cuda=lower), tag(cpu=lower, cuda=fp32)]
+    tags.append(tag(cpu=lower, cuda=lower))
+    assert len(set(tags)) == 5
+    assert lower.fingerprint != fp32.fingerprint
 
 
 def test_a_module_with_checkpoints(x: Tensor) -> None:

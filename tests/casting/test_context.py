@@ -183,6 +183,49 @@ def test_the_cache_switch_reaches_pytorch_and_comes_back() -> None:
     assert torch.is_autocast_cache_enabled()
 
 
+def test_the_cache_switch_of_outside_comes_back() -> None:
+    torch.set_autocast_cache_enabled(False)
+    with autocast("cpu", cache_enabled=True):
+        assert torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+
+
+@pytest.mark.parametrize("policy", ["torch", "standard"])
+def test_pytorchs_cache_ends_with_the_outermost_context_and_not_before(policy: str) -> None:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+
+    def product() -> Tensor:
+        return F.linear(x, weight)
+
+    with autocast("cpu", BF16, policy=policy):
+        before = product()
+        with autocast("cpu", BF16):
+            pass
+        after = product()
+    assert cast_of(before) is cast_of(after)
+    with torch.no_grad():
+        weight.add_(1)
+    with autocast("cpu", BF16, policy=policy):
+        assert product().tolist() == [[4, 4]]
+
+
+def cast_of(product: Tensor) -> object:
+    """Return the node that cast the weight of a linear layer."""
+    assert product.grad_fn is not None
+    nodes = [node for node, _ in product.grad_fn.next_functions if node is not None]
+    while nodes and "ToCopy" not in nodes[0].name():
+        nodes = [node for node, _ in nodes[0].next_functions if node is not None]
+    return nodes[0]
+
+
+def test_each_device_has_its_own_policy() -> None:
+    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("xpu", BF16):
+        assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+        assert current_policy("xpu") == preset("standard")
+        assert softmax() == BF16
+
+
 def test_a_disabled_context_registers_and_activates_nothing() -> None:
     with autocast("cpu", enabled=False):
         assert current_policy("cpu") is None
@@ -246,6 +289,8 @@ def test_a_pickled_context_is_the_same_context(policy: Policy | str | None) -> N
             inside = current_policy("cpu")
         with autocast("cpu", FP16, policy=policy):
             assert inside == current_policy("cpu")
+        with autocast("cpu", policy="torch-cuda"), copied:  # one without a policy inherits
+            assert current_policy("cpu") == (inside if policy else preset("torch-cuda"))
 
 
 def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:

@@ -45,7 +45,8 @@ def test_backward_runs_under_the_autocast_and_policy_of_forward(call: bool) -> N
     a = torch.randn(4, 4, requires_grad=True)
     with autocast("cpu", BF16, policy=LOW_SOFTMAX):
         out = function.apply(a, a)
-    out.float().sum().backward()
+    with autocast("cpu", FP16, policy="standard"):  # not what forward ran under
+        out.float().sum().backward()
 
     assert out.dtype == BF16
     assert seen == [("forward", FP32, True, BF16), ("backward", True, BF16)]
@@ -122,8 +123,9 @@ def test_torchs_decorator_on_backward_works_too() -> None:
     seen: list[object] = []
     function = make(custom_fwd(device_type="cpu"), torch.amp.custom_bwd(device_type="cpu"), seen)
     a = torch.randn(4, 4, requires_grad=True)
-    with autocast("cpu", BF16):
+    with autocast("cpu", FP16):
         out = function.apply(a, a)
+    assert out.grad_fn._dtype == FP16  # what torch.amp.custom_bwd goes by
     out.float().sum().backward()
 
     assert [entry[1] for entry in seen[1:]] == [True]  # type: ignore[index]

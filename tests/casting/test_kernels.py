@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
 from halfstep import _torch
 from halfstep.casting import Policy, Rule, autocast, preset
-from halfstep.casting.kernels import only_our_kernels
+from halfstep.casting.kernels import only_our_kernels, prepare, prepared
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 
@@ -298,6 +299,45 @@ def test_each_action_on_an_op_that_pytorch_never_casts() -> None:
     with pytest.raises(RuntimeError, match="no sine today"):
         run(lambda: torch.sin(x), Rule("sin", "refuse", message="no sine today"))
     assert run(lambda: torch.matmul(x, y.bfloat16()), Rule("matmul", "leave")).dtype == BF16
+
+
+def test_a_rule_for_float32_alone() -> None:
+    with autocast("cpu", FP32, policy=Policy([Rule("sin", "fp32", dtype=FP32)])):
+        assert torch.sin(rand(3)).dtype == FP32
+    with autocast("cpu", BF16, policy=Policy([Rule("sin", "fp32", dtype=FP32)])):
+        assert torch.sin(rand(3)).dtype == BF16
+
+
+@pytest.mark.parametrize("action", ["fp32", "promote"])
+def test_tensors_given_by_keyword_are_cast_too(action: Any) -> None:
+    weight = rand(8, dtype=BF16 if action == "fp32" else FP32)
+    with autocast("cpu", BF16, policy=Policy([Rule("histogram", action)])):
+        counts = torch.histogram(rand(8), 4, weight=weight).hist
+    assert counts.dtype == FP32
+
+
+def test_norms_without_a_dtype_argument() -> None:
+    x = torch.full((4, 4), 200.0, dtype=FP16)
+    with autocast("cpu", FP16):
+        assert torch.ops.aten.norm.Scalar(x).item() == 800.0
+        assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]).tolist() == [400.0] * 4
+        assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]).dtype == FP32
+        assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0], True).shape == (1, 4)
+
+
+def test_pytorchs_kernels_do_what_they_agree_on_unless_told_otherwise() -> None:
+    def plan(policy: str) -> dict[str, object]:
+        return dict(prepared(prepare(preset(policy), "cpu"))[BF16])
+
+    assert plan("torch") == {}
+    assert "linear.default" not in plan("standard")
+    assert "softmax.int" in plan("standard")
+    with only_our_kernels():
+        assert "linear.default" in plan("torch")
+    with pytest.raises(KeyError), only_our_kernels():
+        raise KeyError
+    assert plan("torch") == {}
+    assert prepare(preset("torch"), "cpu") != prepare(preset("torch"), "cuda")
 
 
 def test_a_rule_can_be_taken_back() -> None:

@@ -61,16 +61,16 @@ def custom_fwd(
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     @functools.wraps(fwd)
-    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(ctx: Any, *args: Any) -> Any:
         device = device_type or default_device()
         settings = current_settings(device)
         switches = settings.switches
         if cast_inputs is None or not switches.enabled:
             _remember(ctx, settings)
-            return fwd(ctx, *args, **kwargs)
+            return fwd(ctx, *args)
         _remember(ctx, settings._replace(switches=switches._replace(enabled=False)))
         with autocast(device, enabled=False):
-            return fwd(ctx, *_cast(args, device, cast_inputs), **_cast(kwargs, device, cast_inputs))
+            return fwd(ctx, *_cast(args, device, cast_inputs))
 
     return forward
 
@@ -93,7 +93,7 @@ def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) ->
         return functools.partial(custom_bwd, device_type=device_type)
 
     @functools.wraps(bwd)
-    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(ctx: Any, *gradients: Any) -> Any:
         settings = getattr(ctx, "_halfstep_settings", None)
         if settings is None:
             raise CallOrderError(
@@ -104,11 +104,11 @@ def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) ->
             # The one context that torch.compile can enter in the backward of a Function.
             with torch.autocast(*settings.switches):
                 enter_scope_in_graph(settings)
-                result = bwd(ctx, *args, **kwargs)
+                result = bwd(ctx, *gradients)
                 leave_scope_in_graph()
                 return result
         with Region(settings):
-            return bwd(ctx, *args, **kwargs)
+            return bwd(ctx, *gradients)
 
     return backward
 

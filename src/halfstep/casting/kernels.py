@@ -161,9 +161,9 @@ def _carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel
     """Return the kernel that carries out ``rule`` for the overload ``name``."""
     match rule.action:
         case "lower":
-            return _cast_to(name, device, dtype, keep_weights=True)
+            return _cast_to(name, device, dtype)
         case "fp32":
-            return _cast_to(name, device, torch.float32, keep_weights=False)
+            return _cast_to(name, device, torch.float32)
         case "fp32-dtype":
             return _ask_for_fp32(name, device)
         case "promote":
@@ -174,12 +174,12 @@ def _carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel
             return _leave(name, device)
 
 
-def _cast_to(name: str, device: str, dtype: torch.dtype, *, keep_weights: bool) -> Kernel:
+def _cast_to(name: str, device: str, dtype: torch.dtype) -> Kernel:
     op = overload(name)
     autocast = _torch.key_set(_torch.autocast_key(device))
 
     def cast_to(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        weights = scopes.current().cache if keep_weights else None
+        weights = scopes.current().cache
         with _torch.exclude_keys(autocast):
             return op(
                 *(cast(arg, device, dtype, weights) for arg in args),
