@@ -104,7 +104,7 @@ def test_without_rich_the_cure_is_named(tmp_path):
     assert done.returncode == 2
     assert done.stderr == (
         "halfstep demo: needs the package rich, which is not installed; "
-        "install it with: pip install 'halfstep[cli]'\n"
+        "install it with: pip install rich\n"
     )
 
 

@@ -121,3 +121,10 @@ def test_on_a_gpu(tmp_path):
     for run in results["runs"]:
         assert run["finished"]
         assert run["summary"]["peak_memory_bytes"] > 0
+
+
+def test_a_plot_that_cannot_be_written_is_found_out_before_the_training(tmp_path):
+    (tmp_path / "losses.svg").mkdir()
+    with pytest.raises(DemoError, match="cannot write to --output"):
+        run_demo(TINY, tmp_path, plain())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["losses.svg"]

@@ -209,3 +209,46 @@ def test_the_scale_is_created_by_the_first_loss(param: torch.nn.Parameter) -> No
     scaler.scale([{"loss": param.sum()}])
     assert scaler._device == "cpu"
     assert scaler._get_scale_async().dtype == torch.float32
+
+
+class Delegating:
+    """A wrapper that hands on what it does not have, as proxies of optimizers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf")])
+def test_a_fused_optimizer_behind_a_wrapper_is_unscaled_and_skipped(value: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Delegating(torch.optim.SGD([parameter], lr=1.0, fused=True))
+    scaler = GradScaler(init_scale=4.0)
+    scaler.scale((parameter * value).sum()).backward()
+    scaler.step(optimizer)  # type: ignore[arg-type]
+    scaler.update()
+    assert parameter.item() == (-1.0 if value == 1.0 else 0.0)
+
+
+def test_found_inf_that_was_added_up_between_ranks_still_skips() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
+    scaler = GradScaler(init_scale=4.0)
+    scaler.scale((parameter * float("inf")).sum()).backward()
+    scaler.unscale_(optimizer)
+    for found in scaler._found_inf_per_device(optimizer).values():
+        found.mul_(2)  # what an all-reduce with SUM over two ranks does
+    scaler.step(optimizer)
+    assert parameter.item() == 0.0
+
+
+def test_a_first_loss_in_inference_mode_does_no_harm() -> None:
+    scaler = GradScaler()
+    with torch.inference_mode():
+        scaler.scale(torch.ones(()))
+    parameter = torch.nn.Parameter(torch.ones(1))
+    scaler.scale(parameter.sum()).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 65536.0

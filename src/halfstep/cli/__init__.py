@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

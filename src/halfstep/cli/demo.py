@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         if error.name is None or error.name.split(".")[0] != "rich":
             raise
         raise CommandError(
-            "needs the package rich, which is not installed; "
-            "install it with: pip install 'halfstep[cli]'"
+            "needs the package rich, which is not installed; install it with: pip install rich"
         ) from None
     from halfstep.demo.settings import DemoError, Settings
 

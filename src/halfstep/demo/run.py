@@ -63,7 +63,11 @@ def _prepare(output: Path) -> None:
     """Find out before the training, not after it, that nothing can be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "results.json").touch()
+        for name in ("losses.svg", "results.json"):
+            with (output / name).open("a") as file:
+                is_new = file.tell() == 0
+            if is_new:
+                (output / name).unlink()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DemoError(

@@ -26,10 +26,14 @@ class DeviceState:
 
     def __init__(self, state: ScaleState, device: torch.device) -> None:
         self.device = device
-        self.scale = torch.full((), state.scale, dtype=torch.float32, device=device)
-        self.growth_tracker = torch.full((), state.growth_tracker, dtype=torch.int32, device=device)
-        self.min_scale = torch.full((), state.min_scale, dtype=torch.float32, device=device)
-        self.clamp_tracker_(state.growth_interval)
+        # The first loss may come in inference mode, the next one from training.
+        with torch.inference_mode(False):
+            self.scale = torch.full((), state.scale, dtype=torch.float32, device=device)
+            self.growth_tracker = torch.full(
+                (), state.growth_tracker, dtype=torch.int32, device=device
+            )
+            self.min_scale = torch.full((), state.min_scale, dtype=torch.float32, device=device)
+            self.clamp_tracker_(state.growth_interval)
 
     def clamp_tracker_(self, growth_interval: int) -> None:
         """Let a count that is already past a lowered interval grow the scale at the next step."""

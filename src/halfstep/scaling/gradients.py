@@ -109,8 +109,14 @@ def unscale_(gradients: Gradients, scale: torch.Tensor, *, can_amplify: bool) ->
 def combine(found: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1, else 0."""
     # The largest and not the sum as in torch.amp: see FoundInf.
-    first, *others = (found_inf.to(device, non_blocking=True) for found_inf in found)
-    return torch.stack([first, *others]).amax() if others else first
+    # And no more than 1: who shares it between ranks (_found_inf_per_device) may have added it up.
+    return torch.stack([moved(found_inf, device) for found_inf in found]).amax().clamp_(max=1.0)
+
+
+def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
+    # A copy to the CPU that nobody waits for would be read before it has arrived.
+    return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -146,7 +152,7 @@ def _check_and_multiply_(gradients: Gradients, factor: torch.Tensor | float) -> 
         if device not in found_inf:
             found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
             factors[device] = (
-                factor.to(device, non_blocking=True)
+                moved(factor, device)
                 if isinstance(factor, torch.Tensor)
                 else torch.full((), factor, dtype=torch.float32, device=device)
             )

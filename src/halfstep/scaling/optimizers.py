@@ -31,6 +31,16 @@ def refuse_closure(
     )
 
 
+def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether ``optimizer.step`` divides by the scale and skips by itself.
+
+    A wrapper that only passes attributes on to a fused optimizer does not count: ``grad_scale`` and
+    ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
+    forgotten.
+    """
+    return inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False) is True
+
+
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether ``optimizer.step`` wants the scaler itself, the older protocol."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters

@@ -19,7 +19,13 @@ from halfstep.scaling import gradients
 from halfstep.scaling.device import DeviceState, available_device, default_device
 from halfstep.scaling.iteration import Iteration, Stage
 from halfstep.scaling.losses import Multiplier
-from halfstep.scaling.optimizers import name, refuse_closure, step_with_scale, takes_scaler
+from halfstep.scaling.optimizers import (
+    handles_scale,
+    name,
+    refuse_closure,
+    step_with_scale,
+    takes_scaler,
+)
 from halfstep.scaling.state import ScaleState, checked_scale
 
 
@@ -168,7 +174,7 @@ class GradScaler:
                 f"step({name(optimizer)}): {stage.value} since the last update(). Call "
                 "update() once at the end of each iteration, after step() of every optimizer"
             )
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if handles_scale(optimizer):
             result = self._step_with_scale(optimizer, scale, args, kwargs)
         else:
             if stage is Stage.SCALED:
@@ -345,7 +351,7 @@ class GradScaler:
         if self._on_device is None:
             self._lazy_init_scale_growth_tracker(device)
             assert self._on_device is not None
-        return self._on_device.scale.to(device, non_blocking=True)
+        return gradients.moved(self._on_device.scale, device)
 
     def _require_scale(self, method: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         if self._on_device is None:

@@ -198,7 +198,7 @@ class ScaleState:
                 "pass what the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
         fields = {field: saved[key] for key, field in TORCH_KEYS.items()}
-        extras = dict(saved.get("halfstep", {}))
+        extras = dict(saved.get("halfstep") or {})
         version = extras.pop("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ValueError(
