@@ -10,10 +10,7 @@ from halfstep.scaling import GradScaler
 from halfstep.scaling.device import DeviceState
 from halfstep.scaling.state import ScaleState, next_state
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 OPTIMIZERS = [
     (cls, impl)

@@ -193,11 +193,6 @@ def enter_scope_in_graph(settings: Settings) -> None:
     _enter_scope_in_graph(settings.switches.device, settings.policy, settings.inherit)
 
 
-def leave_scope_in_graph() -> None:
-    """Undo :func:`enter_scope_in_graph`."""
-    _leave_scope_in_graph()
-
-
 # torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
 # kernels that run meanwhile then see the scope. (For clearing the cache see _enter.)
 def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
@@ -205,14 +200,15 @@ def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> Non
     scopes.enter(_policies(device, number, inherit), traced=True)
 
 
-def _leave_scope_in_graph() -> None:
+def leave_scope_in_graph() -> None:
+    """Undo :func:`enter_scope_in_graph`."""
     torch.clear_autocast_cache()
     scopes.leave()
 
 
 @_torch.run_while_tracing
 def _allow_in_graph() -> None:
-    _torch.allow_in_graph(_enter_scope_in_graph, _leave_scope_in_graph)
+    _torch.allow_in_graph(_enter_scope_in_graph, leave_scope_in_graph)
 
 
 # --- checking what the user asks for --------------------------------------------------------------

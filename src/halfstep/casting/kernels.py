@@ -194,10 +194,9 @@ def _promote(name: str, device: str) -> Kernel:
     autocast = _torch.key_set(_torch.autocast_key(device))
 
     def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        dtype = widest((*args, *kwargs.values()), device)
+        # None means that there is nothing to cast.
+        dtype = widest((*args, *kwargs.values()), device) or torch.float32
         with _torch.exclude_keys(autocast):
-            if dtype is None:
-                return op(*args, **kwargs)
             return op(
                 *(cast(arg, device, dtype) for arg in args),
                 **{key: cast(arg, device, dtype) for key, arg in kwargs.items()},

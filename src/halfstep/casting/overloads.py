@@ -43,7 +43,7 @@ def check(policy: Policy) -> None:
                 f"{policy!r}: {rule!r} names an op that writes to its arguments; a rule casts the "
                 "inputs of ops that return a new value"
             )
-        if rule.action == "fp32-dtype" and not all(map(takes_dtype, meant)):
+        if rule.action == "fp32-dtype" and not all(map(_takes_dtype, meant)):
             raise ValueError(
                 f"{policy!r}: {rule!r} needs an op with an optional dtype argument, such as "
                 "softmax or sum; use the action 'fp32'"
@@ -58,7 +58,7 @@ WITH_DTYPE = {
 }
 
 
-def takes_dtype(name: str) -> bool:
+def _takes_dtype(name: str) -> bool:
     """Say whether an overload, or the one it stands for, can be asked for a dtype."""
     arguments = overload(WITH_DTYPE.get(name, name))._schema.arguments
     return any(argument.name == "dtype" for argument in arguments)

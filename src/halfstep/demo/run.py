@@ -96,8 +96,8 @@ def _show(results: Results, output: Path, console: Console) -> None:
     console.print(NOTES, style="dim", highlight=False)
     _say(console, f"\n{results.machine.sentence()}")
     chart, numbers = output / "losses.svg", output / "results.json"
-    chart.write_text(draw_chart(results), encoding="utf-8")
     numbers.write_text(results.to_json(), encoding="utf-8")
+    chart.write_text(draw_chart(results), encoding="utf-8")
     _say(console, f"\nPlot: {chart}\nNumbers: {numbers}", soft_wrap=True)
 
 

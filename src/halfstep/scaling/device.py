@@ -25,7 +25,6 @@ class DeviceState:
     """
 
     def __init__(self, state: ScaleState, device: torch.device) -> None:
-        self.device = device
         # The first loss may come in inference mode, the next one from training.
         with torch.inference_mode(False):
             self.scale = torch.full((), state.scale, dtype=torch.float32, device=device)
@@ -34,6 +33,11 @@ class DeviceState:
             )
             self.min_scale = torch.full((), state.min_scale, dtype=torch.float32, device=device)
             self.clamp_tracker_(state.growth_interval)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the scalars live."""
+        return self.scale.device
 
     def clamp_tracker_(self, growth_interval: int) -> None:
         """Let a count that is already past a lowered interval grow the scale at the next step."""
@@ -69,7 +73,7 @@ class DeviceState:
         Args:
             new_scale: Real tensor with one element, on any device.
         """
-        new = new_scale.detach().reshape(()).to(self.device, torch.float32, non_blocking=True)
+        new = moved(new_scale.detach().reshape(()).float(), self.device)
         usable = (new >= SMALLEST_SCALE) & (new <= LARGEST_SCALE)
         self.scale.copy_(torch.where(usable, new, self.scale))
         self.min_scale.clamp_(max=self.scale)
@@ -82,6 +86,12 @@ class DeviceState:
             growth_tracker=int(self.growth_tracker.item()),
             min_scale=self.min_scale.item(),
         )
+
+
+def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
+    # A copy to the CPU that nobody waits for would be read before it has arrived.
+    return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def available_device(device: str | torch.device) -> str:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from halfstep._torch import check_and_unscale_
+from halfstep.scaling.device import moved
 
 Gradients: TypeAlias = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
 """Dense real tensors that share memory with the gradients, by device and dtype."""
@@ -110,13 +111,8 @@ def combine(found: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor
     """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1, else 0."""
     # The largest and not the sum as in torch.amp: see FoundInf.
     # And no more than 1: who shares it between ranks (_found_inf_per_device) may have added it up.
-    return torch.stack([moved(found_inf, device) for found_inf in found]).amax().clamp_(max=1.0)
-
-
-def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
-    # A copy to the CPU that nobody waits for would be read before it has arrived.
-    return scalar.to(device, non_blocking=device.type != "cpu")
+    first, *others = (moved(found_inf, device) for found_inf in found)
+    return (torch.stack([first, *others]).amax() if others else first).clamp(max=1.0)
 
 
 def describe(tensor: torch.Tensor) -> str:

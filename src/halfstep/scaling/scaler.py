@@ -16,7 +16,7 @@ import torch
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import gradients
-from halfstep.scaling.device import DeviceState, available_device, default_device
+from halfstep.scaling.device import DeviceState, available_device, default_device, moved
 from halfstep.scaling.iteration import Iteration, Stage
 from halfstep.scaling.losses import Multiplier
 from halfstep.scaling.optimizers import (
@@ -351,7 +351,7 @@ class GradScaler:
         if self._on_device is None:
             self._lazy_init_scale_growth_tracker(device)
             assert self._on_device is not None
-        return gradients.moved(self._on_device.scale, device)
+        return moved(self._on_device.scale, device)
 
     def _require_scale(self, method: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         if self._on_device is None:
