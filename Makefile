@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: help setup demo test check test-gpu bench clean
+.PHONY: help setup demo test check fuzz test-gpu bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -27,12 +27,17 @@ check: $(READY)  ## lint, format and types
 test: check  ## check, then all tests that need no GPU
 	$(BIN)/pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
+fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
+	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaling/test_scaler_fuzz.py $(ARGS)
+
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
 
 bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/host_time.py
+	$(BIN)/python benchmarks/gradient_time.py
+	$(BIN)/python benchmarks/scale_rules.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

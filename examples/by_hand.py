@@ -65,7 +65,7 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     static = GradScaler(device, init_scale=1024.0, growth_factor=1.0, backoff_factor=1.0)
-    dynamic = GradScaler(device, init_scale=2.0**24, growth_interval=INTERVAL)
+    dynamic = GradScaler(device, init_scale=2.0**20, growth_interval=INTERVAL)
     for name, scaler in {"static": static, "dynamic": dynamic}.items():
         print(f"{name} scale, by hand and with GradScaler")
         start, is_dynamic = scaler.get_scale(), scaler is dynamic

@@ -10,9 +10,14 @@ import halfstep
 
 PUBLIC = {
     "CallOrderError",
+    "Dynamic",
     "GradScaler",
+    "LogMax",
+    "Outcome",
     "Policy",
+    "Reason",
     "Rule",
+    "Static",
     "__version__",
     "autocast",
     "custom_bwd",
@@ -30,7 +35,9 @@ def test_the_version_stands_in_one_place() -> None:
     assert version("halfstep") == halfstep.__version__
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__", "CallOrderError", "custom_bwd"}))
+@pytest.mark.parametrize(
+    "name", sorted(PUBLIC - {"__version__", "CallOrderError", "Reason", "custom_bwd"})
+)
 def test_every_public_name_has_an_example(name: str) -> None:
     assert ">>> " in (getattr(halfstep, name).__doc__ or "")
 

@@ -24,6 +24,19 @@ def test_keys_and_kernels_of_the_dispatcher() -> None:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
+def test_tensors_inside_functorch_are_known() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_inside_functorch(x))
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(2, 2))
+    assert seen == [True, True]
+    assert not _torch.is_inside_functorch(torch.ones(2))
+
+
 def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
     """Each is called with the function to run again first: that is what gets wrapped."""
     code = (

@@ -7,15 +7,20 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 
 from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, preset
 from halfstep.errors import CallOrderError
-from halfstep.scaling import GradScaler
+from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CallOrderError",
+    "Dynamic",
     "GradScaler",
+    "LogMax",
+    "Outcome",
     "Policy",
+    "Reason",
     "Rule",
+    "Static",
     "__version__",
     "autocast",
     "custom_bwd",

@@ -33,6 +33,10 @@ check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # int32 one. It grows the scale when growth_tracker + 1 == growth_interval, by equality.
 update_scale_ = torch._amp_update_scale_
 
+# (tensor): whether it stands for others inside torch.func.grad or vmap, where nothing outside may
+# be written to.
+is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 # --- autocast: the dispatcher ---------------------------------------------------------------------
 

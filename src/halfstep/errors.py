@@ -1,11 +1,14 @@
 """The errors of halfstep, all in one place.
 
 A wrong value raises ``ValueError`` and a wrong type ``TypeError``, as everywhere in Python. What is
-left is the order of calls:
+left:
 
 * ``RuntimeError``
     * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update``
       before ``step``, ...). The object stays usable.
+    * :class:`SkippedStepsError`: a ``GradScaler`` skipped too many steps in a row.
+* ``UserWarning``
+    * :class:`SkippedStepsWarning`: the same, if the user wants to go on.
 """
 
 
@@ -15,3 +18,15 @@ class CallOrderError(RuntimeError):
     The message names the object, what was seen before, and what to call instead. Nothing was
     changed: the caller can go on with the right call.
     """
+
+
+class SkippedStepsError(RuntimeError):
+    """Too many steps were skipped in a row, and the user asked for an error.
+
+    The message says how many and why, names the parameters, and says what to try. The scaler stays
+    usable: the iteration has ended as after any skipped step.
+    """
+
+
+class SkippedStepsWarning(UserWarning):
+    """Steps are being skipped and no smaller scale helps, or too many in a row were skipped."""

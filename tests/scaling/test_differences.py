@@ -8,6 +8,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,16 @@ def make(value: float = 0.0, dtype: torch.dtype = torch.float32, **kwargs: Any) 
 
 
 def iterate(scaler: Any, param: torch.nn.Parameter, optimizer: Any, value: float = 1.0) -> None:
+    """One iteration with gradients of 1, or of inf or NaN, from a finite loss."""
     optimizer.zero_grad()
-    scaler.scale((param * value).sum()).backward()
+    scaler.scale(param.sum()).backward()
+    param.grad.mul_(value)
     scaler.step(optimizer)
     scaler.update()
+
+
+def quiet(**kwargs: Any) -> GradScaler:
+    return GradScaler(on_skips=lambda report: None, **kwargs)
 
 
 def raises(error: type[BaseException], function: Callable[[], object]) -> bool:
@@ -52,9 +59,8 @@ def nan_for_ever(scaler: Any) -> tuple[float, bool]:
     param, optimizer = make(1.0)
     for _ in range(200):
         iterate(scaler, param, optimizer, math.nan)
-    lowest = scaler.get_scale()
     iterate(scaler, param, optimizer, 1.0)
-    return lowest, bool(param.isfinite().all())
+    return scaler.get_scale(), bool(param.isfinite().all())
 
 
 def inf_after_unscaling(scaler: Any, fused: bool = False) -> bool:
@@ -66,16 +72,104 @@ def inf_after_unscaling(scaler: Any, fused: bool = False) -> bool:
     return bool(param.isfinite().all())
 
 
-def positional_closure(scaler: Any) -> None:
+def positional_closure(scaler: Any) -> float:
+    """The length of a step that should be 1."""
     param, optimizer = make()
     scaler.scale(param.sum()).backward()
 
     def closure() -> torch.Tensor:
-        loss = scaler.scale(param.sum())
-        loss.backward()
+        optimizer.zero_grad()
+        loss = param.sum()
+        scaler.scale(loss).backward()
         return loss
 
     scaler.step(optimizer, closure)
+    return -param[0].item()
+
+
+def keyword_closure(scaler: Any) -> None:
+    param, optimizer = make()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer, closure=lambda: param.sum())
+
+
+def schedule(scaler: Any) -> tuple[bool, float]:
+    """Whether a skipped first step makes a warning, and the learning rate after it."""
+    param, optimizer = make(1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        iterate(scaler, param, optimizer, math.inf)
+        if hasattr(scaler, "step_scheduler"):
+            scaler.step_scheduler(scheduler)
+        else:
+            scheduler.step()
+    return bool(caught), scheduler.get_last_lr()[0]
+
+
+def shared_parameter(scaler: Any) -> float:
+    """The gradient, which is 1, after both of its optimizers have unscaled it."""
+    param, first = make()
+    second = torch.optim.SGD([param], lr=1.0)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(first)
+    scaler.unscale_(second)
+    return param.grad[0].item()
+
+
+def wrapped_optimizer(scaler: Any) -> float:
+    param, inner = make()
+    wrapper = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    wrapper.param_groups = inner.param_groups
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(wrapper)
+    scaler.step(inner)
+    return -param[0].item()
+
+
+def clipped_too_early(scaler: Any) -> int:
+    """Number of warnings."""
+    param, optimizer = make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            optimizer.zero_grad()
+            scaler.scale(param.sum()).backward()
+            torch.nn.utils.clip_grad_norm_([param], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return len(caught)
+
+
+def bad_micro_batch(scaler: Any) -> float:
+    """The step from four micro-batches of which one is bad; 1 is what the others ask for."""
+    param, optimizer = make()
+    for factor in (1.0, math.nan, 1.0, 1.0):
+        block = scaler.accumulate(optimizer) if hasattr(scaler, "accumulate") else nullcontext()
+        with block:
+            scaler.scale((param.sum() + 1.0) * factor / 4).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return -param[0].item()
+
+
+def bad_loss(scaler: Any) -> float:
+    """The scale after 7 losses that no scale can help."""
+    param, optimizer = make(1.0)
+    for _ in range(7):
+        optimizer.zero_grad()
+        scaler.scale((param * math.inf).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+def gradient_after_a_skip(scaler: Any, fused: bool) -> float:
+    param, optimizer = make(fused=fused)
+    scaler.scale(param.sum()).backward()
+    param.grad[0] = math.inf
+    scaler.step(optimizer)
+    return param.grad[1].item()
 
 
 def closure_none(scaler: Any) -> None:
@@ -205,23 +299,58 @@ no_cuda = not torch.cuda.is_available()
 DIFFERENCES = [
     Difference(
         "A1",
-        lambda: nan_for_ever(GradScaler()) == (1.0, True),
+        lambda: nan_for_ever(quiet()) == (65536.0, True),
         lambda: nan_for_ever(torch_scaler()) == (0.0, False),
     ),
     Difference(
         "A2",
-        lambda: all(inf_after_unscaling(GradScaler(init_scale=0.25), f) for f in (False, True)),
+        lambda: all(inf_after_unscaling(quiet(init_scale=0.25), f) for f in (False, True)),
         lambda: not inf_after_unscaling(torch_scaler(init_scale=0.25)),
     ),
     Difference(
         "A3",
-        lambda: raises(TypeError, lambda: positional_closure(GradScaler())),
-        lambda: not raises(Exception, lambda: positional_closure(torch_scaler())),
+        lambda: positional_closure(GradScaler()) == 1.0,
+        lambda: positional_closure(torch_scaler()) == 65536.0,
     ),
     Difference(
         "A3b",
         lambda: not raises(Exception, lambda: closure_none(GradScaler())),
         lambda: raises(RuntimeError, lambda: closure_none(torch_scaler())),
+    ),
+    Difference(
+        "A3c",
+        lambda: not raises(Exception, lambda: keyword_closure(GradScaler())),
+        lambda: raises(RuntimeError, lambda: keyword_closure(torch_scaler())),
+    ),
+    Difference(
+        "A4",
+        lambda: schedule(GradScaler()) == (False, 1.0),
+        lambda: schedule(torch_scaler()) == (True, 0.5),
+    ),
+    Difference(
+        "A5",
+        lambda: shared_parameter(GradScaler()) == 1.0,
+        lambda: shared_parameter(torch_scaler()) == 2.0**-16,
+    ),
+    Difference(
+        "A6",
+        lambda: wrapped_optimizer(GradScaler()) == 1.0,
+        lambda: wrapped_optimizer(torch_scaler()) == 2.0**-16,
+    ),
+    Difference(
+        "A7",
+        lambda: clipped_too_early(GradScaler()) == 1,
+        lambda: clipped_too_early(torch_scaler()) == 0,
+    ),
+    Difference(
+        "A8",
+        lambda: bad_micro_batch(GradScaler()) == 1.0,
+        lambda: bad_micro_batch(torch_scaler()) == 0.0,
+    ),
+    Difference(
+        "A9",
+        lambda: bad_loss(GradScaler()) == 65536.0,
+        lambda: bad_loss(torch_scaler()) == 512.0,
     ),
     Difference(
         "A11",
@@ -273,6 +402,11 @@ DIFFERENCES = [
         "A31",
         lambda: not raises(Exception, lambda: complex_gradients(GradScaler())),
         lambda: raises(RuntimeError, lambda: complex_gradients(torch_scaler())),
+    ),
+    Difference(
+        "A33",
+        lambda: {gradient_after_a_skip(GradScaler(), f) for f in (False, True)} == {65536.0},
+        lambda: {gradient_after_a_skip(torch_scaler(), f) for f in (False, True)} == {1.0, 65536.0},
     ),
     Difference(
         "S1",

@@ -1,13 +1,14 @@
 """The passes over gradients against a slow loop over the parameters."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.scaling import gradients
+from halfstep.scaling import gradients, passes
 
 
 def optimizer_over(*grads: torch.Tensor) -> torch.optim.Optimizer:
@@ -70,11 +71,16 @@ KINDS = [
 ]
 
 
+CPU = torch.device("cpu")
+
+
+def collect(optimizer: torch.optim.Optimizer) -> gradients.Gradients:
+    return gradients.collect(gradients.parameters(optimizer))
+
+
 def unscale(optimizer: torch.optim.Optimizer, scale: float, *, can_amplify: bool) -> bool:
-    found = gradients.unscale_(
-        gradients.collect(optimizer), torch.tensor(scale), can_amplify=can_amplify
-    )
-    return bool(gradients.combine(found.values(), torch.device("cpu")))
+    found = passes.unscale_(collect(optimizer), torch.tensor(scale), can_amplify=can_amplify)
+    return bool(passes.combine(found.values(), CPU))
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -98,15 +104,69 @@ def test_unscale_against_the_loop(kind: str, bad: float | None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_check_changes_nothing(kind: str) -> None:
-    grads = make_grads(kind)
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+def test_measure_against_the_loop_and_changes_nothing(kind: str, bad: float | None) -> None:
+    grads = [grad.clone() for grad in make_grads(kind)]
+    if bad is not None:
+        last = next(grad for grad in reversed(grads) if grad.numel())
+        entries = last._values() if last.is_sparse else last
+        entries[(-1,) * entries.dim()] = bad
     before, _ = reference_unscale(grads, 1.0)
     optimizer = optimizer_over(*grads)
-    found = gradients.check(gradients.collect(optimizer))
-    assert not gradients.combine(found.values(), torch.device("cpu"))
+    norms = passes.measure(collect(optimizer), torch.tensor(4.0))
+    unscaled = norms.unscaled()
+    for got, grad in zip(unscaled, before, strict=True):
+        want = torch.linalg.vector_norm(torch.view_as_real(grad) if grad.is_complex() else grad)
+        assert math.isfinite(got) == bool(grad.isfinite().all())
+        if math.isfinite(got):
+            assert got == pytest.approx(
+                want.item() / 4.0, rel=1e-2 if grad.dtype.itemsize < 4 else 1e-6
+            )
+    total = norms.total(CPU)
+    assert bool(passes.is_nonfinite(total)) == (bad is not None)
+    if bad is None:
+        assert total.item() == pytest.approx(4.0 * math.hypot(*unscaled), rel=1e-6)
     for param, want in zip(params_of(optimizer), before, strict=True):
         got = param.grad.to_dense() if param.grad.is_sparse else param.grad
-        assert torch.equal(got.resolve_conj(), want)
+        assert torch.equal(got.resolve_conj().nan_to_num(), want.nan_to_num())
+
+
+def test_norms_at_some_positions() -> None:
+    norms = passes.measure(
+        collect(optimizer_over(*[torch.full((2,), float(k)) for k in range(4)])), None
+    )
+    part = norms.at([3, 1])
+    assert part.unscaled() == pytest.approx([3.0 * math.sqrt(2), math.sqrt(2)])
+    assert part.total(CPU).item() == pytest.approx(math.sqrt(20))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_p_norm(kind: str, p: float) -> None:
+    grads = make_grads(kind)
+    dense, _ = reference_unscale(grads, 1.0)
+    flat = torch.cat(
+        [(torch.view_as_real(g) if g.is_complex() else g).double().flatten() for g in dense]
+    )
+    got = passes.p_norm(collect(optimizer_over(*grads)), p, CPU)
+    assert got.item() == pytest.approx(torch.linalg.vector_norm(flat, p).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norm", "max_norm", "expected"),
+    [
+        (4.0, 1.0, 0.25),
+        (0.5, 1.0, 1.0),
+        (0.0, 1.0, 1.0),
+        (4.0, 0.0, 0.0),
+        (4.0, math.inf, 1.0),
+        (math.inf, 1.0, 1.0),
+        (math.nan, 1.0, 1.0),
+    ],
+)
+def test_clip_coefficient(norm: float, max_norm: float, expected: float) -> None:
+    got = passes.clip_coefficient(torch.tensor(norm, dtype=torch.float64), max_norm)
+    assert got.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -128,10 +188,11 @@ def test_layout_and_identity_are_kept() -> None:
 def test_parameters_without_gradients_are_left_out() -> None:
     optimizer = optimizer_over(torch.ones(2), torch.ones(3))
     params_of(optimizer)[0].grad = None
-    (group,) = gradients.collect(optimizer).values()
-    assert [grad.shape for grad in group] == [(3,)]
+    found = collect(optimizer)
+    assert [grad.shape for grad in found.values] == [(3,)]
+    assert found.params == [params_of(optimizer)[1]]
     params_of(optimizer)[1].grad = None
-    assert gradients.collect(optimizer) == {}
+    assert collect(optimizer).grads == []
 
 
 @settings(deadline=None)
@@ -160,7 +221,7 @@ def test_a_scale_below_one_needs_the_second_look() -> None:
 
 def test_gradients_are_sorted_by_device_and_dtype() -> None:
     """The CUDA kernel takes tensors of one dtype; the CPU kernel would not mind."""
-    collected = gradients.collect(optimizer_over(*make_grads("mixed_dtypes")))
+    collected = collect(optimizer_over(*make_grads("mixed_dtypes"))).by_kind()
     assert {key: len(group) for key, group in collected.items()} == {
         (torch.device("cpu"), torch.float32): 2,
         (torch.device("cpu"), torch.float64): 1,
@@ -172,11 +233,55 @@ def test_gradients_are_sorted_by_device_and_dtype() -> None:
 
 
 def test_float16_is_refused_with_names() -> None:
-    optimizer = optimizer_over(*[torch.ones(2, 3, dtype=torch.float16) for _ in range(5)])
+    found = collect(optimizer_over(*[torch.ones(2, 3, dtype=torch.float16) for _ in range(5)]))
     with pytest.raises(ValueError, match="SGD has float16 gradients") as error:
-        gradients.refuse_float16(optimizer)
+        gradients.refuse_float16(found, "SGD", lambda: list("abcde"))
     text = str(error.value)
-    assert "param_groups[0]['params'][0] (float16[2, 3] on cpu)" in text
-    assert "param_groups[1]['params'][1] (float16[2, 3] on cpu) and 2 more" in text
+    assert "a (float16[2, 3] on cpu), b (float16[2, 3] on cpu)" in text
+    assert "c (float16[2, 3] on cpu) and 2 more" in text
     assert "Cause: these parameters are stored in float16 (model.half()" in text
     assert "Cure: keep the parameters in float32 (model.float())" in text
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.ones(1).expand(6),
+        torch.ones(2, 1).expand(2, 3),
+        torch._neg_view(-torch.ones(6)),
+        torch.ones(6, dtype=torch.complex64).conj(),
+    ],
+    ids=["expanded", "expanded rows", "negative view", "conjugate"],
+)
+def test_gradients_that_cannot_be_written_to_are_replaced(grad: torch.Tensor) -> None:
+    param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    param.grad = grad
+    before = grad.clone()
+    found = gradients.collect([param])
+    passes.multiply_(found, torch.tensor(0.5))
+    assert torch.equal(param.grad, before / 2)
+    assert torch.equal(grad, before)
+
+
+def test_another_sparse_layout_is_refused_before_anything_changes() -> None:
+    expanded = torch.nn.Parameter(torch.zeros(2))
+    expanded.grad = torch.ones(1).expand(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "Sparse CSR tensor support is in beta"
+        rows = torch.nn.Parameter(torch.ones(2, 2).to_sparse_csr())
+        rows.grad = torch.ones(2, 2).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"float32\[2, 2\] on cpu in the layout torch.sparse_csr"):
+        gradients.collect([expanded, rows])
+    assert expanded.grad.stride() == (0,)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0**-20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_overflow_by_division_is_foreseen(dtype: torch.dtype, scale: float) -> None:
+    most = torch.finfo(dtype).max
+    for entry, overflows in [(most * scale, False), (most, True)]:
+        grad = torch.tensor([0.0, -entry], dtype=dtype)
+        found = passes.overflows_when_divided(collect(optimizer_over(grad)), torch.tensor(scale))
+        assert bool(passes.combine(found, CPU)) == overflows
+        unscaled = grad * torch.tensor(1 / scale)
+        assert bool(unscaled.isinf().any()) == overflows

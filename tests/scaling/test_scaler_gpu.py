@@ -8,7 +8,10 @@ import torch
 
 from halfstep.scaling import GradScaler
 from halfstep.scaling.device import DeviceState
-from halfstep.scaling.state import ScaleState, next_state
+from halfstep.scaling.reductions import largest_magnitudes, sums_of_squares
+from halfstep.scaling.rules import Dynamic, LogMax, Static
+from halfstep.scaling.state import ScaleState
+from halfstep.scaling.transition import next_state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
@@ -105,10 +108,10 @@ def test_unscale(kind: str) -> None:
 
 @pytest.mark.parametrize("factors", [(2.0, 0.5), (1.1, 0.3), (3.7, 0.999)])
 def test_the_device_does_the_same_as_the_pure_state(factors: tuple[float, float]) -> None:
-    state = ScaleState(1000.1, 0, *factors, growth_interval=2, min_scale=0.7)
+    state = ScaleState.first(1000.1, Dynamic(*factors, growth_interval=2), min_scale=0.7)
     on_device = DeviceState(state, CUDA)
     for found_inf in [False, False, True, False, True, True] + [True] * 20 + [False] * 200:
-        state = next_state(state, found_inf)
+        state = next_state(state, found_inf=found_inf)
         on_device.update_(torch.tensor(float(found_inf), device=CUDA), state)
         assert on_device.read(state) == state
 
@@ -131,3 +134,81 @@ def test_two_devices(fused: bool, broken: list[int]) -> None:
     for param in params:
         assert torch.equal(param.cpu(), torch.full((3,), 0.0 if broken else -1.0))
     assert scaler.get_scale() == (4.0 if broken else 8.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
+def test_reductions_are_those_of_the_cpu(dtype: torch.dtype, bad: float | None) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(n).to(dtype) for n in (0, 1, 1000, 70_000)]
+    tensors.append(torch.randn(40, 50).to(dtype).t())
+    if dtype == torch.float32:
+        tensors.append(torch.full((3,), 3e38))
+    if bad is not None:
+        tensors[2][7] = bad
+    for function in (sums_of_squares, largest_magnitudes):
+        there = function([tensor.to(CUDA) for tensor in tensors]).cpu().double()
+        here = function(tensors).double()
+        assert torch.equal(there.isfinite(), here.isfinite())
+        torch.testing.assert_close(
+            there.nan_to_num(0, 0), here.nan_to_num(0, 0), rtol=2e-5, atol=0, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_step_with_clipping_waits_for_nothing(cls: Any) -> None:
+    model = make_model()
+    optimizer = cls(model.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler(module=model, max_consecutive_skips=2, on_skips=lambda report: None)
+    scaler.set_norm_limit(100.0, window=4)
+
+    def step(bad: bool) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 8, device=CUDA)).square().sum()).backward()
+        if bad:
+            model[0].weight.grad.fill_(math.inf)
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+
+    step(bad=False)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for bad in (False, True, False):
+            step(bad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    history = scaler.history()
+    assert [entry.taken for entry in history] == [True, True, False, True]
+    assert scaler.outcome(optimizer).taken
+    assert scaler.counts() == (3, 1, 0, None)
+
+
+def test_the_message_comes_late_but_comes() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    reports: list[Any] = []
+    scaler = GradScaler(module=model, max_consecutive_skips=2, on_skips=reports.append)
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(4, 8, device=CUDA)).square().sum() * math.nan).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.cuda.synchronize()
+    assert [str(report.reason) for report in reports] == ["loss", "loss"]
+    assert next(culprit.name for culprit in reports[0].culprits) == "0.weight"
+
+
+@pytest.mark.parametrize(
+    "rule", [Dynamic(), Dynamic(hysteresis=2, refill="step"), LogMax(), Static()]
+)
+def test_every_rule_on_the_device(rule: Any) -> None:
+    state = ScaleState.first(2.0**16, rule, max_scale=2.0**20)
+    on_device = DeviceState(state, CUDA)
+    for number in range(60):
+        found_inf, amax = number % 7 in (3, 4) or 20 < number < 40, 2.0 ** (number % 5)
+        state = next_state(state, found_inf=found_inf, amax=amax)
+        on_device.update_(
+            torch.tensor(float(found_inf), device=CUDA), state, amax=torch.tensor(amax, device=CUDA)
+        )
+        assert on_device.read(state) == state

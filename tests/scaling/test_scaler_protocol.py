@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.scaling import GradScaler, gradients
+from halfstep.scaling import GradScaler, passes
 
 
 class CountItems(TorchDispatchMode):
@@ -61,7 +61,10 @@ class Keyword(torch.optim.SGD):
 
 
 def scaled_backward(scaler: GradScaler, param: torch.nn.Parameter, value: float = 1.0) -> None:
-    scaler.scale((param * value).sum()).backward()
+    """Gradients of 1, times the scale; ``value`` instead if it is inf or NaN."""
+    scaler.scale(param.sum()).backward()
+    if not math.isfinite(value):
+        param.grad.fill_(value)
 
 
 @pytest.fixture
@@ -109,13 +112,17 @@ def test_a_step_that_raises_leaves_no_attributes_and_can_be_repeated(
     scaler.update()
 
 
-def test_below_one_the_gradients_come_unscaled(param: torch.nn.Parameter) -> None:
+@pytest.mark.parametrize("entry", [1.0, 3e38, math.inf])
+def test_below_one_the_division_is_foreseen(param: torch.nn.Parameter, entry: float) -> None:
     optimizer = Attributes([param], lr=1.0)
     scaler = GradScaler(init_scale=0.5)
     scaled_backward(scaler, param)
+    param.grad.fill_(entry)
     scaler.step(optimizer)
-    assert optimizer.seen[0] is None
-    assert torch.equal(param.grad, torch.ones(2))
+    grad_scale, found_inf = optimizer.seen
+    assert grad_scale == 0.5
+    assert found_inf == float(entry > 1.0)
+    assert torch.equal(param.grad, torch.full((2,), entry))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -125,7 +132,7 @@ def test_below_one_a_fused_optimizer_skips(
 ) -> None:
     """PyTorch's fused kernels skip if found_inf is exactly 1; two looks must not make it 2."""
     optimizer = make([param], lr=1.0, fused=True)
-    scaler = GradScaler(init_scale=0.5)
+    scaler = GradScaler(init_scale=0.5, on_skips=lambda report: None)
     scaled_backward(scaler, param, bad)
     scaler.step(optimizer)
     scaler.update()
@@ -133,9 +140,7 @@ def test_below_one_a_fused_optimizer_skips(
 
 
 def test_an_overflow_on_each_of_two_devices_counts_as_one() -> None:
-    found = gradients.combine(
-        [torch.ones(()), torch.zeros(()), torch.ones(())], torch.device("cpu")
-    )
+    found = passes.combine([torch.ones(()), torch.zeros(()), torch.ones(())], torch.device("cpu"))
     assert found.item() == 1.0
 
 
@@ -162,6 +167,12 @@ def test_syncs(fused: bool) -> None:
     ]
     optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
     scaler = GradScaler()
+    for _ in range(4):  # the first steps are also looked at for clipping
+        for param in params:
+            scaled_backward(scaler, param)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
     for param in params:
         scaled_backward(scaler, param)
     with CountItems() as items:
@@ -226,7 +237,7 @@ def test_a_fused_optimizer_behind_a_wrapper_is_unscaled_and_skipped(value: float
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = Delegating(torch.optim.SGD([parameter], lr=1.0, fused=True))
     scaler = GradScaler(init_scale=4.0)
-    scaler.scale((parameter * value).sum()).backward()
+    scaled_backward(scaler, parameter, value)
     scaler.step(optimizer)  # type: ignore[arg-type]
     scaler.update()
     assert parameter.item() == (-1.0 if value == 1.0 else 0.0)
@@ -236,7 +247,7 @@ def test_found_inf_that_was_added_up_between_ranks_still_skips() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
     scaler = GradScaler(init_scale=4.0)
-    scaler.scale((parameter * float("inf")).sum()).backward()
+    scaled_backward(scaler, parameter, float("inf"))
     scaler.unscale_(optimizer)
     for found in scaler._found_inf_per_device(optimizer).values():
         found.mul_(2)  # what an all-reduce with SUM over two ranks does

@@ -1,6 +1,7 @@
 """Saving, loading, pickling; both ways with torch.amp."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.state import LARGEST_COUNT, ScaleState
+from halfstep.scaling.rules import Dynamic, LogMax, Static
+from halfstep.scaling.state import ScaleState
+from halfstep.scaling.transition import next_state
 
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
@@ -25,21 +28,28 @@ def make(initialized: bool) -> GradScaler:
 def iterate(scaler: GradScaler | torch.amp.GradScaler, value: float = 1.0) -> None:
     param = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([param], lr=0.1)
-    scaler.scale((param * value).sum()).backward()
+    scaler.scale(param.sum()).backward()
+    param.grad.mul_(value)
     scaler.step(optimizer)
     scaler.update()
 
 
 @pytest.mark.parametrize("initialized", [False, True])
 def test_state_dict(initialized: bool) -> None:
-    assert make(initialized).state_dict() == {
+    state = make(initialized).state_dict()
+    ours = state.pop("halfstep")
+    assert state == {
         "scale": 256.0,
         "growth_factor": 3.0,
         "backoff_factor": 0.25,
         "growth_interval": 7,
         "_growth_tracker": 0,
-        "halfstep": {"version": 1, "min_scale": 1.0},
     }
+    assert ours["version"] == 1
+    assert ours["min_scale"] == 1.0
+    assert ours["losses"] == {}
+    assert ours["norm_limits"] is None
+    json.dumps(ours)
 
 
 @pytest.mark.parametrize("initialized", [False, True])
@@ -70,45 +80,104 @@ def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
     if initialized:
         target.scale(torch.ones(()))
     target.load_state_dict(source.state_dict())
-    assert target.state_dict() == source.state_dict() | {
-        "halfstep": {"version": 1, "min_scale": 1.0}
-    }
+    loaded = target.state_dict()
+    assert loaded.pop("halfstep")["min_scale"] == 1.0
+    assert loaded == source.state_dict()
     iterate(target, float("inf"))
     assert target.get_scale() == 64.0
 
 
-@settings(deadline=None)
-@given(
-    st.builds(
-        ScaleState,
-        scale=st.floats(2.0**-126, 2.0**127, width=32),
-        growth_tracker=st.integers(0, LARGEST_COUNT),
-        growth_factor=st.floats(1.0, 1e6),
-        backoff_factor=st.floats(1e-6, 1.0),
-        growth_interval=st.integers(1, LARGEST_COUNT),
-        min_scale=st.floats(2.0**-126, 1.0, width=32),
-    ),
-    st.booleans(),
-    st.sampled_from(["load", "pickle", "deepcopy"]),
+RULES = st.sampled_from(
+    [
+        Dynamic(),
+        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step", probe_after=2),
+        Dynamic(probe_after=None),
+        Static(),
+        LogMax(sigmas=2.0, decay=0.5),
+    ]
 )
-def test_every_state_survives(state: ScaleState, initialized: bool, way: str) -> None:
+
+
+@st.composite
+def states(draw: st.DrawFn) -> ScaleState:
+    """Every state that a sequence of iterations leads to."""
+    low, start, high = sorted(draw(st.tuples(*[st.floats(2.0**-20, 2.0**30, width=32)] * 3)))
+    state = ScaleState.first(start, draw(RULES), min_scale=low, max_scale=high)
+    for found_inf, is_finite, outlier, amax in draw(
+        st.lists(st.tuples(*[st.booleans()] * 3, st.floats(0.0, 1e3, width=32)), max_size=20)
+    ):
+        state = next_state(
+            state, found_inf=found_inf, loss_is_finite=is_finite, outlier=outlier, amax=amax
+        )
+    return state
+
+
+@settings(deadline=None)
+@given(states(), states(), st.booleans(), st.sampled_from(["load", "pickle", "deepcopy"]))
+def test_every_state_survives(
+    state: ScaleState, named: ScaleState, initialized: bool, way: str
+) -> None:
     source = GradScaler()
-    source.load_state_dict(state.to_dict())
+    saved = state.to_dict()
+    saved["halfstep"] |= {"losses": {"other": named.to_dict()}, "norm_limits": NORM_LIMITS}
+    source.load_state_dict(json.loads(json.dumps(saved)))
     if initialized:
         source.scale(torch.ones(()))
+        source.scale(torch.ones(()), name="other")
     if way == "load":
         target = make(initialized)
         target.load_state_dict(source.state_dict())
     else:
         target = copy.deepcopy(source) if way == "deepcopy" else pickle.loads(pickle.dumps(source))
-    saved = target.state_dict()
-    # A count that is past the interval means the same as one that is about to reach it.
-    expected = state.to_dict()
-    if saved["_growth_tracker"] != state.growth_tracker:
-        expected["_growth_tracker"] = state.growth_interval - 1
-        assert state.growth_tracker >= state.growth_interval
-    assert saved == expected
-    assert target._can_amplify == (state.scale < 1.0 or state.min_scale < 1.0)
+    assert target.state_dict() == saved
+    for name, expected in [(None, state), ("other", named)]:
+        target.scale(torch.ones(()), name=name)
+        assert target._engine.scales[name].read() == expected
+        assert target._engine.scales[name].can_amplify == expected.can_amplify
+
+
+NORM_LIMITS = {"times_median": 7.0, "window": 3, "norms": [[None, 1.5, 2.0], [None, None, 4.0]]}
+
+
+def test_norms_seen_are_saved_and_go_on_with_the_same_optimizers() -> None:
+    def run(scaler: GradScaler, optimizer: torch.optim.Optimizer, norm: float) -> bool:
+        (param,) = optimizer.param_groups[0]["params"]
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * norm).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.outcome(optimizer).taken
+
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]
+    scaler = GradScaler()
+    scaler.set_norm_limit(5.0, window=4)
+    for _ in range(4):
+        assert run(scaler, optimizers[0], 1.0)
+        assert run(scaler, optimizers[1], 100.0)
+    copied = pickle.loads(pickle.dumps(scaler))
+    for scaler_now in (scaler, copied):
+        assert not run(scaler_now, optimizers[0], 100.0)
+        assert str(scaler_now.outcome(optimizers[0]).reason) == "norm"
+        assert run(scaler_now, optimizers[1], 100.0)
+        assert scaler_now.get_scale() == 65536.0
+
+
+def test_a_damaged_part_of_ours_changes_nothing() -> None:
+    scaler = make(initialized=True)
+    before = scaler.state_dict()
+    for damage in ({"losses": 3}, {"norm_limits": {"window": 3}}, {"losses": {"a": {}}}):
+        with pytest.raises(ValueError, match="saved scaler state"):
+            scaler.load_state_dict(before | {"halfstep": before["halfstep"] | damage})
+        assert scaler.state_dict() == before
+
+
+def test_loading_is_in_place_on_the_device() -> None:
+    """CUDA graphs hold the addresses."""
+    scaler = make(initialized=True)
+    address = scaler._get_scale_async().data_ptr()
+    scaler.load_state_dict(GradScaler(init_scale=4.0).state_dict())
+    assert scaler._get_scale_async().data_ptr() == address
+    assert scaler.scale(torch.ones(())).item() == 4.0
 
 
 @pytest.mark.parametrize("initialized", [False, True])

@@ -240,7 +240,8 @@ def test_four_four_eight_two() -> None:
     scales = []
     for value in (1.0, 1.0, math.inf):
         optimizer.zero_grad()
-        scaler.scale((param * value).sum()).backward()
+        scaler.scale(param.sum()).backward()
+        param.grad.mul_(value)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())

@@ -119,19 +119,6 @@ def test_no_gradients(setup: Setup, unscale_first: bool) -> None:
     setup.whole_iteration()
 
 
-@pytest.mark.parametrize("how", ["positional", "keyword"])
-def test_a_closure(setup: Setup, how: str) -> None:
-    setup.backward()
-
-    def closure() -> float:
-        raise AssertionError("must not be called")
-
-    args, kwargs = ((closure,), {}) if how == "positional" else ((), {"closure": closure})
-    with pytest.raises(TypeError, match=r"step\(SGD\) got a closure.*LBFGS"):
-        setup.scaler.step(setup.optimizer, *args, **kwargs)
-    setup.finish_iteration()
-
-
 @pytest.mark.parametrize("kwargs", [{}, {"closure": None}])
 def test_no_closure_is_no_closure(setup: Setup, kwargs: dict[str, Any]) -> None:
     setup.backward()
@@ -149,6 +136,10 @@ def test_float16_gradients(method: str) -> None:
     with pytest.raises(ValueError, match="Adam has float16 gradients") as error:
         getattr(setup.scaler, method)(optimizer)
     assert "param_groups[0]['params'][1] (float16[4, 5] on cpu)." in str(error.value)
+    setup.scaler.watch(module := torch.nn.ParameterDict({"table": half}))
+    with pytest.raises(ValueError, match=r"table \(float16\[4, 5\] on cpu\)\."):
+        getattr(setup.scaler, method)(optimizer)
+    del module
     assert torch.equal(half.grad, torch.ones_like(half))
     setup.finish_iteration()
 
@@ -281,12 +272,46 @@ def test_disabled() -> None:
 
 def test_every_public_method_of_torch_is_there_also_when_disabled() -> None:
     names = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")}
-    for scaler in (GradScaler(), GradScaler(enabled=False)):
-        assert names == {name for name in dir(scaler) if not name.startswith("_")}
+    ours, disabled = (
+        {name for name in dir(scaler) if not name.startswith("_")}
+        for scaler in (GradScaler(), GradScaler(enabled=False))
+    )
+    assert names <= ours == disabled
     torchs = inspect.signature(torch.amp.GradScaler).parameters
-    ours = inspect.signature(GradScaler).parameters
-    assert list(ours) == list(torchs)
-    assert [p.default for p in ours.values()][1:] == [p.default for p in torchs.values()][1:]
+    mine = list(inspect.signature(GradScaler).parameters.values())
+    assert [p.name for p in mine[: len(torchs)]] == list(torchs)
+    assert [p.default for p in mine][1:6] == [p.default for p in torchs.values()][1:]
+    assert all(p.kind is p.KEYWORD_ONLY for p in mine[len(torchs) :])
+
+
+def test_disabled_and_what_goes_beyond_torch() -> None:
+    """Scripts that use the new calls run unchanged when the scaler is switched off."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = GradScaler(enabled=False, module=model, min_scale=1.0)
+    scaler.set_norm_limit(10.0)
+    for attempt in scaler.retry(optimizer):
+        optimizer.zero_grad()
+        with scaler.accumulate(optimizer):
+            scaler.scale(model(torch.ones(1, 2)).sum() * 3.0, name="loss").backward()
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        assert norm.item() == pytest.approx(3.0 * math.sqrt(3))
+        scaler.step(optimizer, max_norm=0.5)
+        scaler.update()
+        assert attempt == 0
+    outcome = scaler.outcome(optimizer)
+    assert outcome.taken
+    assert outcome.norm == pytest.approx(0.5, rel=1e-5)
+    assert list(outcome.norms) == ["weight", "bias"]
+    assert repr(outcome) == "Outcome(SGD: taken; scale 1 -> 1)"
+    assert scaler.step_scheduler(scheduler)
+    assert scaler.after_step(optimizer, lambda: None, "attempts")
+    with pytest.raises(ValueError, match="count is 'never'"):
+        scaler.after_step(optimizer, lambda: None, "never")
+    assert scaler.history() == []
+    assert scaler.counts() == (0, 0, 0, None)
+    assert repr(scaler) == "GradScaler(enabled=False)"
 
 
 def test_a_subclass_cannot_be_switched_off_silently() -> None:

@@ -116,7 +116,9 @@ def train(run: Run, corpus: Corpus, settings: Settings, on_step: Callable[[Run],
         run.losses.append(loss.item() * settings.mean_over / tokens_in_batch)
         run.seconds.append(seconds)
         if run.precision.scaling:
-            _note_scale(run, step, scaler.get_scale())
+            run.scales.append(scaler.get_scale())
+            if scaler.counts().skipped_in_a_row:
+                run.skipped.append(step)
         if (step + 1) % sample_every == 0:
             run.zero_shares[step] = zero_share(model)
         on_step(run)
@@ -181,11 +183,3 @@ def _timed_step(
     if device == "cuda":
         torch.cuda.synchronize()
     return loss, scaler, time.perf_counter() - started
-
-
-def _note_scale(run: Run, step: int, scale: float) -> None:
-    """A scale that went down is how a skipped step shows, in torch.amp and here."""
-    before = run.scales[-1] if run.scales else GradScaler().get_scale()
-    if scale < before:
-        run.skipped.append(step)
-    run.scales.append(scale)

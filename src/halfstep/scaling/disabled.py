@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from halfstep.scaling import clipping, gates
+from halfstep.scaling.gradients import collect, parameters
+from halfstep.scaling.outcome import Findings, Outcome, StepGradients
+from halfstep.scaling.rules import Static
+from halfstep.scaling.scale import LossScale
 from halfstep.scaling.scaler import GradScaler
+from halfstep.scaling.state import ScaleState
+from halfstep.scaling.stepping import Preparation
 
 
 class DisabledGradScaler(GradScaler):
-    """What ``GradScaler(enabled=False)`` returns: every method works, nothing is scaled."""
+    """What ``GradScaler(enabled=False)`` returns: every method works, nothing is scaled.
+
+    Nothing is checked either: every step is taken. A guard against inf and NaN without a scale is
+    ``GradScaler(init_scale=1.0, rule=Static())``.
+    """
 
     def __init__(
         self,
@@ -20,31 +34,95 @@ class DisabledGradScaler(GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = False,
+        **kwargs: Any,
     ) -> None:
         # No look at the device: GradScaler("cuda", enabled=torch.cuda.is_available()) is usual.
-        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval)
+        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval, **kwargs)
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: Any, name: str | None = None) -> Any:
         """Return ``outputs`` as they are."""
         return outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing."""
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Call ``optimizer.step``, with a closure if there is one."""
+    def clip_grad_norm_(
+        self,
+        optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        per: clipping.Per = "all",
+    ) -> Tensor:
+        """Clip gradients, which are not scaled; see :meth:`GradScaler.clip_grad_norm_`."""
+        optimizer, params = clipping.target(optimizer_or_parameters)
+        found = collect(params)
+        device = found.values[0].device if found.values else torch.device("cpu")
+        ready = Preparation(found, _one(device), None, [])
+        return clipping.clip_(
+            ready,
+            clipping.checked_max_norm(max_norm),
+            *clipping.checked_kind(norm_type, per),
+            lambda: self._engine.names.layers_of(ready.gradients.params, optimizer),
+        )
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Clip if asked to, and call ``optimizer.step``, with a closure if there is one."""
+        if max_norm is not None:
+            self.clip_grad_norm_(optimizer, max_norm)
         return optimizer.step(*args, **kwargs)
 
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
         """Do nothing."""
 
-    def get_scale(self) -> float:
+    def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return a block that does nothing: gradients add up as without it."""
+        return nullcontext()
+
+    def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
+        """Yield 0, the only attempt."""
+        yield 0
+
+    def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return an outcome that was taken, with the gradients as they are now."""
+        one = _one(torch.device("cpu"))
+        findings = Findings(one.snapshot(), torch.zeros(()), None, None)
+        gradients = StepGradients(collect(parameters(optimizer)), None, None)
+        outcome = Outcome(optimizer, self._engine.names, one, findings, gradients)
+        outcome.end()
+        return outcome
+
+    def after_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        function: Callable[[], object],
+        count: gates.Count = "updates",
+    ) -> bool:
+        """Call the function."""
+        gates.check_count(count)
+        function()
+        return True
+
+    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates") -> bool:
+        """Call ``scheduler.step()``."""
+        return self.after_step(scheduler.optimizer, scheduler.step, count)
+
+    def get_scale(self, name: str | None = None) -> float:
         """Return 1.0."""
         return 1.0
 
     def is_enabled(self) -> bool:
         """Return False."""
         return False
+
+    def __repr__(self) -> str:
+        """Return that it is disabled."""
+        return "GradScaler(enabled=False)"
 
     def state_dict(self) -> dict[str, Any]:
         """Return ``{}``."""
@@ -53,5 +131,15 @@ class DisabledGradScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing."""
 
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """Look for nothing: there is no iteration that could end."""
+        return {}
+
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
         """Do nothing: there is no scale to create."""
+
+
+def _one(device: torch.device) -> LossScale:
+    scale = LossScale(ScaleState.first(1.0, Static()))
+    scale.create(device)
+    return scale

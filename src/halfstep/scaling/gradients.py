@@ -1,79 +1,127 @@
-"""Passes over the gradients of an optimizer: find, check, unscale.
-
-Every function works on :class:`Gradients`, one walk over ``optimizer.param_groups`` that sorts the
-gradients by device and dtype, as the fused kernels want them. Sync: none, in all of them.
-"""
+"""The gradients of some parameters, found in one walk. Sync: none, in all of these functions."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
-
-from halfstep._torch import check_and_unscale_
-from halfstep.scaling.device import moved
-
-Gradients: TypeAlias = dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]
-"""Dense real tensors that share memory with the gradients, by device and dtype."""
-
-FoundInf: TypeAlias = dict[torch.device, torch.Tensor]
-"""One float32 scalar a device: 1 if some gradient there is inf or NaN, else 0.
-
-Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1.
-"""
+from torch import Tensor
 
 NUM_NAMED = 3
 """An error message names this many parameters and counts the rest."""
 
 
+Kind = tuple[torch.device, torch.dtype]
+
+
+@dataclass(eq=False)
+class Gradients:
+    """The gradients of some parameters, three lists of one length.
+
+    Attributes:
+        params: The parameters that have a gradient.
+        grads: Their ``grad``.
+        values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
+            complex one as real with a last dimension of 2.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    values: list[Tensor]
+
+    _kinds: dict[Kind, list[Tensor]] | None = field(default=None, init=False, repr=False)
+
+    def by_kind(self) -> dict[Kind, list[Tensor]]:
+        """Return ``values`` by device and dtype, as the fused kernels want them."""
+        if self._kinds is None:
+            self._kinds = _by_kind(self.values)
+        return self._kinds
+
+    def by_device(self) -> dict[torch.device, list[int]]:
+        """Return the positions of the gradients on each device."""
+        devices = dict.fromkeys(device for device, _ in self.by_kind())
+        if len(devices) == 1:
+            return dict.fromkeys(devices, list(range(len(self.values))))
+        found: dict[torch.device, list[int]] = {device: [] for device in devices}
+        for index, values in enumerate(self.values):
+            found[values.device].append(index)
+        return found
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of ``values``."""
+        return {dtype for _, dtype in self.by_kind()}
+
+    def without(self, ids: Iterable[int]) -> Gradients:
+        """Return the gradients whose ``id`` is not among ``ids``."""
+        seen = set(ids)
+        return self.at([index for index, grad in enumerate(self.grads) if id(grad) not in seen])
+
+    def at(self, positions: list[int]) -> Gradients:
+        """Return the gradients at some positions."""
+        return Gradients(
+            [self.params[position] for position in positions],
+            [self.grads[position] for position in positions],
+            [self.values[position] for position in positions],
+        )
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield all parameters of an optimizer in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 @torch.no_grad()
-def collect(optimizer: torch.optim.Optimizer) -> Gradients:
-    """Find all gradients of an optimizer; parameters without one are left out.
+def collect(params: Iterable[Tensor]) -> Gradients:
+    """Find the gradients of parameters; those without one are left out.
 
     Sparse COO gradients are coalesced first and ``param.grad`` is replaced by the result: entries
-    that are finite one by one may overflow when they are added, above all in float16.
-    Complex gradients are seen as real ones with a last dimension of 2.
-
-    Args:
-        optimizer: Its gradients may be of any shape, strides, device and dtype.
-
-    Returns:
-        Views, so that writing to them writes to the gradients. Empty if there is no gradient.
-    """
-    gradients: Gradients = defaultdict(list)
-    for _, param in _parameters(optimizer):
-        if param.grad is None:
-            continue
-        if param.grad.is_sparse:
-            param.grad = param.grad.coalesce()
-        elif param.grad.is_conj():
-            # Autograd stores the conjugate lazily, and such a tensor has no real view.
-            param.grad = param.grad.resolve_conj()
-        values = param.grad._values() if param.grad.is_sparse else param.grad
-        if values.is_complex():
-            values = torch.view_as_real(values)
-        gradients[values.device, values.dtype].append(values)
-    return dict(gradients)
-
-
-def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if a gradient is float16: unscaling it in place would flush its small entries to zero.
+    that are finite one by one may overflow when they are added, above all in float16. So is one
+    that cannot be written to in place: expanded, or a lazy conjugate or negative.
 
     Raises:
-        ValueError: Names the optimizer, the parameters, the cause and the cure.
+        TypeError: A gradient is in another sparse layout than COO. Nothing was changed.
     """
-    found = [
-        f"{where} ({describe(param.grad)})"
-        for where, param in _parameters(optimizer)
-        if param.grad is not None and param.grad.dtype in (torch.float16, torch.complex32)
-    ]
-    if not found:
+    params = list(params)
+    found = [param.grad for param in params]  # asked once: it adds up for thousands of parameters
+    grads = [grad for grad in found if grad is not None]
+    if len(grads) < len(params):
+        params = [param for param, grad in zip(params, found, strict=True) if grad is not None]
+    gradients = Gradients(params, grads, grads)
+    if _are_plain(gradients):
+        return gradients
+    for param in params:
+        _refuse_layout(param)
+    for param in params:
+        param.grad = _writable(param.grad)
+    grads = [param.grad for param in params]  # type: ignore[misc]
+    return Gradients(params, grads, [_values(grad) for grad in grads])
+
+
+def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[str]]) -> None:
+    """Raise if a gradient is float16: unscaling it in place would flush its small entries to zero.
+
+    Args:
+        gradients: What is to be unscaled.
+        owner: What the message says has these gradients.
+        names: Returns the names of their parameters.
+
+    Raises:
+        ValueError: Names the owner, the parameters, the cause and the cure.
+    """
+    if torch.float16 not in gradients.dtypes():
         return
+    found = [
+        f"{name} ({describe(grad)})"
+        for name, grad in zip(names(), gradients.grads, strict=True)
+        if grad.dtype in (torch.float16, torch.complex32)
+    ]
     rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
     raise ValueError(
-        f"{type(optimizer).__name__} has float16 gradients, which cannot be unscaled without "
+        f"{owner} has float16 gradients, which cannot be unscaled without "
         f"losing what the scale is there to keep: {', '.join(found[:NUM_NAMED])}{rest}.\n"
         "Cause: these parameters are stored in float16 (model.half(), .to(torch.float16), or a "
         "checkpoint loaded in float16).\n"
@@ -82,75 +130,60 @@ def refuse_float16(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def check(gradients: Gradients) -> FoundInf:
-    """Look for inf and NaN and change nothing. One pass over the gradients."""
-    # Multiplying by exactly 1 is the kernel's own way to only look.
-    return _check_and_multiply_(gradients, 1.0)
-
-
-def unscale_(gradients: Gradients, scale: torch.Tensor, *, can_amplify: bool) -> FoundInf:
-    """Divide all gradients by the scale in place, and look for inf and NaN.
-
-    Args:
-        gradients: From :func:`collect`.
-        scale: float32 scalar on any device.
-        can_amplify: The scale may be below 1. Then a gradient that was finite may be inf after the
-            division, so they are checked once more.
-
-    Returns:
-        What was found before or after the division. One pass, two with ``can_amplify``.
-    """
-    found_inf = _check_and_multiply_(gradients, _reciprocal(scale))
-    if can_amplify:
-        for device, found_after in check(gradients).items():
-            found_inf[device] = torch.maximum(found_inf[device], found_after)
-    return found_inf
-
-
-def combine(found: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1, else 0."""
-    # The largest and not the sum as in torch.amp: see FoundInf.
-    # And no more than 1: who shares it between ranks (_found_inf_per_device) may have added it up.
-    first, *others = (moved(found_inf, device) for found_inf in found)
-    return (torch.stack([first, *others]).amax() if others else first).clamp(max=1.0)
-
-
-def describe(tensor: torch.Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     """Return dtype, shape and device in a few words: ``float16[4, 8] on cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}{list(tensor.shape)} on {tensor.device}"
 
 
-def num_parameters(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many parameters (tensors) the optimizer holds."""
-    return sum(1 for _ in _parameters(optimizer))
+# Thousands of gradients, all alike: asked by map(), one question after the other, they cost half of
+# a loop that asks each of them everything.
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            yield f"param_groups[{group_index}]['params'][{index}]", param
+def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
+    devices = set(map(attrgetter("device"), tensors))
+    dtypes = set(map(attrgetter("dtype"), tensors))
+    if len(devices) == len(dtypes) == 1:
+        return {(*devices, *dtypes): tensors}
+    kinds: dict[Kind, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    return kinds
 
 
-def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    # Through float64 as in torch.amp: a float32 division may be inexact under some compiler
-    # options. MPS has no float64.
-    if scale.device.type == "mps":
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()
+def _are_plain(gradients: Gradients) -> bool:
+    grads = gradients.grads
+    return (
+        all(layout is torch.strided for layout in set(map(attrgetter("layout"), grads)))
+        and not any(dtype.is_complex for dtype in gradients.dtypes())
+        and (
+            all(map(Tensor.is_contiguous, grads))
+            or not any(0 in stride for stride in map(Tensor.stride, grads))
+        )
+        and not any(map(Tensor.is_neg, grads))
+    )
 
 
-@torch.no_grad()
-def _check_and_multiply_(gradients: Gradients, factor: torch.Tensor | float) -> FoundInf:
-    found_inf: FoundInf = {}
-    factors: dict[torch.device, torch.Tensor] = {}
-    for (device, _), tensors in gradients.items():
-        if device not in found_inf:
-            found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-            factors[device] = (
-                moved(factor, device)
-                if isinstance(factor, torch.Tensor)
-                else torch.full((), factor, dtype=torch.float32, device=device)
-            )
-        check_and_unscale_(tensors, found_inf[device], factors[device])
-    return found_inf
+def _refuse_layout(param: Tensor) -> None:
+    assert param.grad is not None
+    if param.grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(
+            f"a gradient is {describe(param.grad)} in the layout {param.grad.layout}: a GradScaler "
+            "reads dense gradients and sparse COO ones. Convert it: param.grad = "
+            "param.grad.to_dense() or .to_sparse()"
+        )
+
+
+def _writable(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    if grad.is_sparse:
+        return grad.coalesce()
+    # Autograd stores the conjugate of a complex gradient lazily, and such a tensor has no real
+    # view.
+    grad = grad.resolve_conj().resolve_neg()
+    return grad.clone() if 0 in grad.stride() and grad.numel() > 1 else grad
+
+
+def _values(grad: Tensor) -> Tensor:
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values

@@ -1,4 +1,4 @@
-"""What a scaler knows of each optimizer between two calls of ``update``."""
+"""What a scaler knows between two calls of ``update``: of each optimizer and of each gradient."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import gradients
-from halfstep.scaling.gradients import FoundInf
+from halfstep.scaling import passes
+from halfstep.scaling.gradients import Gradients, parameters
 from halfstep.scaling.optimizers import name
+from halfstep.scaling.scale import LossScale
 
 
 class Stage(Enum):
@@ -21,81 +23,128 @@ class Stage(Enum):
     STEPPED = "step() has already been called"
 
 
-@dataclass
+@dataclass(eq=False)
+class Look:
+    """One look at gradients that were multiplied by one scale.
+
+    Attributes:
+        scale: The scale, which moves by what was found.
+        gradients: What was looked at. Held until the iteration ends, so that no other tensor can
+            take over the ``id`` of one of them meanwhile.
+        found_inf: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else 0.
+        amax: The largest unscaled magnitude, a scalar on the device of the scale, if the scale's
+            rule wants to know.
+    """
+
+    scale: LossScale
+    gradients: Gradients
+    found_inf: dict[torch.device, Tensor]
+    amax: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Blocks:
+    """How many blocks of ``accumulate`` there were, and how many were dropped.
+
+    Attributes:
+        count: All blocks.
+        bad: Those whose gradients were dropped.
+        overflowed: Those of them whose loss was finite.
+        scale: The scale of the last one.
+    """
+
+    count: int = 0
+    bad: int = 0
+    overflowed: int = 0
+    scale: LossScale | None = None
+
+
+@dataclass(eq=False)
 class OptimizerRecord:
     """One optimizer in this iteration.
 
     It holds the optimizer, so that no other object can take over its ``id`` meanwhile.
+
+    Attributes:
+        looks: Every look that saw one of its gradients: its own, and that of another optimizer or
+            of a wrapper which shares parameters with it.
+        outlier: float32 scalar, 1 if its norm is too large to be believed; None if not asked.
+        blocks: The blocks of ``accumulate`` that have not been put together yet.
     """
 
     optimizer: torch.optim.Optimizer
     stage: Stage = Stage.SCALED
-    found_inf: FoundInf = field(default_factory=dict)
+    looks: list[Look] = field(default_factory=list)
+    outlier: Tensor | None = None
+    blocks: Blocks | None = None
+
+    def found_inf(self) -> dict[torch.device, Tensor]:
+        """Return for each device 1 if some gradient there is inf or NaN, else 0."""
+        if len(self.looks) == 1:
+            return self.looks[0].found_inf  # itself: who shares it between ranks writes to it
+        found: dict[torch.device, list[Tensor]] = {}
+        for look in self.looks:
+            for device, scalar in look.found_inf.items():
+                found.setdefault(device, []).append(scalar)
+        return {device: passes.combine(scalars, device) for device, scalars in found.items()}
 
 
 class Iteration:
-    """The records of all optimizers since the last ``update``.
+    """The records of all optimizers, and the looks at all gradients, since the last ``update``.
 
     A record is kept only when something has been done for its optimizer, so that a call which fails
-    leaves no trace.
-
-    Sync: none, in all methods.
+    leaves no trace. Sync: none.
     """
 
     def __init__(self) -> None:
         self._records: dict[int, OptimizerRecord] = {}
+        self.looks: list[Look] = []
+        # Made only when another optimizer asks: for thousands of gradients it takes its time.
+        self._look_at: dict[int, Look] = {}
+        self._num_looks_in_it = 0
+        self.losses: list[str | None] = []
 
     def record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         """Return the record of an optimizer, a fresh one if nothing has been done for it."""
         return self._records.get(id(optimizer)) or OptimizerRecord(optimizer)
 
-    def keep(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-        """Return the record of an optimizer, and keep it until the iteration ends."""
-        return self._records.setdefault(id(optimizer), self.record(optimizer))
+    def keep(self, record: OptimizerRecord) -> None:
+        """Keep a record until the iteration ends."""
+        self._records[id(record.optimizer)] = record
 
-    def names(self) -> list[str]:
-        """Return the class names of the optimizers that something has been done for."""
-        return [name(record.optimizer) for record in self._records.values()]
+    def records(self) -> list[OptimizerRecord]:
+        """Return the records of all optimizers that something has been done for."""
+        return list(self._records.values())
 
-    def check(self, optimizer: torch.optim.Optimizer) -> FoundInf:
-        """Look for inf and NaN in the optimizer's gradients and change nothing."""
-        found_inf = gradients.check(gradients.collect(optimizer))
-        if found_inf:
-            self.keep(optimizer).found_inf = found_inf
-        return found_inf
+    def split(self, gradients: Gradients) -> tuple[Gradients, list[Look]]:
+        """Return the gradients that are still scaled, and the looks that unscaled the others.
 
-    def unscale_(
-        self, optimizer: torch.optim.Optimizer, scale: torch.Tensor, *, can_amplify: bool
-    ) -> None:
-        """Divide the optimizer's gradients by the scale; without any gradient do nothing.
-
-        See :func:`halfstep.scaling.gradients.unscale_` for the arguments.
+        A parameter in two optimizers, or in an optimizer and in a wrapper of it, is unscaled once:
+        by whoever comes first.
         """
-        found = gradients.collect(optimizer)
-        if found:
-            found_inf = gradients.unscale_(found, scale, can_amplify=can_amplify)
-            record = self.keep(optimizer)
-            record.found_inf, record.stage = found_inf, Stage.UNSCALED
+        for look in self.looks[self._num_looks_in_it :]:
+            self._look_at.update(dict.fromkeys(map(id, look.gradients.grads), look))
+        self._num_looks_in_it = len(self.looks)
+        if not self._look_at:
+            return gradients, []
+        seen = self._look_at.keys() & set(map(id, gradients.grads))
+        found = {self._look_at[key] for key in seen}
+        # In the order of the looks, which a set does not have.
+        return gradients.without(seen), [look for look in self.looks if look in found]
 
-    def found_inf(self) -> list[torch.Tensor]:
-        """Return all findings, of every optimizer and device."""
-        return [found for record in self._records.values() for found in record.found_inf.values()]
+    def add(self, look: Look) -> None:
+        """Remember a look, and that its gradients are no longer to be unscaled."""
+        self.looks.append(look)
 
-    def found_inf_of(self, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.Tensor:
-        """Return one scalar on ``device``: 1 if a gradient of the optimizer is not finite, else 0.
 
-        Raises:
-            CallOrderError: The optimizer has no gradient, so that nothing could be checked.
-        """
-        found_inf = self.record(optimizer).found_inf
-        if found_inf:
-            return gradients.combine(found_inf.values(), device)
-        raise CallOrderError(
-            f"step({name(optimizer)}): none of its {gradients.num_parameters(optimizer)} "
-            "parameters has a gradient.\n"
-            "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
-            "it, or the loss does not depend on these parameters (is it the optimizer of this "
-            "model?).\n"
-            "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
-            "leave out step() for this optimizer in this iteration."
-        )
+def nothing_checked(optimizer: torch.optim.Optimizer) -> CallOrderError:
+    """Return the error for an optimizer without any gradient."""
+    num_params = sum(1 for _ in parameters(optimizer))
+    return CallOrderError(
+        f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
+        "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
+        "it, or the loss does not depend on these parameters (is it the optimizer of this "
+        "model?).\n"
+        "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
+        "leave out step() for this optimizer in this iteration."
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 
 
 class Multiplier:
-    """Multiplies by the scale on whichever device a loss is; asks for the scale once a device.
+    """Multiplies by the scale on whichever device a loss is.
 
     Args:
-        scale_on: Returns the scale, a float32 scalar, on a device.
+        scale_for: Takes a loss; returns the scale, a float32 scalar, on the device of the loss.
     """
 
-    def __init__(self, scale_on: Callable[[torch.device], torch.Tensor]) -> None:
-        self._scale_on = functools.cache(scale_on)
+    def __init__(self, scale_for: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._scale_for = scale_for
 
     def __call__(self, outputs: Any, where: str = "outputs") -> Any:
         """Return ``outputs`` with every tensor in it multiplied by the scale.
@@ -61,7 +60,7 @@ class Multiplier:
         return result
 
     def _multiply(self, loss: torch.Tensor) -> torch.Tensor:
-        scale = self._scale_on(loss.device)
+        scale = self._scale_for(loss)
         if loss.dtype == torch.float16 and loss.dim() > 0:
             # Type promotion lets the dtype of a tensor with dimensions win over that of a scalar.
             loss = loss.float()

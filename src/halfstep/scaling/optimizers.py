@@ -1,4 +1,4 @@
-"""How a scaler talks to an optimizer: its name, its closure, and the scale it may handle itself."""
+"""How a scaler talks to an optimizer: its name, and the scale that it may handle itself."""
 
 from __future__ import annotations
 
@@ -8,27 +8,9 @@ from typing import Any
 import torch
 
 
-def name(optimizer: torch.optim.Optimizer) -> str:
+def name(optimizer: object) -> str:
     """Return what an error message calls the optimizer: its class."""
     return type(optimizer).__name__
-
-
-def refuse_closure(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Raise ``TypeError`` if the arguments for ``optimizer.step`` hold a closure.
-
-    By name, or as the first argument, where every optimizer of PyTorch has it. accelerate passes
-    None there, which is no closure.
-    """
-    if kwargs.get("closure") is None and not any(callable(arg) for arg in args[:1]):
-        return
-    raise TypeError(
-        f"step({name(optimizer)}) got a closure. The optimizer would call it after the gradients "
-        "have been unscaled and checked, and step with new, still scaled ones. Call "
-        "scaler.scale(loss).backward() yourself and then scaler.step(optimizer) without a closure; "
-        "optimizers that need one (LBFGS) work with GradScaler(enabled=False)"
-    )
 
 
 def handles_scale(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,41 +1,54 @@
-"""The gradient scaler: moves values between the scale, the gradients and the optimizer.
+"""The gradient scaler: what goes beyond the calls of ``torch.amp.GradScaler``.
 
 The algorithm is dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", 2018,
-arXiv:1710.03740), with the calls of the PyTorch documentation ("Automatic Mixed Precision package",
-``torch.amp.GradScaler``).
+arXiv:1710.03740). What the calls do stands in :mod:`halfstep.scaling.engine`.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
-from halfstep.errors import CallOrderError
-from halfstep.scaling import gradients
-from halfstep.scaling.device import DeviceState, available_device, default_device, moved
-from halfstep.scaling.iteration import Iteration, Stage
-from halfstep.scaling.losses import Multiplier
-from halfstep.scaling.optimizers import (
-    handles_scale,
-    name,
-    refuse_closure,
-    step_with_scale,
-    takes_scaler,
-)
-from halfstep.scaling.state import ScaleState, checked_scale
+from halfstep.scaling import clipping, gates
+from halfstep.scaling.accumulation import accumulate
+from halfstep.scaling.alarm import Alarm, OnSkips
+from halfstep.scaling.device import available_device
+from halfstep.scaling.engine import Engine
+from halfstep.scaling.outcome import HistoryEntry, Outcome
+from halfstep.scaling.retrying import retry
+from halfstep.scaling.rules import Dynamic, Rule
+from halfstep.scaling.state import ScaleState
+from halfstep.scaling.torch_calls import TorchCalls
 
 
-class GradScaler:
+class Counts(NamedTuple):
+    """How many iterations a scaler has seen; kept in its ``state_dict``.
+
+    Attributes:
+        taken: Iterations in which no step was skipped.
+        skipped: The others.
+        skipped_in_a_row: How many of those came last, without one that was taken.
+        since: Number of the first of these, counted from 1; None if the last step was taken.
+    """
+
+    taken: int
+    skipped: int
+    skipped_in_a_row: int
+    since: int | None
+
+
+class GradScaler(TorchCalls):
     """Multiplies the loss by a scale so that small gradients survive float16, and undoes it.
 
     The scale follows the gradients: when one is inf or NaN, the optimizer's step is skipped and the
     scale is multiplied by ``backoff_factor``; after ``growth_interval`` steps in a row it is
-    multiplied by ``growth_factor``. It does not back off below 1, or below the smallest scale that
-    the user has set by ``init_scale``, ``update(new_scale=)`` or ``load_state_dict``.
+    multiplied by ``growth_factor``. If no smaller scale helps, or the loss was not finite to begin
+    with, the scale stays and the user is told.
 
     Has every method of ``torch.amp.GradScaler``; docs/scaler.md lists where they differ on purpose.
 
@@ -46,9 +59,17 @@ class GradScaler:
         backoff_factor: In (0, 1]. Both factors at 1 keep the scale as it is.
         growth_interval: Number of steps in a row before the scale grows, >= 1.
         enabled: False makes an object that scales nothing; ``step`` only calls ``optimizer.step``.
+        rule: How the scale moves, instead of the three numbers above: ``Dynamic``, ``LogMax`` or
+            ``Static``.
+        min_scale: The scale does not go below; 1, or ``init_scale`` if that is smaller.
+        max_scale: The scale does not grow above; the largest float32 number.
+        max_consecutive_skips: After so many skipped steps in a row ``on_skips`` happens, >= 1.
+        on_skips: ``"warn"``, ``"raise"`` (:class:`halfstep.errors.SkippedStepsError`), or a
+            function that takes the report. It also happens when no smaller scale helps.
+        module: The module that is trained, for the names of its parameters; see :meth:`watch`.
 
     Raises:
-        TypeError: An argument is not a number of the right kind.
+        TypeError: An argument is of the wrong kind.
         ValueError: A number is out of range, or PyTorch sees no such device here.
 
     Sync: none for the constructor; each method says what it costs.
@@ -85,6 +106,13 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        *,
+        rule: Rule | None = None,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        max_consecutive_skips: int = 20,
+        on_skips: OnSkips = "warn",
+        module: torch.nn.Module | None = None,
     ) -> None:
         if not enabled:
             raise TypeError(
@@ -92,301 +120,220 @@ class GradScaler:
                 "switched off this way, use halfstep.GradScaler(enabled=False)"
             )
         self._device = None if device is None else available_device(device)
-        # Factors and interval are always read here; scale, count and floor only until _on_device.
-        self._host = ScaleState.first(init_scale, growth_factor, backoff_factor, growth_interval)
-        self._on_device: DeviceState | None = None
-        self._can_amplify = self._host.can_amplify
-        self._iteration = Iteration()
+        if rule is None:
+            rule = Dynamic(growth_factor, backoff_factor, growth_interval)
+        elif (growth_factor, backoff_factor, growth_interval) != (2.0, 0.5, 2000):
+            raise ValueError(
+                "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
+                f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
+            )
+        self._engine = Engine(ScaleState.first(init_scale, rule, min_scale, max_scale))
+        self._alarm = Alarm(max_consecutive_skips, on_skips)
+        if module is not None:
+            self.watch(module)
 
     # What help() and editors show; without it they would show the arguments of __new__.
     __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
 
     # --- the iteration ----------------------------------------------------------------------------
 
-    def scale(self, outputs: Any) -> Any:
-        """Multiply a loss, or all losses in nested containers, by the scale.
+    def clip_grad_norm_(
+        self,
+        optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        per: clipping.Per = "all",
+    ) -> Tensor:
+        """Divide gradients by the scale, if that is still to do, and clip their norm, in place.
+
+        Reads the gradients once and writes them once, where unscaling first and clipping then does
+        both twice. ``step(optimizer, max_norm=...)`` does the same inside the step, and needs no
+        pass but one to read with a fused optimizer.
 
         Args:
-            outputs: A tensor of any shape and floating dtype, or a (nested) list, tuple, named
-                tuple, mapping or other iterable of tensors, on one or several devices.
+            optimizer_or_parameters: Whose gradients to clip.
+            max_norm: The largest norm, >= 0; ``math.inf`` measures and clips nothing.
+            norm_type: 2, ``math.inf``, or another p >= 1.
+            per: What the norm is taken of: ``"all"`` gradients together, those of each ``"layer"``
+                (the parameters of one module, told by their names: see :meth:`watch`), or each
+                ``"parameter"`` alone.
 
         Returns:
-            The same, scaled; iterables that are no list, tuple or mapping become lists. A float16
-            tensor with dimensions is scaled in float32.
+            The norm of all gradients together, unscaled and before clipping: a float32 scalar on
+            the device of the scale. If it is inf or NaN nothing is clipped, and ``step`` will skip.
 
         Raises:
-            TypeError: There is something else than tensors in ``outputs``.
+            CallOrderError: Before ``scale``, or after ``step``.
+            ValueError: The gradients are float16, or an argument is out of range.
 
         Sync: none.
         """
-        return Multiplier(self._scale_on)(outputs)
+        return self._engine.clip_grad_norm_(
+            optimizer_or_parameters,
+            clipping.checked_max_norm(max_norm),
+            *clipping.checked_kind(norm_type, per),
+        )
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale in place, and look for inf and NaN.
+    def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Judge the gradients of one ``backward`` alone before they are added to the others.
 
-        Call it before clipping or looking at gradients; :meth:`step` does it otherwise. Without any
-        gradient it does nothing.
+        Without it one bad micro-batch costs all that are accumulated. With it only its own
+        gradients are dropped, and the others are averaged over those that are left. It is also how
+        losses with scales of their own (``scale(loss, name=...)``) share parameters.
+
+        Use one block for each ``backward`` of the iteration and divide the loss by their number.
+        After the block ``.grad`` holds the unscaled sum so far. ``step`` skips only if all blocks
+        were dropped. An overflow in a dropped block makes the scale back off.
+
+        Memory: one more set of gradients as long as the block is open. Not for gradients that live
+        in buckets of DistributedDataParallel.
 
         Raises:
-            CallOrderError: Before ``scale``, twice between two ``update``, or after ``step``.
-            ValueError: The gradients are float16. Nothing was changed.
+            CallOrderError: There were gradients before the first block, or the block leaves none.
+            ValueError: The gradients are float16.
 
-        Sync: none.
+        Sync: one for each block.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> scaler = GradScaler()
+            >>> for batch in [torch.ones(1, 2), torch.full((1, 2), torch.inf)]:
+            ...     with scaler.accumulate(optimizer):
+            ...         scaler.scale(model(batch).mean() / 2).backward()
+            >>> _ = scaler.step(optimizer)
+            >>> scaler.update()
+            >>> scaler.outcome(optimizer).taken
+            True
         """
-        scale = self._require_scale("unscale_", optimizer)
-        stage = self._iteration.record(optimizer).stage
-        if stage is not Stage.SCALED:
-            raise CallOrderError(
-                f"unscale_({name(optimizer)}): {stage.value} since the last update(). Call "
-                "unscale_() at most once an iteration, after the last backward() and before "
-                "step(); call update() at the end of the iteration"
-            )
-        gradients.refuse_float16(optimizer)
-        self._iteration.unscale_(optimizer, scale, can_amplify=self._can_amplify)
+        return accumulate(self._engine, optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale the gradients if that is still to do; step if all of them are finite.
+    def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
+        """Run the same batch again at the smaller scale instead of losing it.
 
-        An optimizer that handles the scale itself (``_step_supports_amp_scaling``, as the fused
-        ones of PyTorch) is always called and skips on the device.
+        Put the whole iteration, from ``zero_grad`` to ``update``, into the loop; it runs once, and
+        again as long as the step overflowed, at most ``times`` more. Before each repetition the
+        random number generators (PyTorch's, Python's, NumPy's if it is loaded) and the buffers of
+        watched modules are as they were, and the gradients are zeroed.
 
         Args:
-            optimizer: The optimizer whose ``step`` is to be called.
-            *args: Arguments for it. A closure is refused: it would run ``backward`` after the
-                gradients have been unscaled.
-            **kwargs: Keyword arguments for it, no closure either.
+            optimizer: Whose step decides.
+            times: Number of repetitions, >= 0.
 
-        Returns:
-            What ``optimizer.step`` returned, None for a skipped step.
+        Yields:
+            The number of the attempt, 0 for the first.
 
         Raises:
-            CallOrderError: Before ``scale``, twice between two ``update``, or without any gradient.
-            TypeError: There is a closure.
-            ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
+            CallOrderError: The loop did not call ``step`` and ``update``.
 
-        Sync: one; none for an optimizer that handles the scale itself.
+        Memory: one copy of the buffers of watched modules. Sync: one for each attempt.
+
+        Example:
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> scaler = GradScaler(init_scale=2.0**127, module=model)
+            >>> for attempt in scaler.retry(optimizer, times=5):
+            ...     optimizer.zero_grad()
+            ...     scaler.scale(model(torch.full((1, 2), 8.0)).sum()).backward()
+            ...     _ = scaler.step(optimizer)
+            ...     scaler.update()
+            >>> attempt, scaler.outcome(optimizer).taken
+            (3, True)
         """
-        refuse_closure(optimizer, args, kwargs)
-        scale = self._require_scale("step", optimizer)
-        stage = self._iteration.record(optimizer).stage
-        if stage is Stage.STEPPED:
-            raise CallOrderError(
-                f"step({name(optimizer)}): {stage.value} since the last update(). Call "
-                "update() once at the end of each iteration, after step() of every optimizer"
-            )
-        if handles_scale(optimizer):
-            result = self._step_with_scale(optimizer, scale, args, kwargs)
-        else:
-            if stage is Stage.SCALED:
-                self.unscale_(optimizer)
-            skip = self._iteration.found_inf_of(optimizer, scale.device).item()
-            # Through the instance: accelerate replaces `step` there to see whether it was called.
-            result = None if skip else optimizer.step(*args, **kwargs)
-        self._iteration.keep(optimizer).stage = Stage.STEPPED
-        return result
+        return retry(self._engine, optimizer, times)
 
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """End the iteration: let the scale back off, count or grow; or set it by hand.
+    # --- what became of it ------------------------------------------------------------------------
 
-        Args:
-            new_scale: The scale from now on; the count of steps in a row stays. A number is checked
-                here. A 1-element tensor is copied without waiting for it: if it turns out to be
-                zero, negative, inf or NaN, the scale stays as it is; and since it may be below 1,
-                unscaling costs a second look at the gradients from then on.
+    def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return what became of the optimizer's last step.
+
+        Sync: none; reading the outcome waits.
 
         Raises:
-            CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
-                tensor before the first ``scale``.
-            TypeError: ``new_scale`` is neither a number nor a real tensor.
-            ValueError: ``new_scale`` is a number out of range, has not exactly one element, or
-                requires a gradient.
-
-        Sync: none.
+            CallOrderError: ``step`` has not been called for this optimizer.
         """
-        if new_scale is None:
-            self._update_from_gradients()
-        elif isinstance(new_scale, torch.Tensor):
-            self._set_scale_from_tensor(new_scale)
-        else:
-            self._host = self._host.with_scale(checked_scale("new_scale", new_scale))
-            self._can_amplify |= self._host.can_amplify
-            if self._on_device is not None:
-                self._on_device.fill_(self._host.scale)
-        self._iteration = Iteration()
+        return self._engine.journal.of(optimizer)
 
-    # --- looking and setting ----------------------------------------------------------------------
+    def history(self) -> list[HistoryEntry]:
+        """Return the last 10,000 steps, oldest first; not saved in ``state_dict``. Sync: two."""
+        return self._engine.journal.entries()
 
-    def get_scale(self) -> float:
-        """Return the scale, 1.0 if the scaler is disabled. Sync: one."""
-        return self._host.scale if self._on_device is None else self._on_device.scale.item()
+    def counts(self, name: str | None = None) -> Counts:
+        """Return how many iterations were taken and skipped, by the scale of a loss. Sync: one."""
+        state = self._named(name).read()
+        in_a_row = state.skipped_in_a_row
+        since = state.num_taken + state.num_skipped - in_a_row + 1 if in_a_row else None
+        return Counts(state.num_taken, state.num_skipped, in_a_row, since)
 
-    def get_growth_factor(self) -> float:
-        """Return the growth factor. Sync: none."""
-        return self._host.growth_factor
+    def watch(self, module: torch.nn.Module) -> None:
+        """Take names of parameters from this module; several may be watched.
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, >= 1. Sync: none."""
-        self._host = replace(self._host, growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Return the backoff factor. Sync: none."""
-        return self._host.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, in (0, 1]. Sync: none."""
-        self._host = replace(self._host, backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Return the growth interval. Sync: none."""
-        return self._host.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, >= 1; a lower one may let the next step grow. Sync: none."""
-        self._host = replace(self._host, growth_interval=new_interval)
-        if self._on_device is not None:
-            self._on_device.clamp_tracker_(self._host.growth_interval)
-
-    def is_enabled(self) -> bool:
-        """Return whether this object scales anything. Sync: none."""
-        return True
-
-    # --- saving and loading -----------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, to be saved after ``update``; ``{}`` if the scaler is disabled.
-
-        The keys are those of ``torch.amp.GradScaler``, which can load it: ``scale``,
-        ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``; and one
-        more, ``halfstep``, with a version and what PyTorch does not know (``min_scale``).
-
-        Sync: one for each of scale, count and floor.
-        """
-        return self._read_state().to_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that this class or ``torch.amp.GradScaler`` saved.
-
-        An empty dict, the state of a disabled scaler, changes nothing and warns.
+        The module is held weakly, and a copy of the scaler watches none.
 
         Raises:
-            ValueError: A key is missing or a value cannot be right. Nothing was changed.
-
-        Sync: none.
+            TypeError: It is no module.
         """
-        if not state_dict:
-            warnings.warn(
-                "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "
-                "and holds no scale. This one keeps its present values.",
-                stacklevel=2,
-            )
-            return
-        self._host = ScaleState.from_dict(state_dict)
-        self._can_amplify = self._host.can_amplify
-        if self._on_device is not None:
-            self._on_device = DeviceState(self._host, self._on_device.device)
+        self._engine.names.watch(module)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and deepcopy keep; the copy creates its tensors on its first loss.
-
-        Raises:
-            CallOrderError: In the middle of an iteration.
-        """
-        if self._iteration.names():
-            raise CallOrderError(
-                "a GradScaler cannot be pickled or copied between unscale_() or step() and "
-                f"update(): do it after update(). Seen since the last one: "
-                f"{', '.join(self._iteration.names())}"
-            )
-        return self.__dict__ | {"_host": self._read_state(), "_on_device": None}
-
-    # --- the protocol for optimizers that handle the scale themselves -----------------------------
-
-    def _step_with_scale(
+    def after_step(
         self,
         optimizer: torch.optim.Optimizer,
-        scale: torch.Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call ``optimizer.step`` with the scale and the finding, as attributes or as ourselves.
+        function: Callable[[], object],
+        count: gates.Count = "updates",
+    ) -> bool:
+        """Call a function, such as the update of an average of the weights, if a step was taken.
 
-        The older protocol passes the scaler, and the optimizer calls ``unscale_``,
-        ``_check_inf_per_device``, ``_found_inf_per_device`` and ``_get_scale_async``. The present
-        one sets the attributes ``grad_scale`` and ``found_inf`` for the time of the call.
+        Args:
+            optimizer: Its last step decides.
+            function: What to call.
+            count: ``"updates"``: only after a step that was taken; ``"attempts"``: after each.
+
+        Returns:
+            Whether it was called.
+
+        Raises:
+            CallOrderError: ``step`` has not been called for this optimizer.
+            ValueError: ``count`` is neither.
+
+        Sync: one for "updates" with an optimizer that handles the scale itself.
         """
-        if takes_scaler(optimizer):
-            return optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
-        if self._iteration.record(optimizer).stage is Stage.SCALED:
-            if self._can_amplify:
-                # Its kernel would divide by the scale after our check. Divide before it instead.
-                self._iteration.unscale_(optimizer, scale, can_amplify=True)
-            else:
-                self._iteration.check(optimizer)
-        found_inf = self._iteration.found_inf_of(optimizer, scale.device)
-        is_scaled = self._iteration.record(optimizer).stage is Stage.SCALED
-        return step_with_scale(optimizer, scale if is_scaled else None, found_inf, args, kwargs)
+        return gates.after_step(self._engine.journal, optimizer, function, count)
 
-    def _get_scale_async(self) -> torch.Tensor | None:
-        return None if self._on_device is None else self._on_device.scale
+    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates") -> bool:
+        """Call ``scheduler.step()`` if the last step of its optimizer was taken.
 
-    def _check_inf_per_device(
-        self, optimizer: torch.optim.Optimizer
-    ) -> dict[torch.device, torch.Tensor]:
-        return self._iteration.check(optimizer)
+        Whether a schedule moves on at a skipped step is disputed, so it is a choice: ``"updates"``
+        makes it follow the steps that were taken, ``"attempts"`` all of them. PyTorch's warning
+        about the order of calls, which a skipped first step would set off, does not come.
 
-    def _found_inf_per_device(
-        self, optimizer: torch.optim.Optimizer
-    ) -> dict[torch.device, torch.Tensor]:
-        return self._iteration.record(optimizer).found_inf
+        Args:
+            scheduler: A learning rate scheduler of PyTorch, or what has ``step`` and ``optimizer``.
+            count: ``"updates"`` or ``"attempts"``.
 
-    # --- inside -----------------------------------------------------------------------------------
+        Returns:
+            Whether the scheduler moved on.
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
-        # accelerate 1.15 calls it by this name, with self._device, to load an FSDP2 checkpoint.
-        device = default_device() if dev is None else torch.device(dev)
-        self._device = self._device or device.type
-        self._on_device = DeviceState(self._host, device)
+        Raises:
+            CallOrderError: ``step`` has not been called for its optimizer.
+            ValueError: ``count`` is neither.
 
-    def _scale_on(self, device: torch.device) -> torch.Tensor:
-        if self._on_device is None:
-            self._lazy_init_scale_growth_tracker(device)
-            assert self._on_device is not None
-        return moved(self._on_device.scale, device)
+        Sync: as :meth:`after_step`.
+        """
+        return gates.step_scheduler(self._engine.journal, scheduler, count)
 
-    def _require_scale(self, method: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        if self._on_device is None:
-            raise CallOrderError(
-                f"{method}({name(optimizer)}) before scale(): no loss has been scaled by this "
-                "GradScaler yet. Call scaler.scale(loss).backward() first"
-            )
-        return self._on_device.scale
+    def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
+        """Skip steps, too, whose norm is far above the running median.
 
-    def _read_state(self) -> ScaleState:
-        return self._host if self._on_device is None else self._on_device.read(self._host)
+        Args:
+            times_median: Skip if the norm of the unscaled gradients is above this many times the
+                median of the last ``window`` steps taken, > 1; None for no limit. Nothing is
+                skipped before half of the window has been seen.
+            window: Number of steps, >= 2.
 
-    def _update_from_gradients(self) -> None:
-        found = self._iteration.found_inf()
-        if self._on_device is None or not found:
-            raise CallOrderError(
-                "update(): no gradients were checked since the last update(). Call "
-                "scaler.step(optimizer) for at least one optimizer first, or give a scale: "
-                "update(new_scale=65536.0)"
-            )
-        self._on_device.update_(gradients.combine(found, self._on_device.device), self._host)
+        Raises:
+            TypeError: A number is not of the right kind.
+            ValueError: A number is out of range.
 
-    def _set_scale_from_tensor(self, new_scale: torch.Tensor) -> None:
-        if new_scale.is_complex() or new_scale.dtype == torch.bool:
-            raise TypeError(f"new_scale is {gradients.describe(new_scale)}: pass a real tensor")
-        if new_scale.numel() != 1 or new_scale.requires_grad:
-            raise ValueError(
-                f"new_scale is {gradients.describe(new_scale)} with "
-                f"requires_grad={new_scale.requires_grad}: pass a number or a tensor with one "
-                "element that requires no gradient (tensor.detach())"
-            )
-        if self._on_device is None:
-            raise CallOrderError(
-                "update(new_scale=tensor) before scale(): the scale is not on any device yet. Pass "
-                "a number, or scale a loss first"
-            )
-        self._can_amplify = True
-        self._on_device.copy_(new_scale)
+        Sync: none. Costs one pass more with an optimizer that does not handle the scale itself.
+        """
+        self._engine.norm_limits.set(times_median, window)

@@ -1,192 +1,245 @@
-"""The state of a gradient scaler and its one transition, in plain Python numbers.
+"""The state of a gradient scaler, in plain Python numbers.
 
-Nothing here needs a tensor or a device. :class:`~halfstep.scaling.scaler.GradScaler` does the same
-arithmetic on the device, without waiting for it; the tests hold the two together bit for bit.
-
-Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2, with
-the dynamic schedule of the PyTorch documentation ("Automatic Mixed Precision package").
+Nothing here needs a tensor or a device. How it goes on is
+:func:`halfstep.scaling.transition.next_state`; :class:`halfstep.scaling.device.DeviceState` is the
+same on a device.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
-import numbers
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 from typing import Any
+
+from halfstep.scaling.checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_ascending,
+    checked_count,
+    checked_number,
+    checked_scale,
+    round_to_float32,
+)
+from halfstep.scaling.rules import (
+    LARGEST_HEADROOM,
+    Dynamic,
+    Rule,
+    Static,
+    rule_from_dict,
+)
 
 FORMAT_VERSION = 1
 """Version of what stands under the key ``"halfstep"`` of a state dict."""
 
-# Below the smallest normal number of float32 the reciprocal, which gradients are multiplied by,
-# may be inf. Above the largest finite one the scale itself is inf.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
+# What torch.amp calls the count, and the keys under which it has what is part of a rule here.
+TORCH_TRACKER = "_growth_tracker"
+TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
 
-# PyTorch's kernels count in int32.
-LARGEST_COUNT = 2**31 - 1
-
-# The field of ScaleState behind each of the five keys that torch.amp writes and reads.
-TORCH_KEYS = {
-    "scale": "scale",
-    "growth_factor": "growth_factor",
-    "backoff_factor": "backoff_factor",
-    "growth_interval": "growth_interval",
-    "_growth_tracker": "growth_tracker",
+COUNTS = {
+    "growth_tracker": 0,
+    "hysteresis_left": 1,
+    "overflows": 0,
+    "skipped_in_a_row": 0,
+    "num_taken": 0,
+    "num_skipped": 0,
 }
+"""The fields that are int32 numbers, with the smallest they can be."""
+
+AVERAGES = {
+    "headroom": (SMALLEST_SCALE, LARGEST_HEADROOM),
+    "log2_mean": (-128.0, 129.0),
+    "log2_var": (0.0, 2.0**16),
+    "log2_weight": (0.0, 2.0),
+}
+"""The fields of ``LogMax``, with more than the range that float32 gradients can give them."""
+
+NO_RUN: dict[str, Any] = {"run_scale": 0.0, "overflows": 0, "resume_scale": 0.0, "held": False}
 
 
-def round_to_float32(value: float) -> float:
-    """Return the float32 number nearest to ``value`` (inf when it is too large)."""
-    return ctypes.c_float(value).value
+class Reason(StrEnum):
+    """Why a step was skipped.
 
-
-def checked_number(name: str, value: object) -> float:
-    """Return ``value`` as a float.
-
-    Raises:
-        TypeError: It is not a real number. A bool is not one.
-        ValueError: It is NaN or infinite.
+    Attributes:
+        OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
+        LOSS: The loss was inf or NaN before ``backward``; no scale helps.
+        NON_FINITE: A gradient is inf or NaN, and was so at ``min_scale`` too.
+        NORM: The gradients are finite, but their norm is too large to be believed.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"{name} is {value!r} ({type(value).__name__}): pass a number such as 65536.0"
-        )
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}: pass a finite number")
-    return number
 
-
-def checked_scale(name: str, value: object) -> float:
-    """Return ``value`` rounded to float32, if gradients can be multiplied and divided by it.
-
-    Raises:
-        TypeError: It is not a real number.
-        ValueError: It is NaN, infinite, zero, negative, or outside the normal range of float32.
-    """
-    number = round_to_float32(checked_number(name, value))
-    if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
-        raise ValueError(
-            f"{name} is {value!r}: a scale must lie between {SMALLEST_SCALE:.3g} and "
-            f"{LARGEST_SCALE:.3g} (the normal range of float32), for example 65536.0"
-        )
-    return number
-
-
-def checked_count(name: str, value: object, *, at_least: int) -> int:
-    """Return ``value`` as an int between ``at_least`` and the largest int32.
-
-    Raises:
-        TypeError: It is not an integer. A bool is not one.
-        ValueError: It is out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}): pass a whole number")
-    count = int(value)
-    if not at_least <= count <= LARGEST_COUNT:
-        raise ValueError(f"{name} is {count}: it must lie between {at_least} and {LARGEST_COUNT}")
-    return count
+    OVERFLOW = "overflow"
+    LOSS = "loss"
+    NON_FINITE = "non-finite at any scale"
+    NORM = "norm"
 
 
 @dataclass(frozen=True)
 class ScaleState:
     """Everything that a gradient scaler remembers from one iteration to the next.
 
+    A *run* is what lies between two steps that are taken, from its first overflow on. In it the
+    scale may be probed: one iteration at ``min_scale`` shows whether any scale would help.
+
     Attributes:
         scale: What the loss is multiplied by. Held as a float32 number, as on the device.
         growth_tracker: Number of steps taken in a row since the scale last changed.
-        growth_factor: The scale is multiplied by it after ``growth_interval`` steps in a row; >= 1.
-        backoff_factor: The scale is multiplied by it after an overflow; in (0, 1].
-        growth_interval: Number of steps in a row before the scale grows; >= 1.
-        min_scale: Backing off stops here. A scale already below it stays where it is.
-
-    Both factors at 1 give a static scale.
+        min_scale: The scale never goes below it by itself.
+        max_scale: The scale never goes above it by itself.
+        rule: How the scale moves.
+        hysteresis_left: The overflow with this number, counted from now, makes the scale back off.
+        run_scale: The scale at which the run began; 0 when there is none.
+        overflows: Overflows in the run that made the scale back off, since the last probe.
+        resume_scale: The scale to go on with if this iteration, a probe, is taken; 0 if it is none.
+        held: Whether a probe has failed in the run: the scale waits where the run began.
+        skipped_in_a_row: Number of iterations skipped since the last one that was taken.
+        num_taken: Number of iterations whose step was taken.
+        num_skipped: Number of iterations whose step was skipped.
+        headroom: What :class:`~halfstep.scaling.rules.LogMax` leaves above almost all gradients.
+        log2_mean: Mean of the log2 of the largest gradient magnitude, for ``LogMax``.
+        log2_var: Variance of it.
+        log2_weight: Weight of all steps in the two; 0 before the first.
 
     Raises:
         TypeError: A value is not a number of the right kind.
-        ValueError: A value is out of range; the message names it.
+        ValueError: A value is out of range or does not go with another; the message names it.
 
     Example:
-        >>> state = ScaleState(4.0, 0, 2.0, 0.5, growth_interval=1, min_scale=1.0)
-        >>> next_state(state, found_inf=False).scale, next_state(state, found_inf=True).scale
-        (8.0, 2.0)
+        >>> state = ScaleState.first(65536.0, Dynamic())
+        >>> state.min_scale, state.with_scale(0.25).min_scale
+        (1.0, 0.25)
     """
 
     scale: float
     growth_tracker: int
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
     min_scale: float
+    max_scale: float
+    rule: Rule
+    hysteresis_left: int = 1
+    run_scale: float = 0.0
+    overflows: int = 0
+    resume_scale: float = 0.0
+    held: bool = False
+    skipped_in_a_row: int = 0
+    num_taken: int = 0
+    num_skipped: int = 0
+    headroom: float = LARGEST_HEADROOM
+    log2_mean: float = 0.0
+    log2_var: float = 0.0
+    log2_weight: float = 0.0
 
     def __post_init__(self) -> None:
         # Not a change of a frozen value but the end of making it: ints become floats, and the
         # scale becomes the float32 number that the device will hold.
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
+        check_ascending(min_scale=self.min_scale, scale=self.scale, max_scale=self.max_scale)
+        if self.run_scale:
+            check_ascending(scale=self.scale, run_scale=self.run_scale, max_scale=self.max_scale)
+        if self.resume_scale:
+            # A probe, at the floor.
+            check_ascending(scale=self.scale, min_scale=self.min_scale)
+            check_ascending(
+                min_scale=self.min_scale,
+                resume_scale=self.resume_scale,
+                run_scale=self.run_scale,
+            )
 
     def _checked(self) -> dict[str, float | int]:
-        growth_factor = checked_number("growth_factor", self.growth_factor)
-        if growth_factor < 1.0:
-            raise ValueError(
-                f"growth_factor is {growth_factor}: it must be >= 1 "
-                "(1 for a scale that never grows)"
+        if not isinstance(self.rule, Static | Dynamic):
+            raise TypeError(
+                f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static(), Dynamic() or "
+                "LogMax()"
             )
-        backoff_factor = checked_number("backoff_factor", self.backoff_factor)
-        if not 0.0 < backoff_factor <= 1.0:
-            raise ValueError(
-                f"backoff_factor is {backoff_factor}: it must be > 0 and <= 1 "
-                "(1 for a scale that never backs off)"
-            )
-        return {
-            "scale": checked_scale("scale", self.scale),
-            "growth_tracker": checked_count("growth_tracker", self.growth_tracker, at_least=0),
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
-            "min_scale": checked_scale("min_scale", self.min_scale),
-        }
+        if not isinstance(self.held, bool):
+            raise TypeError(f"held is {self.held!r} ({type(self.held).__name__}): pass a bool")
+        values: dict[str, float | int] = {}
+        for name in ("scale", "min_scale", "max_scale"):
+            values[name] = checked_scale(name, getattr(self, name))
+        for name in ("run_scale", "resume_scale"):
+            value = getattr(self, name)
+            values[name] = 0.0 if value == 0 else checked_scale(name, value)
+        for name, smallest in COUNTS.items():
+            values[name] = checked_count(name, getattr(self, name), at_least=smallest)
+        for name, (low, high) in AVERAGES.items():
+            number = checked_number(name, getattr(self, name), at_least=low, at_most=high)
+            values[name] = round_to_float32(number)
+        return values
 
     @classmethod
     def first(
         cls,
         init_scale: float,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
+        rule: Rule,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
     ) -> ScaleState:
-        """Return the state that a scaler starts with."""
+        """Return the state that a scaler starts with.
+
+        Args:
+            init_scale: The first scale.
+            rule: How it moves.
+            min_scale: None for ``min(1.0, init_scale)``.
+            max_scale: None for the largest finite float32 number.
+        """
         scale = checked_scale("init_scale", init_scale)
-        return cls(scale, 0, growth_factor, backoff_factor, growth_interval, floor_under(scale))
+        low = floor_under(scale) if min_scale is None else checked_scale("min_scale", min_scale)
+        high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
+        check_ascending(min_scale=low, init_scale=scale, max_scale=high)
+        return cls(scale, 0, low, high, rule, hysteresis_left=rule.hysteresis)
+
+    @property
+    def growth_factor(self) -> float:
+        """The growth factor of the rule."""
+        return self.rule.growth_factor
+
+    @property
+    def backoff_factor(self) -> float:
+        """The backoff factor of the rule."""
+        return self.rule.backoff_factor
+
+    @property
+    def growth_interval(self) -> int:
+        """The growth interval of the rule."""
+        return self.rule.growth_interval
 
     @property
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1, and so make a finite gradient inf."""
-        return min(self.scale, self.min_scale) < 1.0
+        return self.min_scale < 1.0
 
     def with_scale(self, scale: float) -> ScaleState:
-        """Return this state with a scale chosen by the user, and the floor no higher than it."""
-        return replace(self, scale=scale, min_scale=min(self.min_scale, scale))
+        """Return this state with a scale chosen by the user, inside limits widened to include it.
+
+        A run is over. Under ``LogMax`` the scale holds until the next step that is taken.
+        """
+        scale = checked_scale("scale", scale)
+        return replace(
+            self,
+            scale=scale,
+            min_scale=min(self.min_scale, scale),
+            max_scale=max(self.max_scale, scale),
+            **NO_RUN,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state with the five keys of torch.amp, and the rest under ``"halfstep"``.
 
         Keys that torch.amp does not know are ignored by its ``load_state_dict``.
         """
-        fields = asdict(self)
-        torch_part = {key: fields.pop(field) for key, field in TORCH_KEYS.items()}
-        return torch_part | {"halfstep": {"version": FORMAT_VERSION} | fields}
+        ours = {field.name: getattr(self, field.name) for field in fields(self)}
+        theirs = {"scale": ours.pop("scale")}
+        theirs |= {key: getattr(self, key) for key in TORCH_RULE_KEYS}
+        theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
+        rule = {key: value for key, value in self.rule.to_dict().items() if key not in theirs}
+        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"rule": rule}}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
-        A state of torch.amp knows no floor: it gets ``min(1.0, scale)``.
+        A state of torch.amp knows its factors and its interval: it gets :class:`Dynamic` with them
+        and with its defaults, and the limits that :meth:`first` would give its scale.
 
         Raises:
             ValueError: A key is missing, a value cannot be right, or a newer halfstep wrote it.
@@ -197,9 +250,8 @@ class ScaleState:
                 f"the saved scaler state has no {missing[0]!r} (its keys are {sorted(saved)}): "
                 "pass what the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
             )
-        fields = {field: saved[key] for key, field in TORCH_KEYS.items()}
-        extras = dict(saved.get("halfstep") or {})
-        version = extras.pop("version", FORMAT_VERSION)
+        ours = dict(saved.get("halfstep") or {})
+        version = ours.pop("version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ValueError(
                 f"the saved scaler state has 'halfstep' version {version!r}, this halfstep reads "
@@ -207,8 +259,7 @@ class ScaleState:
                 "the five values that torch.amp knows"
             )
         try:
-            fields.setdefault("min_scale", floor_under(checked_scale("scale", saved["scale"])))
-            return cls(**(fields | extras))
+            return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the saved scaler state cannot be used: {error}. Correct it in the dict "
@@ -216,6 +267,22 @@ class ScaleState:
                     ", ".join(TORCH_KEYS)
                 )
             ) from error
+
+    @classmethod
+    def _from_parts(cls, theirs: dict[str, Any], ours: dict[str, Any]) -> ScaleState:
+        factors = {key: theirs.pop(key) for key in TORCH_RULE_KEYS}
+        tracker = theirs.pop(TORCH_TRACKER)
+        if not ours:
+            return replace(cls.first(theirs["scale"], Dynamic(**factors)), growth_tracker=tracker)
+        expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
+        for key in sorted(expected ^ set(ours)):
+            raise ValueError(
+                f"'halfstep' {'has no' if key in expected else 'has an unknown key'} {key!r}"
+            )
+        rule = dict(ours.pop("rule"))
+        if rule.get("name") != Static.name:
+            rule |= factors
+        return cls(growth_tracker=tracker, rule=rule_from_dict(rule), **theirs, **ours)
 
 
 def floor_under(scale: float) -> float:
@@ -227,22 +294,20 @@ def floor_under(scale: float) -> float:
     return min(1.0, scale)
 
 
-def next_state(state: ScaleState, found_inf: bool) -> ScaleState:
-    """Return the state after one iteration.
-
-    After an overflow the scale backs off, but not below ``min_scale``, and the count starts again.
-    Otherwise the count goes up by one, and when it reaches ``growth_interval`` the scale grows if
-    the result is finite in float32, and the count starts again.
+def reason(
+    state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
+) -> Reason | None:
+    """Return why an iteration is skipped, None if it is not.
 
     Args:
         state: The state during the iteration.
-        found_inf: Whether any gradient of any optimizer was inf or NaN.
+        found_inf: Whether any gradient is inf or NaN.
+        loss_is_finite: Whether the loss is finite, before it is scaled.
+        outlier: Whether the norm of the gradients is too large to be believed.
     """
-    if found_inf:
-        floor = min(state.scale, state.min_scale)
-        backed_off = round_to_float32(state.scale * state.backoff_factor)
-        return replace(state, scale=max(backed_off, floor), growth_tracker=0)
-    if state.growth_tracker + 1 < state.growth_interval:
-        return replace(state, growth_tracker=state.growth_tracker + 1)
-    grown = round_to_float32(state.scale * state.growth_factor)
-    return replace(state, scale=grown if math.isfinite(grown) else state.scale, growth_tracker=0)
+    if not found_inf:
+        return Reason.NORM if outlier else None
+    if not loss_is_finite:
+        return Reason.LOSS
+    no_scale_helps = state.held or state.scale <= state.min_scale
+    return Reason.NON_FINITE if no_scale_helps else Reason.OVERFLOW

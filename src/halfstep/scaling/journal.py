@@ -1,0 +1,73 @@
+"""All outcomes of a scaler: the last of each optimizer in full, the earlier ones in short."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from itertools import islice
+
+import torch
+
+from halfstep.errors import CallOrderError
+from halfstep.scaling.optimizers import name
+from halfstep.scaling.outcome import HistoryEntry, Outcome, read_all
+
+HISTORY_LENGTH = 10_000
+"""So many steps are kept, some hundred bytes each on the device."""
+
+
+class Journal:
+    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`."""
+
+    def __init__(self) -> None:
+        self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, Outcome] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
+        self._open: list[Outcome] = []
+
+    def add(self, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
+        """Take note of a step."""
+        earlier = self._last.get(optimizer)
+        if earlier is not None:
+            earlier.forget_gradients()
+        self._last[optimizer] = outcome
+        self._all.append(outcome)
+        self._open.append(outcome)
+
+    def newest(self, count: int) -> list[Outcome]:
+        """Return the last outcomes, newest last. Sync: none."""
+        return list(islice(reversed(self._all), count))[::-1]
+
+    def end(self) -> None:
+        """End an iteration: its outcomes take note of the new scale."""
+        for outcome in self._open:
+            outcome.end()
+        self._open = []
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return the outcome of the last step of an optimizer, or of one that it wraps.
+
+        Raises:
+            CallOrderError: ``step`` has not been called for it.
+        """
+        outcome = self.last(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
+                "GradScaler. Call scaler.step(optimizer) first"
+            )
+        return outcome
+
+    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
+        """Return the same, None if ``step`` has not been called for it."""
+        if optimizer in self._last:
+            return self._last[optimizer]
+        for stepped, outcome in self._last.items():
+            if stepped.param_groups is optimizer.param_groups:
+                return outcome
+        return None
+
+    def entries(self) -> list[HistoryEntry]:
+        """Return all outcomes in short, oldest first. Sync: two."""
+        return read_all(list(self._all))

@@ -1,0 +1,88 @@
+"""What messages and outcomes call a parameter: its name in a module, else its place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Names:
+    """Names of parameters, from the modules that a scaler watches.
+
+    The modules are held weakly and asked when a name is wanted, so that it costs nothing before,
+    and parameters that were replaced meanwhile are found.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Take names from this module too.
+
+        Raises:
+            TypeError: It is no module.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(
+                f"watch({type(module).__name__}): pass the torch.nn.Module whose parameters are "
+                "trained"
+            )
+        if module not in self.modules():
+            self._modules.append(weakref.ref(module))
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the watched modules that still exist."""
+        return [module for ref in self._modules if (module := ref()) is not None]
+
+    def of(self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> list[str]:
+        """Return a name for each parameter.
+
+        In this order: the qualified name in a watched module; the name that the optimizer was given
+        (``named_parameters()`` instead of ``parameters()``); the place in its groups.
+        """
+        known = _places(optimizer) | self._qualified(optimizer)
+        return [
+            known.get(id(param), f"parameter {index} of shape {list(param.shape)}")
+            for index, param in enumerate(params)
+        ]
+
+    def layers_of(
+        self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
+    ) -> list[str]:
+        """Return for each parameter the name of its module: ``blocks.0.fc`` for its weight.
+
+        Raises:
+            ValueError: A parameter has no qualified name.
+        """
+        known = self._qualified(optimizer)
+        params = list(params)
+        unknown = [index for index, param in enumerate(params) if id(param) not in known]
+        if unknown:
+            raise ValueError(
+                f"per='layer' needs the names of the parameters, and {len(unknown)} of "
+                f"{len(params)} have none (the first is number {unknown[0]}, of shape "
+                f"{list(params[unknown[0]].shape)}): call scaler.watch(model), or make the "
+                "optimizer with model.named_parameters()"
+            )
+        return [known[id(param)].rpartition(".")[0] for param in params]
+
+    def _qualified(self, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
+        known: dict[int, str] = {}
+        for group in [] if optimizer is None else optimizer.param_groups:
+            names = group.get("param_names", [])
+            known.update(zip(map(id, group["params"]), names, strict=False))
+        for module in self.modules():
+            for name, param in module.named_parameters():
+                known[id(param)] = name.replace("_orig_mod.", "")  # torch.compile's wrapper
+        return known
+
+
+def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
+    return {
+        id(param): f"param_groups[{group_index}]['params'][{index}]"
+        for group_index, group in enumerate([] if optimizer is None else optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+    }

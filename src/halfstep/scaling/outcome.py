@@ -1,0 +1,277 @@
+"""What became of a step: taken or skipped, why, at which scale, with which gradients."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import CallOrderError
+from halfstep.scaling.alarm import Culprit, culprits
+from halfstep.scaling.device import StateSnapshot
+from halfstep.scaling.gradients import Gradients, collect
+from halfstep.scaling.names import Names
+from halfstep.scaling.optimizers import name
+from halfstep.scaling.passes import Norms, measure
+from halfstep.scaling.scale import LossScale
+from halfstep.scaling.state import Reason, reason
+
+
+class HistoryEntry(NamedTuple):
+    """One step in ``GradScaler.history()``, all in plain Python values.
+
+    Attributes:
+        step: Number of the iteration, counted from 1 by ``update``.
+        optimizer: Class name of the optimizer.
+        taken: Whether ``optimizer.step`` did its work.
+        reason: Why not, None if taken.
+        scale: The scale that the loss was multiplied by.
+        norm: L2 norm of the unscaled gradients, NaN if it was not measured.
+    """
+
+    step: int
+    optimizer: str
+    taken: bool
+    reason: Reason | None
+    scale: float
+    norm: float
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """What a step found, still on the device.
+
+    Attributes:
+        before: State of the scale when ``optimizer.step`` was due.
+        found_inf: float32 scalar, 1 if a gradient is inf or NaN, else 0.
+        outlier: The same for a norm that is too large to be believed; None if not asked.
+        norm: Norm of the unscaled gradients, before clipping; None if not measured.
+    """
+
+    before: StateSnapshot
+    found_inf: Tensor
+    outlier: Tensor | None
+    norm: Tensor | None
+
+    def row(self) -> list[Tensor]:
+        """Return found_inf, outlier and norm as three scalars."""
+        missing = torch.full_like(self.found_inf, math.nan)
+        return [
+            self.found_inf,
+            torch.zeros_like(missing) if self.outlier is None else self.outlier,
+            missing if self.norm is None else self.norm.to(missing),
+        ]
+
+
+class StepGradients:
+    """The gradients of the last step of an optimizer: measured then, or looked at again.
+
+    Args:
+        gradients: As they are when ``step`` returns. Only the parameters are kept: the memory of
+            the gradients belongs to the user.
+        norms: Their norms, if they were measured.
+        scale: What they are multiplied by now, None for nothing.
+    """
+
+    def __init__(self, gradients: Gradients, norms: Norms | None, scale: Tensor | None) -> None:
+        self.params = gradients.params
+        self._norms = norms
+        self._scale = scale
+        # Enough to notice zero_grad() and a new backward(), which touch all of them.
+        self._witnesses = [
+            (weakref.ref(grad), grad._version)
+            for grad in (gradients.grads[:1] + gradients.grads[-1:] if norms is None else [])
+        ]
+
+    def norms(self) -> list[float]:
+        """Return the unscaled norm of every gradient. Sync: one for each device.
+
+        Raises:
+            CallOrderError: They were not measured and are gone.
+        """
+        if self._norms is None:
+            self._require_present()
+            self._norms = measure(collect(self.params), self._scale)
+        return self._norms.unscaled()
+
+    def _require_present(self) -> None:
+        now = [param.grad for param in (self.params[:1] + self.params[-1:])]
+        for (ref, version), grad in zip(self._witnesses, now, strict=True):
+            if grad is None or ref() is not grad or grad._version != version:
+                raise CallOrderError(
+                    "the gradients of this step were not measured and are gone: look at norm, "
+                    "norms and culprits of an outcome before zero_grad() and the next backward(), "
+                    "or let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
+                )
+
+
+class Outcome:
+    """One call of :meth:`halfstep.GradScaler.step`, read late.
+
+    Making it waits for nothing. The first look at a property waits for the device (sync: one, one
+    for each device for ``norms`` and ``culprits``); the next ones do not.
+
+    Example:
+        >>> import halfstep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = halfstep.GradScaler(module=model)
+        >>> loss = (model(torch.ones(1, 2)) * torch.inf).sum()
+        >>> scaler.scale(loss).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.outcome(optimizer)
+        Outcome(SGD: skipped, loss; scale 65536 -> 65536; norm inf)
+        >>> scaler.outcome(optimizer).culprits
+        ['weight', 'bias']
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Names,
+        loss_scale: LossScale,
+        findings: Findings,
+        gradients: StepGradients,
+    ) -> None:
+        self.optimizer_name = name(optimizer)
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self._loss_scale = loss_scale
+        self._rule = loss_scale.host
+        self._findings = findings
+        self._gradients: StepGradients | None = gradients
+        self._after: StateSnapshot | None = None
+
+    def end(self) -> None:
+        """Take note of the state after ``update``. Sync: none."""
+        self._after = self._loss_scale.snapshot()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``update`` has been called since the step. Sync: none."""
+        return self._after is not None
+
+    def forget_gradients(self) -> None:
+        """Drop what is kept only for the last step of an optimizer."""
+        self._gradients = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether the optimizer's step was taken."""
+        return self.entry.taken
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was skipped."""
+        return not self.entry.taken
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it was skipped, None if it was taken."""
+        return self.entry.reason
+
+    @property
+    def scale(self) -> float:
+        """The scale that the loss was multiplied by."""
+        return self.entry.scale
+
+    @cached_property
+    def scale_after(self) -> float:
+        """The scale after ``update``.
+
+        Raises:
+            CallOrderError: ``update`` has not been called yet.
+        """
+        if self._after is None:
+            raise CallOrderError("outcome.scale_after before update(): call scaler.update() first")
+        return self._after.read(self._rule).scale
+
+    @cached_property
+    def norm(self) -> float:
+        """L2 norm of all gradients of the optimizer together, unscaled and before clipping.
+
+        Raises:
+            CallOrderError: It was not measured and the gradients are gone.
+        """
+        measured = self.entry.norm
+        return measured if self._findings.norm is not None else math.hypot(*self._norms)
+
+    @property
+    def norms(self) -> dict[str, float]:
+        """L2 norm of every gradient by parameter name, unscaled and before clipping.
+
+        Raises:
+            CallOrderError: They were not measured and the gradients are gone.
+        """
+        norms = self._norms
+        assert self._gradients is not None
+        names = self._names.of(self._gradients.params, self._optimizer())
+        return dict(zip(names, norms, strict=True))
+
+    @property
+    def culprits(self) -> list[str]:
+        """Names of the parameters whose gradients are inf or NaN.
+
+        Raises:
+            CallOrderError: They were not measured and the gradients are gone.
+        """
+        return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
+
+    def find_culprits(self) -> list[Culprit]:
+        """Count inf and NaN in the gradients as they are now; names only if they are gone."""
+        if self._gradients is None:
+            return []
+        gradients = collect(self._gradients.params)
+        found = culprits(gradients, self._names.of(gradients.params, self._optimizer()))
+        try:
+            return found or [Culprit(name) for name in self.culprits]
+        except CallOrderError:
+            return []
+
+    @cached_property
+    def entry(self) -> HistoryEntry:
+        """The outcome as one row of ``GradScaler.history()``."""
+        return read_all([self])[0]
+
+    @cached_property
+    def _norms(self) -> list[float]:
+        if self._gradients is None:
+            raise CallOrderError(
+                "norms and culprits are kept for the last step of each optimizer only, and this "
+                "outcome is older"
+            )
+        return self._gradients.norms()
+
+    def __repr__(self) -> str:
+        """Return all of it in a line. Sync: one."""
+        verdict = "taken" if self.taken else f"skipped, {self.reason}"
+        after = "" if self._after is None else f" -> {self.scale_after:g}"
+        norm = "" if self._findings.norm is None else f"; norm {self.norm:.4g}"
+        return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
+
+
+def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
+    """Read many outcomes at once. Sync: two, however many they are."""
+    if not outcomes:
+        return []
+    rows = torch.stack([torch.stack(outcome._findings.row()) for outcome in outcomes]).tolist()
+    befores = StateSnapshot.read_all(
+        [(outcome._findings.before, outcome._rule) for outcome in outcomes]
+    )
+    entries = []
+    for outcome, (found_inf, outlier, norm), (before, loss_is_finite) in zip(
+        outcomes, rows, befores, strict=True
+    ):
+        why = reason(before, bool(found_inf), loss_is_finite, bool(outlier))
+        step = before.num_taken + before.num_skipped + 1
+        entries.append(
+            HistoryEntry(step, outcome.optimizer_name, why is None, why, before.scale, norm)
+        )
+    return entries

@@ -1,0 +1,205 @@
+"""Passes over gradients: check, measure, divide, multiply; each in as few as it takes.
+
+One *pass* (G) reads all gradients once or writes them once. Sync: none, in all of these functions.
+
+Source of the clipping: Pascanu et al., "On the difficulty of training recurrent neural networks"
+(2013, arXiv:1211.5063), with the epsilon of ``torch.nn.utils.clip_grad_norm_``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from halfstep._torch import check_and_unscale_
+from halfstep.scaling.device import moved
+from halfstep.scaling.gradients import Gradients
+from halfstep.scaling.reductions import largest_magnitudes, sums_of_squares
+
+CLIP_EPSILON = 1e-6
+"""What PyTorch adds to the norm before it divides by it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """The L2 norm of every gradient, on the devices where the gradients are.
+
+    Attributes:
+        params: The parameters, in the order of the norms.
+        on_device: For each device the positions of its gradients in ``params``, and the sums of
+            their squares.
+        scale: What the gradients were multiplied by when they were measured, None for nothing.
+    """
+
+    params: list[Tensor]
+    on_device: dict[torch.device, tuple[list[int], Tensor]]
+    scale: Tensor | None
+
+    def total(self, device: torch.device) -> Tensor:
+        """Return the norm of all gradients together, not unscaled, a scalar on ``device``."""
+        sums = [moved(squares.sum(), device) for _, squares in self.on_device.values()]
+        return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).sqrt()
+
+    def at(self, positions: list[int]) -> Norms:
+        """Return the norms at some positions."""
+        wanted = {position: index for index, position in enumerate(positions)}
+        on_device = {}
+        for device, (here, squares) in self.on_device.items():
+            found = [index for index, position in enumerate(here) if position in wanted]
+            if found:
+                # One by one: an index tensor would have to be copied to the device.
+                part = torch.stack([squares[index] for index in found])
+                on_device[device] = [wanted[here[index]] for index in found], part
+        return Norms([self.params[position] for position in positions], on_device, self.scale)
+
+    def unscaled(self) -> list[float]:
+        """Return the unscaled norm of every gradient. Sync: one for each device."""
+        scale = 1.0 if self.scale is None else self.scale.item()
+        norms = [0.0] * len(self.params)
+        for positions, squares in self.on_device.values():
+            for position, square in zip(positions, squares.tolist(), strict=True):
+                norms[position] = math.sqrt(square) / scale
+        return norms
+
+
+@torch.no_grad()
+def measure(gradients: Gradients, scale: Tensor | None) -> Norms:
+    """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
+
+    A norm is inf or NaN if and only if the gradient has such an entry, so this checks them too.
+    """
+    on_device = {}
+    for device, positions in gradients.by_device().items():
+        values = [gradients.values[position] for position in positions]
+        on_device[device] = positions, sums_of_squares(values)
+    return Norms(gradients.params, on_device, scale)
+
+
+def unscale_(
+    gradients: Gradients, scale: Tensor, *, can_amplify: bool
+) -> dict[torch.device, Tensor]:
+    """Divide all gradients by the scale in place, and look for inf and NaN. One read and write.
+
+    Args:
+        gradients: What to divide.
+        scale: float32 scalar on any device.
+        can_amplify: The scale may be below 1. Then a gradient that was finite may be inf after the
+            division, so they are checked once more, which reads them again.
+
+    Returns:
+        For each device a float32 scalar, 1 if an inf or NaN was there before or after, else 0.
+    """
+    found_inf = multiply_(gradients, reciprocal(scale))
+    if can_amplify:
+        # Multiplying by exactly 1 is the kernel's own way to only look.
+        for device, after in multiply_(gradients, torch.ones_like(scale)).items():
+            found_inf[device] = torch.maximum(found_inf[device], after)
+    return found_inf
+
+
+@torch.no_grad()
+def multiply_(gradients: Gradients, factor: Tensor) -> dict[torch.device, Tensor]:
+    """Multiply all gradients by a float32 scalar in place. One read and write.
+
+    Returns:
+        For each device a float32 scalar, 1 if an inf or NaN was there before, else 0.
+    """
+    found_inf: dict[torch.device, Tensor] = {}
+    factors: dict[torch.device, Tensor] = {}
+    # A kernel for the check; but it is also the fastest of PyTorch's that multiply by a scalar on
+    # the device: 0.8 ms for 4,096 x 256 entries where _foreach_mul_ takes 1.5.
+    for (device, _), values in gradients.by_kind().items():
+        if device not in found_inf:
+            found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+            factors[device] = moved(factor, device)
+        check_and_unscale_(values, found_inf[device], factors[device])
+    return found_inf
+
+
+@torch.no_grad()
+def largest(gradients: Gradients, scale: Tensor) -> Tensor:
+    """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G).
+
+    Returns:
+        A scalar on the device of the scale; inf or NaN if a gradient is.
+    """
+    found = [
+        moved(largest_magnitudes(values).amax(), scale.device)
+        for values in gradients.by_kind().values()
+    ]
+    return torch.stack([amax.float() for amax in found]).amax() * reciprocal(scale)
+
+
+@torch.no_grad()
+def overflows_when_divided(gradients: Gradients, scale: Tensor) -> list[Tensor]:
+    """Return for each device whether a finite gradient becomes inf when divided by a scale below 1.
+
+    Returns:
+        For each device and dtype a float32 scalar, 1 or 0. One read (1 G).
+    """
+    found = []
+    for (device, dtype), values in gradients.by_kind().items():
+        amax, by = largest_magnitudes(values).amax(), moved(scale, device)
+        # Kernels multiply by the reciprocal or divide. Rounded to the dtype of the gradient, both
+        # are what they write.
+        unscaled = torch.maximum(amax * reciprocal(by), amax / by).to(dtype)
+        found.append(is_nonfinite(unscaled))
+    return found
+
+
+def combine(found: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1, else 0.
+
+    Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1.
+    """
+    # The largest and not the sum as in torch.amp, for that reason.
+    # And no more than 1: who shares it between ranks (_found_inf_per_device) may have added it up.
+    first, *others = (moved(found_inf, device) for found_inf in found)
+    return (torch.stack([first, *others]).amax() if others else first).clamp(max=1.0)
+
+
+@torch.no_grad()
+def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
+    """Return the p-norm of all gradients together, a scalar on ``device``. One read (1 G)."""
+    found = []
+    for (_, dtype), values in gradients.by_kind().items():
+        if p == math.inf:
+            norm = largest_magnitudes(values).amax()
+        else:
+            wide = torch.promote_types(dtype, torch.float32)
+            norm = _vector_norm(torch._foreach_norm(values, p, dtype=wide), p)
+        found.append(moved(norm.float(), device))
+    return _vector_norm(found, p)
+
+
+def _vector_norm(norms: Sequence[Tensor], p: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), p)
+    return norm
+
+
+def is_nonfinite(scalar: Tensor) -> Tensor:
+    """Return 1.0 if a scalar is inf or NaN, else 0.0, in float32."""
+    return (scalar * 0.0).ne(0.0).float()  # torch.isfinite takes four kernels
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this norm are multiplied by so that it is ``max_norm`` at most.
+
+    1 for a norm that is inf or NaN: a gradient of inf times 0 would be NaN, and what was wrong
+    with it could no longer be seen.
+    """
+    coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    return torch.where((norm * 0.0).eq(0.0), coefficient, 1.0)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return 1 / scale, rounded once."""
+    # Through float64 as in torch.amp: a float32 division may be inexact under some compiler
+    # options. MPS has no float64.
+    if scale.device.type == "mps":
+        return scale.reciprocal()
+    return scale.double().reciprocal().float()

@@ -1,0 +1,55 @@
+"""After an iteration: see whether steps are being skipped, and make the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from halfstep.scaling.alarm import Alarm, SkipReport
+from halfstep.scaling.journal import Journal
+from halfstep.scaling.outcome import Outcome
+from halfstep.scaling.scale import LossScale
+from halfstep.scaling.state import Reason, ScaleState
+
+NUM_SEARCHED = 16
+"""The skipped step is looked for among this many: those of one iteration, or of some before it."""
+
+
+def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
+    """Speak if it is time to.
+
+    What is known of the state is what has arrived on the host: on the CPU this iteration, on an
+    accelerator it may be an earlier one.
+
+    Args:
+        alarm: Knows when to speak and how.
+        scale: The scale that moved.
+        journal: Has the last steps.
+
+    Raises:
+        SkippedStepsError: The user asked for an error.
+
+    Sync: none as long as nothing is said.
+    """
+    state = scale.arrived()
+    if state is None or not alarm.is_due(state.skipped_in_a_row, at_floor=state.held):
+        return
+    skipped = [outcome for outcome in journal.newest(NUM_SEARCHED) if outcome.skipped]
+    if skipped:
+        began_at_floor = state.run_scale <= state.min_scale
+        alarm.speak(_report(state, skipped), began_at_floor=began_at_floor)
+
+
+def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
+    last = skipped[-1].entry
+    now = [outcome for outcome in skipped if outcome.entry.step == last.step]
+    reasons = {outcome.reason for outcome in now}
+    return SkipReport(
+        skipped_in_a_row=state.skipped_in_a_row,
+        since=state.num_taken + state.num_skipped - state.skipped_in_a_row + 1,
+        reason=Reason.NON_FINITE
+        if Reason.NON_FINITE in reasons
+        else last.reason or Reason.OVERFLOW,
+        scale=state.scale,
+        culprits=tuple(culprit for outcome in now for culprit in outcome.find_culprits()),
+        optimizers=tuple(outcome.optimizer_name for outcome in now),
+    )

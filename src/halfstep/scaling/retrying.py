@@ -1,0 +1,107 @@
+"""Run a batch again at the smaller scale instead of losing it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import CallOrderError
+from halfstep.scaling.checks import checked_count
+from halfstep.scaling.engine import Engine
+from halfstep.scaling.gradients import parameters
+from halfstep.scaling.optimizers import name
+from halfstep.scaling.state import Reason
+
+
+def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+    """Return the numbers of the attempts: 0, and more as long as a smaller scale may help.
+
+    See :meth:`halfstep.GradScaler.retry`.
+    """
+    return _attempts(engine, optimizer, checked_count("times", times, at_least=0))
+
+
+def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
+    modules = engine.names.modules()
+    randomness, buffers = Randomness(optimizer, modules), Buffers(modules)
+    for attempt in range(times + 1):
+        seen = engine.journal.last(optimizer)
+        yield attempt
+        outcome = engine.journal.last(optimizer)
+        if outcome is None or outcome is seen or not outcome.has_ended:
+            raise CallOrderError(
+                f"retry({name(optimizer)}): the loop must call scaler.step(optimizer) and "
+                "scaler.update() for this optimizer, so that it is known whether the step was taken"
+            )
+        if attempt == times or outcome.reason is not Reason.OVERFLOW:
+            return
+        if outcome.scale_after == outcome.scale:
+            return  # a static scale, or one that forgives: the same would happen again
+        randomness.restore()
+        buffers.restore()
+        optimizer.zero_grad()
+
+
+class Randomness:
+    """The state of every random number generator that a training step may ask.
+
+    Those of PyTorch (CPU, and the devices of the parameters and of the watched modules), of Python,
+    and of NumPy if it is loaded.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module]
+    ) -> None:
+        params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
+        self._devices = {
+            device: torch.get_device_module(device).get_rng_state(device)
+            for device in {param.device for param in params}
+            if device.type not in ("cpu", "meta")
+        }
+        self._cpu = torch.get_rng_state()
+        self._python = random.getstate()
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy: Any = None if numpy_random is None else numpy_random.get_state()
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+
+
+class Buffers:
+    """The buffers of modules: which there are, and what is in them."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        # As dicts: a module may put another tensor, or None, in the place of a buffer.
+        dicts = [submodule._buffers for module in modules for submodule in module.modules()]
+        self._present = [(buffers, dict(buffers)) for buffers in dicts]
+        self._values = [
+            (buffer, buffer.detach().clone())
+            for buffers in dicts
+            for buffer in buffers.values()
+            if buffer is not None and _is_writable(buffer)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all of them back."""
+        for buffers, present in self._present:
+            buffers.clear()
+            buffers.update(present)
+        for buffer, value in self._values:
+            buffer.copy_(value)
+
+
+def _is_writable(buffer: Tensor) -> bool:
+    # An expanded tensor cannot be written to, and so nobody has.
+    return buffer.layout is not torch.strided or 0 not in buffer.stride() or buffer.numel() < 2

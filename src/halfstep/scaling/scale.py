@@ -1,0 +1,155 @@
+"""The scale of one loss: its state on the host until a device is known, then on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from halfstep._torch import is_inside_functorch
+from halfstep.errors import CallOrderError
+from halfstep.scaling import gradients, passes
+from halfstep.scaling.checks import checked_scale
+from halfstep.scaling.device import DeviceState, StateSnapshot, moved
+from halfstep.scaling.host_copy import HostCopy
+from halfstep.scaling.rules import LogMax, Rule
+from halfstep.scaling.state import ScaleState
+
+
+class LossScale:
+    """A scale and how it moves.
+
+    Args:
+        state: What it starts from. The rule is always read from ``host``; what changes from step to
+            step only until ``on_device`` exists.
+    """
+
+    def __init__(self, state: ScaleState) -> None:
+        self.host = state
+        self.on_device: DeviceState | None = None
+        self.can_amplify = state.can_amplify
+        self._arrived = HostCopy()
+
+    @property
+    def rule(self) -> Rule:
+        """How the scale moves."""
+        return self.host.rule
+
+    @property
+    def wants_amax(self) -> bool:
+        """Whether the rule wants to know the largest magnitude of the gradients."""
+        return isinstance(self.host.rule, LogMax)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The scale, a float32 scalar on its device; only after :meth:`create`."""
+        assert self.on_device is not None
+        return self.on_device.scale
+
+    def create(self, device: torch.device) -> None:
+        """Move the state to a device. Sync: none."""
+        self.on_device = DeviceState(self.host, device)
+
+    def see_loss(self, loss: Tensor) -> Tensor:
+        """Remember whether the loss is finite; return the scale on its device. Sync: none.
+
+        Between ranks nobody is told of a bad loss, and scales that move by it would drift apart:
+        with several ranks it is not looked at. Nor is it inside ``torch.func.grad`` or ``vmap``.
+        """
+        if self.on_device is None:
+            self.create(loss.device)
+            assert self.on_device is not None
+        if not (_has_ranks() or is_inside_functorch(loss)):
+            self.on_device.see_loss_(loss)
+        return moved(self.on_device.scale, loss.device)
+
+    def take_bad_loss(self) -> Tensor:
+        """Return 1 if a loss since the last ``update`` was not finite, else 0, and forget it."""
+        assert self.on_device is not None
+        is_bad = passes.is_nonfinite(self.on_device.bad_loss)
+        self.on_device.bad_loss.zero_()
+        return is_bad
+
+    def value(self) -> float:
+        """Return the scale. Sync: one."""
+        return self.host.scale if self.on_device is None else self.on_device.scale.item()
+
+    def read(self) -> ScaleState:
+        """Return the whole state. Sync: one."""
+        return self.host if self.on_device is None else self.on_device.read(self.host)
+
+    def load(self, state: ScaleState) -> None:
+        """Take over a state, in place on the device. Sync: none."""
+        self.host = state
+        self.can_amplify = state.can_amplify
+        if self.on_device is not None:
+            self.on_device.write_(state)
+
+    def set_rule(self, rule: Rule) -> None:
+        """Move by another rule from now on. Sync: none."""
+        self.host = replace(self.host, rule=rule)
+        if self.on_device is not None:
+            self.on_device.set_rule_(rule)
+
+    def set(self, new_scale: object) -> None:
+        """Set the scale to a number or to a 1-element tensor. Sync: none."""
+        if isinstance(new_scale, Tensor):
+            self._set_from_tensor(new_scale)
+        else:
+            self.host = self.host.with_scale(checked_scale("new_scale", new_scale))
+            self.can_amplify |= self.host.can_amplify
+            if self.on_device is not None:
+                self.on_device.fill_(self.host.scale)
+        if self.on_device is not None:
+            self.on_device.bad_loss.zero_()
+
+    def update(self, found_inf: list[Tensor], outliers: list[Tensor], amaxes: list[Tensor]) -> None:
+        """Back off, count or grow after an iteration. Sync: none."""
+        assert self.on_device is not None
+        device = self.on_device.device
+        self.on_device.update_(
+            passes.combine(found_inf, device),
+            self.host,
+            outlier=passes.combine(outliers, device) if outliers else None,
+            amax=torch.stack([moved(amax, device) for amax in amaxes]).amax() if amaxes else None,
+        )
+
+        if not torch.compiler.is_compiling():
+            self._arrived.send(self.on_device.buffer)
+
+    def snapshot(self) -> StateSnapshot:
+        """Return a copy of the state on the device. Sync: none."""
+        assert self.on_device is not None
+        return self.on_device.snapshot()
+
+    def arrived(self) -> ScaleState | None:
+        """Return the newest state after an update that has come to the host. Sync: none."""
+        values = self._arrived.latest()
+        return None if values is None else StateSnapshot(values).read(self.host)
+
+    def _set_from_tensor(self, new_scale: Tensor) -> None:
+        if new_scale.is_complex() or new_scale.dtype == torch.bool:
+            raise TypeError(f"new_scale is {gradients.describe(new_scale)}: pass a real tensor")
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise ValueError(
+                f"new_scale is {gradients.describe(new_scale)} with "
+                f"requires_grad={new_scale.requires_grad}: pass a number or a tensor with one "
+                "element that requires no gradient (tensor.detach())"
+            )
+        if self.on_device is None:
+            raise CallOrderError(
+                "update(new_scale=tensor) before scale(): the scale is not on any device yet. Pass "
+                "a number, or scale a loss first"
+            )
+        self.can_amplify = True
+        self.on_device.copy_(new_scale)
+
+
+def _has_ranks() -> bool:
+    distributed = torch.distributed
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )

@@ -1,0 +1,148 @@
+"""One step of one optimizer: look at its gradients, decide, divide.
+
+What is decided here is how few passes over the gradients it takes (G: reading or writing all of
+them once), before the optimizer's own work:
+
+===================  =======================  ===========================================
+optimizer            neither clip nor norm    clip, or the norm is wanted
+===================  =======================  ===========================================
+plain                check and divide, 2 G    measure, 1 G; divide and clip at once, 2 G
+handles the scale    measure, 1 G             measure, 1 G
+===================  =======================  ===========================================
+
+Sync: none, in all of these functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from halfstep.scaling import passes
+from halfstep.scaling.gradients import Gradients, collect
+from halfstep.scaling.iteration import Iteration, Look, OptimizerRecord, Stage
+from halfstep.scaling.outliers import NormLimit
+from halfstep.scaling.scale import LossScale
+
+
+@dataclass(eq=False)
+class Preparation:
+    """Gradients on their way to a step, and what is known of them.
+
+    Attributes:
+        gradients: The gradients.
+        loss_scale: The scale of the loss that they come from.
+        scale: What they are multiplied by, None for nothing.
+        looks: Earlier looks at some of them, in this iteration.
+        look: The look at what is still scaled, once there was one.
+        norms: Their norms, if measured.
+        norm: Norm of all of them together, unscaled, a scalar on the device of the scale.
+        coefficient: What clipping multiplies them by, None without clipping.
+        outlier: float32 scalar, 1 if the norm is too large to be believed; None if not asked.
+    """
+
+    gradients: Gradients
+    loss_scale: LossScale
+    scale: Tensor | None
+    looks: list[Look]
+    look: Look | None = None
+    norms: passes.Norms | None = None
+    norm: Tensor | None = None
+    coefficient: Tensor | None = None
+    outlier: Tensor | None = None
+
+    def factor(self) -> Tensor | None:
+        """Return what the gradients are to be multiplied by, None for nothing."""
+        if self.scale is None:
+            return None if self.coefficient is None else self.coefficient.float()
+        factor = passes.reciprocal(self.scale)
+        return factor if self.coefficient is None else (factor * self.coefficient).float()
+
+    def grad_scale(self) -> Tensor | None:
+        """Return what an optimizer that handles the scale is to divide by, None for nothing."""
+        if self.coefficient is None:
+            return self.scale
+        return ((1.0 if self.scale is None else self.scale) / self.coefficient).float()
+
+    def found_inf(self) -> Tensor | None:
+        """Return 1 if any look saw inf or NaN, else 0; None if nobody has looked."""
+        looks = self.looks if self.look is None else [*self.looks, self.look]
+        found = [scalar for look in looks for scalar in look.found_inf.values()]
+        return passes.combine(found, self.loss_scale.tensor.device) if found else None
+
+
+def gather(
+    params: list[Tensor], iteration: Iteration, record: OptimizerRecord | None, scale: LossScale
+) -> Preparation:
+    """Find gradients, and what they are multiplied by.
+
+    If some of them have been unscaled with another optimizer, the others are unscaled now.
+
+    Args:
+        params: Their parameters.
+        iteration: Knows which gradients have been unscaled.
+        record: The optimizer of these parameters; None if they are no optimizer's.
+        scale: The scale of the loss.
+    """
+    gradients = collect(params)
+    if record is not None and record.stage is not Stage.SCALED:
+        return Preparation(gradients, scale, None, record.looks)
+    scaled, looks = iteration.split(gradients)
+    # A copy: update() changes the scale in place, and norms are divided by it later.
+    ready = Preparation(scaled, scale, scale.tensor.clone(), looks)
+    if not looks:
+        return ready
+    unscale_(ready)
+    if ready.look is not None:
+        iteration.add(ready.look)
+        looks = [*looks, ready.look]
+    return Preparation(gradients, scale, None, looks)
+
+
+def unscale_(ready: Preparation) -> None:
+    """Divide the gradients by the scale in place and look for inf and NaN. 2 G."""
+    if ready.scale is None or not ready.gradients.grads:
+        return
+    scale = ready.loss_scale
+    amax = passes.largest(ready.gradients, ready.scale) if scale.wants_amax else None
+    found_inf = passes.unscale_(ready.gradients, ready.scale, can_amplify=scale.can_amplify)
+    ready.look = Look(scale, ready.gradients, found_inf, amax)
+    ready.scale = None
+
+
+def measure(ready: Preparation) -> None:
+    """Measure the norms, which checks scaled gradients too; change nothing. 1 G."""
+    if not ready.gradients.grads:
+        return
+    scale = ready.loss_scale
+    device = scale.tensor.device
+    ready.norms = passes.measure(ready.gradients, ready.scale)
+    norm = ready.norms.total(device)
+    if ready.scale is None:
+        ready.norm = norm
+        return
+    ready.norm = norm / ready.scale
+    found = [passes.is_nonfinite(norm)]
+    if scale.can_amplify:
+        found += passes.overflows_when_divided(ready.gradients, ready.scale)
+    amax = passes.largest(ready.gradients, ready.scale) if scale.wants_amax else None
+    ready.look = Look(scale, ready.gradients, {device: passes.combine(found, device)}, amax)
+
+
+def limit(ready: Preparation, max_norm: float | None, norm_limit: NormLimit | None) -> None:
+    """Work out the clip coefficient, and whether the norm is an outlier."""
+    if ready.norm is None:
+        return
+    if max_norm is not None:
+        ready.coefficient = passes.clip_coefficient(ready.norm, max_norm)
+    if norm_limit is not None:
+        ready.outlier = norm_limit.is_exceeded(ready.norm)
+
+
+def multiply_(ready: Preparation) -> None:
+    """Divide by the scale and clip, at once and in place; 2 G if there is something to do."""
+    factor = ready.factor()
+    if factor is not None:
+        passes.multiply_(ready.gradients, factor)
+        ready.scale = None
