@@ -384,6 +384,73 @@ def test_gradients_from_before_are_dropped() -> None:
     assert torch.equal(param.grad, torch.ones(2))
 
 
+def test_no_optimizer_sees_scaled_gradients() -> None:
+    """Not even one that looks at them before it calls the closure."""
+
+    class Early(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.seen = [param.grad for param in self.param_groups[0]["params"]]
+            return closure()
+
+    param, optimizer, scaler = one_parameter(Early)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer, lambda: param.sum())
+    assert optimizer.seen == [None]
+
+
+def test_a_first_argument_that_is_no_closure() -> None:
+    class Takes(torch.optim.SGD):
+        def step(self, number: int, closure: Any = None) -> Any:  # type: ignore[override]
+            return number, closure and closure()
+
+    param, optimizer, scaler = one_parameter(Takes)
+    assert scaler.step(optimizer, 5, closure=lambda: param.sum()) == (5, 2.0)
+    scaler.update()
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer, 5) == (5, None)
+
+
+def test_a_state_that_refers_to_parameters() -> None:
+    """It refers to the same ones when it is restored."""
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    optimizer.state[param]["owner"] = param
+    scaler.step(optimizer, lambda: Overflow.apply(param.sum()))
+    assert optimizer.state[param] == {"owner": param}
+    assert optimizer.state[param]["owner"] is param
+
+
+@pytest.mark.parametrize("maker", SEVERAL_EVALUATIONS)
+def test_a_first_step_that_is_bad(maker: str) -> None:
+    """There is no state before it, and none after it."""
+    training = Training(maker)
+    before = training.everything()
+    training.step(batches()[0], bad=(2, "gradient"))
+    assert_same(training.everything(), before)
+    assert not training.optimizer.state
+
+
+def test_a_wrapper_without_a_state() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        @property
+        def param_groups(self) -> Any:  # type: ignore[override]
+            return self.inner.param_groups
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self.inner.step(closure)
+
+    param, optimizer, scaler = one_parameter()
+    wrapper = Wrapper(optimizer)
+    for factor in (1.0, math.nan):
+        scaler.step(wrapper, lambda factor=factor: param.sum() * factor)
+        scaler.update()
+    assert torch.equal(param, torch.zeros(2))
+    assert scaler.outcome(wrapper).reason == "loss"
+    assert_usable(param, optimizer, scaler)
+
+
 def test_gradients_of_one_evaluation_at_a_time() -> None:
     param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()

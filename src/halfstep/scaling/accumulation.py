@@ -151,6 +151,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     blocks.count += 1
     blocks.bad += bool(is_bad)
     blocks.overflowed += overflowed
+    blocks.has_several_losses |= blocks.scale not in (None, scale)
     if overflowed or not blocks.overflowed:
         blocks.scale = scale
     # The scale is to move by an overflow, though the step may be taken without this block; and not

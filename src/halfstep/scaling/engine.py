@@ -114,15 +114,23 @@ class Engine:
 
     def gather(self, method: str, record: OptimizerRecord) -> Preparation:
         """Find the gradients of an optimizer for ``unscale_``, ``clip_grad_norm_`` or ``step``."""
-        if record.blocks is not None:
-            self._put_together(record, record.blocks)
-        scale = (
-            record.looks[0].scale
-            if record.looks
-            else self.scale_of_iteration(method, record.optimizer)
-        )
         params = list(parameters(record.optimizer))
+        self._end_blocks(params)
+        if record.looks:
+            scale = record.looks[0].scale
+        else:
+            scale = self.scale_of_iteration(method, record.optimizer)
         return stepping.gather(params, self.iteration, record, scale)
+
+    def _end_blocks(self, params: list[Tensor]) -> None:
+        """Put the blocks of ``accumulate`` together whose gradients are those of ``params``."""
+        wanted = {id(param) for param in params}
+        for record in self.iteration.records():
+            # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
+            if record.blocks is not None and not wanted.isdisjoint(
+                map(id, parameters(record.optimizer))
+            ):
+                self._put_together(record, record.blocks)
 
     def _put_together(self, record: OptimizerRecord, blocks: Blocks) -> None:
         """Make the sum over the good blocks an average over as many as there were."""
@@ -130,13 +138,16 @@ class Engine:
         device = blocks.scale.tensor.device
         is_lost = blocks.bad == blocks.count
         gradients = collect(parameters(record.optimizer))
-        if blocks.bad and not is_lost:
+        if blocks.bad and not is_lost and not blocks.has_several_losses:
             factor = blocks.count / (blocks.count - blocks.bad)
             passes.multiply_(gradients, torch.tensor(factor, device=device))
         if is_lost and not blocks.overflowed:
             blocks.scale.see_loss(torch.full((), torch.inf, device=device))
-        found_inf = {device: torch.full((), float(is_lost), device=device)}
-        look = Look(blocks.scale, gradients, found_inf)
+        if is_lost or not gradients.grads:
+            found_inf = torch.full((), float(is_lost), device=device)
+        else:  # each block was finite, and their sum may not be
+            found_inf = passes.is_nonfinite(passes.measure(gradients, None).total(device))
+        look = Look(blocks.scale, gradients, {device: found_inf})
         self.iteration.add(look)
         record.looks, record.blocks = [look], None
 
@@ -172,6 +183,7 @@ class Engine:
         if record is not None:
             ready = self.gather("clip_grad_norm_", record)
         else:
+            self._end_blocks(params)
             scale = self.scale_of_iteration("clip_grad_norm_", target)
             ready = stepping.gather(params, self.iteration, None, scale)
         self.refuse_float16(ready, optimizer)

@@ -50,13 +50,15 @@ class Blocks:
         count: All blocks.
         bad: Those whose gradients were dropped.
         overflowed: Those of them whose loss was finite.
-        scale: The scale of the last one.
+        scale: The scale of the last one that overflowed, else of the last one.
+        has_several_losses: Whether they had different scales: then there is no average over them.
     """
 
     count: int = 0
     bad: int = 0
     overflowed: int = 0
     scale: LossScale | None = None
+    has_several_losses: bool = False
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
 """One number for each of many gradients, in one read of them (1 G). Sync: none.
 
-On the CPU small gradients of one size are reduced together, as the rows of one matrix: what 4,096
+On the CPU small gradients of one shape are reduced together, as the rows of one matrix: what 4,096
 small tensors cost is 4,096 calls. Everywhere else PyTorch's fused kernels do it.
 """
 
@@ -114,21 +114,20 @@ def _foreach_norms(tensors: Sequence[Tensor], p: float) -> Tensor:
 def _reduce(
     tensors: Sequence[Tensor], rows: RowReduction, alone: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Reduce small tensors of one size together by ``rows``, every other one by ``alone``."""
-    sizes: dict[tuple[torch.dtype, int], list[int]] = defaultdict(list)
+    """Reduce small tensors of one shape together by ``rows``, every other one by ``alone``."""
+    alike: dict[tuple[torch.dtype, torch.Size], list[int]] = defaultdict(list)
     order, found = [], []
     for position, tensor in enumerate(tensors):
-        num_entries = tensor.numel()
-        if 0 < num_entries <= SMALL:
-            sizes[tensor.dtype, num_entries].append(position)
+        if 0 < tensor.numel() <= SMALL:
+            alike[tensor.dtype, tensor.shape].append(position)
         else:
             order.append(position)
             found.append(alone(_flat(tensor)).reshape(1))
-    for (_, num_entries), positions in sizes.items():
-        for some in _batches(positions, max(1, BATCH // num_entries)):
+    for (_, shape), positions in alike.items():
+        for some in _batches(positions, max(1, BATCH // shape.numel())):
             order += some
-            together = torch.cat([tensors[position].reshape(-1) for position in some])
-            found.append(rows(together.view(len(some), num_entries)))
+            together = torch.stack([tensors[position] for position in some])
+            found.append(rows(together.reshape(len(some), -1)))
     result = torch.empty(len(tensors), dtype=torch.float64)
     result[torch.tensor(order)] = torch.cat(found)
     return result

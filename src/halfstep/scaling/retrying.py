@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Itera
 def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
     modules = engine.names.modules()
     randomness, buffers = Randomness(optimizer, modules), Buffers(modules)
-    for attempt in range(times + 1):
+    for attempt in itertools.count():
         seen = engine.journal.last(optimizer)
         yield attempt
         outcome = engine.journal.last(optimizer)
