@@ -46,7 +46,8 @@ class Training:
         layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
         self.model = torch.nn.Sequential(*layers)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1, fused=fused)
-        self.scaler = GradScaler(init_scale=scale, on_skips=lambda report: None, **kwargs)
+        kwargs = {"on_skips": lambda report: None} | kwargs
+        self.scaler = GradScaler(init_scale=scale, **kwargs)
         self.scaler.watch(self.model)
 
     def loss(self, batch: torch.Tensor, count: int) -> torch.Tensor:
@@ -726,3 +727,25 @@ def test_float16_gradients() -> None:
     assert half.grad is None
     simple.block()
     simple.finish(-1.0)
+
+
+def test_a_backward_outside_the_blocks_is_refused() -> None:
+    """It would add scaled gradients to unscaled ones."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler(init_scale=1024.0)
+    with scaler.accumulate(optimizer):
+        scaler.scale(param.sum() / 2).backward()
+    scaler.scale(param.sum() / 2).backward()
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(CallOrderError, match="adds scaled gradients to unscaled ones"):
+            call(optimizer)
+    assert param.item() == 0.0
+
+
+def test_a_dropped_block_is_no_skipped_step_to_report() -> None:
+    reports: list[object] = []
+    training = Training(max_consecutive_skips=2, on_skips=reports.append)
+    training.iterate(OVERFLOW, OVERFLOW)
+    training.iterate(GOOD, OVERFLOW)
+    assert reports == []

@@ -196,6 +196,34 @@ def test_a_dropped_loss_leaves_the_others_as_they_are(order: str, fused: bool) -
     assert training.finish() == 0.75
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Passes everything on, as the wrapper of accelerate does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("then", ["step", "clip all parameters"])
+def test_blocks_of_several_names_and_a_wrapper(then: str) -> None:
+    training = Training()
+    inner = training.optimizer
+    if then == "step":
+        training.optimizer = Wrapper(inner)
+    training.block("a", factor=0.25)
+    training.block("b", factor=0.25)
+    training.optimizer = inner
+    if then == "clip all parameters":
+        assert training.scaler.clip_grad_norm_([training.param], 9.0) == pytest.approx(0.5**0.5)
+    assert training.finish() == 0.5
+
+
 def test_blocks_of_several_names_that_are_all_bad() -> None:
     """Only the scale whose loss overflowed moves."""
     for order in (["a", "b"], ["b", "a"]):

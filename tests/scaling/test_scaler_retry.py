@@ -53,11 +53,15 @@ class Buffered(torch.nn.Module):
             mean = x.detach().mean(0)
             self.written.add_(mean)
             self.replaced = 0.5 * self.replaced + mean
+            if "late" not in self._buffers:
+                self.register_buffer("late", mean)
+            self.late += 1.0
             self.made = mean if self.made is None else self.made + mean
             if self.dropped is not None:
                 self.dropped = None
                 self.temporary.add_(1.0)
-        return x + self.written + self.replaced + self.made * self.temporary + self.expanded
+        changed = self.written + self.replaced + self.made * self.temporary + self.late
+        return x + changed + self.expanded
 
 
 class Training:

@@ -258,8 +258,14 @@ def test_disabled() -> None:
     optimizer = torch.optim.SGD([param], lr=1.0)
     param.grad = torch.full((2,), math.inf)
     scaler.unscale_(optimizer)
-    assert scaler.step(optimizer, lambda: 42.0) == 42.0
+    scaler.step(optimizer)
     assert param.isnan().all()
+    assert scaler.step(optimizer, lambda: 42.0) == 42.0
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for closure in (lambda: weight.sum() * 100, lambda: (weight.sum() * 100).backward()):
+        scaler.step(optimizer, closure, max_norm=1.0)
+    assert weight.item() == pytest.approx(-2.0, rel=1e-5)
     scaler.update()
     scaler.update(3.0)
     scaler.load_state_dict({})

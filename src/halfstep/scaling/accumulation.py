@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -13,7 +14,14 @@ from halfstep.errors import CallOrderError
 from halfstep.scaling import stepping
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients import Gradients, parameters
-from halfstep.scaling.iteration import Blocks, Iteration, Look, OptimizerRecord, Stage
+from halfstep.scaling.iteration import (
+    Blocks,
+    Iteration,
+    Look,
+    OptimizerRecord,
+    Stage,
+    versions,
+)
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.scale import LossScale
 
@@ -58,6 +66,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
     block.join()
     record.blocks = blocks
     block.root.keep(record)
+    _note_versions(block.root, optimizer)
 
 
 class _Block(Iteration):
@@ -97,6 +106,17 @@ class _Block(Iteration):
                 self.around.add(look)
 
 
+def _note_versions(iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
+    """Note how the gradients are after a block, for all optimizers that share them."""
+    params = set(map(id, parameters(optimizer)))
+    for record in iteration.records():
+        if record.blocks is not None and not params.isdisjoint(
+            map(id, parameters(record.optimizer))
+        ):
+            record.blocks.num_losses = len(iteration.losses)
+            record.blocks.versions = versions(record.optimizer)
+
+
 def _require_untouched(record: OptimizerRecord) -> None:
     call = f"accumulate({name(record.optimizer)})"
     if record.stage is not Stage.SCALED:
@@ -130,9 +150,10 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         raise CallOrderError(
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
-    scale = engine.scale_of_iteration("accumulate", block.optimizer)
-    ready = stepping.gather(list(parameters(block.optimizer)), block, None, scale)
-    engine.refuse_float16(ready, block.optimizer)
+    scale = engine.scale_of_iteration("accumulate", block.optimizer, [])
+    refuse = partial(engine.refuse_float16, optimizer=block.optimizer)
+    ready = stepping.gather(list(parameters(block.optimizer)), block, None, scale, refuse)
+    refuse(ready)
     stepping.unscale_(ready)
     found_inf = ready.found_inf()
     if found_inf is None:

@@ -75,7 +75,7 @@ def step_with_closure(
     undo = Undo(optimizer)
     result = None
     try:
-        _drop_gradients(optimizer)
+        drop_gradients(optimizer)
         if "closure" in kwargs:
             result = optimizer.step(*args, **kwargs | {"closure": evaluations})
         else:
@@ -147,7 +147,7 @@ class _Evaluations:
             looks.append(self.last.look)
         self._earlier += [replace(look, gradients=Gradients([], [], [])) for look in looks]
         self.last = None
-        _drop_gradients(self._optimizer)
+        drop_gradients(self._optimizer)
 
     @torch.enable_grad()
     def _backward(self) -> Any:
@@ -244,6 +244,7 @@ def _evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
     return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
 
 
-def _drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set all gradients of an optimizer to None."""
     for param in parameters(optimizer):
         param.grad = None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from halfstep.scaling import clipping, gates
+from halfstep.scaling.checks import checked_count
+from halfstep.scaling.closures import Closure, drop_gradients, split_closure
 from halfstep.scaling.gradients import collect, parameters
 from halfstep.scaling.outcome import Findings, Outcome, StepGradients
 from halfstep.scaling.rules import Static
@@ -73,9 +75,30 @@ class DisabledGradScaler(GradScaler):
         **kwargs: Any,
     ) -> Any:
         """Clip if asked to, and call ``optimizer.step``, with a closure if there is one."""
-        if max_norm is not None:
-            self.clip_grad_norm_(optimizer, max_norm)
-        return optimizer.step(*args, **kwargs)
+        closure, args, kwargs = split_closure(args, kwargs)
+        if closure is None:
+            if max_norm is not None:
+                self.clip_grad_norm_(optimizer, max_norm)
+            return optimizer.step(*args, **kwargs)
+        kwargs.pop("closure", None)
+        return optimizer.step(self._evaluation(optimizer, closure, max_norm), *args, **kwargs)
+
+    def _evaluation(
+        self, optimizer: torch.optim.Optimizer, closure: Closure, max_norm: float | None
+    ) -> Closure:
+        """Return a closure that calls ``backward`` if the user's leaves it to ``step``."""
+
+        @torch.enable_grad()
+        def evaluate() -> Any:
+            drop_gradients(optimizer)
+            loss = closure()
+            if isinstance(loss, Tensor) and not collect(parameters(optimizer)).grads:
+                loss.backward()  # type: ignore[no-untyped-call]
+            if max_norm is not None:
+                self.clip_grad_norm_(optimizer, max_norm)
+            return loss
+
+        return evaluate
 
     def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
         """Do nothing."""
@@ -85,8 +108,9 @@ class DisabledGradScaler(GradScaler):
         return nullcontext()
 
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
-        """Yield 0, the only attempt."""
-        yield 0
+        """Return 0, the only attempt."""
+        checked_count("times", times, at_least=0)
+        return iter([0])
 
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return an outcome that was taken, with the gradients as they are now."""

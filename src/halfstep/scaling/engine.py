@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from halfstep.scaling.iteration import (
     OptimizerRecord,
     Stage,
     nothing_checked,
+    versions,
 )
 from halfstep.scaling.journal import Journal
 from halfstep.scaling.losses import Multiplier
@@ -68,7 +70,10 @@ class Engine:
     def load(self, saved: Saved) -> None:
         """Take over what a checkpoint held. Sync: none."""
         self.norm_limits = saved.norm_limits
-        self.first = replace(self.first, rule=saved.scales[None].rule)
+        rule = saved.scales[None].rule
+        self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
+        for loss in self.scales.keys() - saved.scales.keys():
+            del self.scales[loss]
         for loss, state in saved.scales.items():
             self.scales.setdefault(loss, LossScale(state)).load(state)
 
@@ -76,10 +81,11 @@ class Engine:
 
     def scale(self, outputs: Any, loss: str | None) -> Any:
         """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
-        if loss not in self.scales:
-            self.scales[loss] = LossScale(self.first)
+        scale = self.scales.get(loss) or LossScale(self.first)
+        scaled = Multiplier(scale.see_loss)(outputs)
+        self.scales[loss] = scale
         self.iteration.losses.append(loss)
-        return Multiplier(self.scales[loss].see_loss)(outputs)
+        return scaled
 
     def device_type(self) -> str | None:
         """Return the type of the device that the first loss came from, None before it."""
@@ -88,19 +94,25 @@ class Engine:
                 return scale.on_device.device.type
         return None
 
-    def scale_of_iteration(self, method: str, optimizer: object) -> LossScale:
+    def scale_of_iteration(self, method: str, optimizer: object, params: list[Tensor]) -> LossScale:
         """Return the scale of the losses since the last ``update``.
+
+        With losses of several names it is that of ``params``, if all have been unscaled already.
 
         Raises:
             CallOrderError: No loss has been scaled yet, or losses of several names have.
         """
         losses = list(dict.fromkeys(self.iteration.losses)) or [None]
         if len(losses) > 1:
+            known = self._known_scale(params)
+            if known is not None:
+                return known
             raise CallOrderError(
                 f"{method}({name(optimizer)}): losses of several names have been scaled since the "
                 f"last update(), {losses}, so that these gradients have no one scale. Run the "
                 "backward() of each name in a block of its own: "
-                "with scaler.accumulate(optimizer): scaler.scale(loss, name=...).backward()"
+                "with scaler.accumulate(optimizer): scaler.scale(loss, name=...).backward(). This "
+                "iteration can only be given up: update(new_scale=scaler.get_scale())"
             )
         scale = self.scales[losses[0]]
         if scale.on_device is None:
@@ -110,17 +122,33 @@ class Engine:
             )
         return scale
 
+    def _known_scale(self, params: list[Tensor]) -> LossScale | None:
+        """Return what the gradients have been divided by (one scale of several), else None."""
+        in_blocks = {
+            id(param): record.blocks.scale
+            for record in self.iteration.records()
+            if record.blocks is not None
+            for param in parameters(record.optimizer)
+        }
+        known = [
+            in_blocks.get(id(param)) or self.iteration.scale_of(param.grad)
+            for param in params
+            if param.grad is not None
+        ]
+        return known[0] if known and all(known) else None
+
     # --- gradients --------------------------------------------------------------------------------
 
     def gather(self, method: str, record: OptimizerRecord) -> Preparation:
         """Find the gradients of an optimizer for ``unscale_``, ``clip_grad_norm_`` or ``step``."""
         params = list(parameters(record.optimizer))
-        self._end_blocks(params)
         if record.looks:
             scale = record.looks[0].scale
         else:
-            scale = self.scale_of_iteration(method, record.optimizer)
-        return stepping.gather(params, self.iteration, record, scale)
+            scale = self.scale_of_iteration(method, record.optimizer, params)
+        self._end_blocks(params)
+        refuse = partial(self.refuse_float16, optimizer=record.optimizer)
+        return stepping.gather(params, self.iteration, record, scale, refuse)
 
     def _end_blocks(self, params: list[Tensor]) -> None:
         """Put the blocks of ``accumulate`` together whose gradients are those of ``params``."""
@@ -130,7 +158,18 @@ class Engine:
             if record.blocks is not None and not wanted.isdisjoint(
                 map(id, parameters(record.optimizer))
             ):
+                self._require_no_backward_after(record, record.blocks)
                 self._put_together(record, record.blocks)
+
+    def _require_no_backward_after(self, record: OptimizerRecord, blocks: Blocks) -> None:
+        has_new_loss = len(self.iteration.losses) != blocks.num_losses
+        if has_new_loss and versions(record.optimizer) != blocks.versions:
+            raise CallOrderError(
+                f"accumulate({name(record.optimizer)}): a loss was scaled and backward() called "
+                "after the last block, which adds scaled gradients to unscaled ones. Put every "
+                "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
+                "end this one"
+            )
 
     def _put_together(self, record: OptimizerRecord, blocks: Blocks) -> None:
         """Make the sum over the good blocks an average over as many as there were."""
@@ -154,13 +193,13 @@ class Engine:
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale. Sync: none."""
         record = self.iteration.record(optimizer)
-        ready = self.gather("unscale_", record)
         if record.stage is not Stage.SCALED:
             raise CallOrderError(
                 f"unscale_({name(optimizer)}): {record.stage.value} since the last update(). Call "
                 "unscale_() at most once an iteration, after the last backward() and before "
                 "step(); call update() at the end of the iteration"
             )
+        ready = self.gather("unscale_", record)
         self.refuse_float16(ready, optimizer)
         stepping.unscale_(ready)
         self.keep(ready, record, Stage.UNSCALED)
@@ -183,9 +222,10 @@ class Engine:
         if record is not None:
             ready = self.gather("clip_grad_norm_", record)
         else:
+            scale = self.scale_of_iteration("clip_grad_norm_", target, params)
             self._end_blocks(params)
-            scale = self.scale_of_iteration("clip_grad_norm_", target)
-            ready = stepping.gather(params, self.iteration, None, scale)
+            refuse = partial(self.refuse_float16, optimizer=None)
+            ready = stepping.gather(params, self.iteration, None, scale, refuse)
         self.refuse_float16(ready, optimizer)
         norm = clipping.clip_(
             ready,
@@ -232,6 +272,8 @@ class Engine:
         Sync: one; none for an optimizer that handles the scale itself.
         """
         record = self.require_not_stepped(optimizer)
+        if record.stage is Stage.SCALED and all(p.grad is None for p in parameters(optimizer)):
+            raise nothing_checked(optimizer)
         ready = self.gather("step", record)
         run = self._step_fused if handles_scale(optimizer) else self._step_plain
         return run(record, ready, args, kwargs, max_norm)
@@ -285,7 +327,9 @@ class Engine:
         norm_limit = self.norm_limits.of(optimizer)
         is_looking = self._is_looking(optimizer, ready)
         undo = None
-        if is_looking or max_norm is not None or norm_limit is not None:
+        # Dividing by a scale below 1 may make inf of a gradient that a skipped step has to leave.
+        can_amplify = ready.scale is not None and ready.loss_scale.can_amplify
+        if is_looking or can_amplify or max_norm is not None or norm_limit is not None:
             stepping.measure(ready)
             stepping.limit(ready, max_norm, norm_limit)
         else:
@@ -329,6 +373,8 @@ class Engine:
 
     def finish(self, record: OptimizerRecord, ready: Preparation, found_inf: Tensor) -> None:
         """Remember the step and its outcome."""
+        if ready.look is not None and ready.scale is not None:
+            ready.look.left_scaled = _or(found_inf, ready.outlier), ready.scale
         self.keep(ready, record, Stage.STEPPED)
         before = ready.loss_scale.snapshot()
         findings = Findings(before, found_inf, ready.outlier, ready.norm)
@@ -342,7 +388,7 @@ class Engine:
         gradients = collect(parameters(optimizer))
         if not gradients.grads:
             return {}
-        scale = self.scale_of_iteration("step", optimizer)
+        scale = self.scale_of_iteration("step", optimizer, gradients.params)
         found_inf = passes.multiply_(gradients, torch.ones_like(scale.tensor))
         look = Look(scale, Gradients([], [], []), found_inf)
         self.iteration.looks.append(look)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -40,11 +40,11 @@ class Gradients:
             self._kinds = _by_kind(self.values)
         return self._kinds
 
-    def by_device(self) -> dict[torch.device, list[int]]:
+    def by_device(self) -> Mapping[torch.device, Sequence[int]]:
         """Return the positions of the gradients on each device."""
         devices = dict.fromkeys(device for device, _ in self.by_kind())
         if len(devices) == 1:
-            return dict.fromkeys(devices, list(range(len(self.values))))
+            return {device: range(len(self.values)) for device in devices}
         found: dict[torch.device, list[int]] = {device: [] for device in devices}
         for index, values in enumerate(self.values):
             found[values.device].append(index)

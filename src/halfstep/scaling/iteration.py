@@ -34,12 +34,15 @@ class Look:
         found_inf: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else 0.
         amax: The largest unscaled magnitude, a scalar on the device of the scale, if the scale's
             rule wants to know.
+        left_scaled: A scalar that is 1 if the step that looked was skipped, and what its gradients
+            are still multiplied by in that case.
     """
 
     scale: LossScale
     gradients: Gradients
     found_inf: dict[torch.device, Tensor]
     amax: Tensor | None = None
+    left_scaled: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(eq=False)
@@ -52,6 +55,8 @@ class Blocks:
         overflowed: Those of them whose loss was finite.
         scale: The scale of the last one that overflowed, else of the last one.
         has_several_losses: Whether they had different scales: then there is no average over them.
+        num_losses: Number of losses scaled in the iteration when the last one ended.
+        versions: How often each gradient had been written to then.
     """
 
     count: int = 0
@@ -59,6 +64,8 @@ class Blocks:
     overflowed: int = 0
     scale: LossScale | None = None
     has_several_losses: bool = False
+    num_losses: int = 0
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -118,25 +125,40 @@ class Iteration:
         """Return the records of all optimizers that something has been done for."""
         return list(self._records.values())
 
+    def scale_of(self, grad: Tensor) -> LossScale | None:
+        """Return the scale that a gradient has been divided by, None if it has not."""
+        look = self._looks_by_gradient().get(id(grad))
+        return None if look is None else look.scale
+
     def split(self, gradients: Gradients) -> tuple[Gradients, list[Look]]:
         """Return the gradients that are still scaled, and the looks that unscaled the others.
 
         A parameter in two optimizers, or in an optimizer and in a wrapper of it, is unscaled once:
         by whoever comes first.
         """
-        for look in self.looks[self._num_looks_in_it :]:
-            self._look_at.update(dict.fromkeys(map(id, look.gradients.grads), look))
-        self._num_looks_in_it = len(self.looks)
-        if not self._look_at:
+        look_at = self._looks_by_gradient()
+        if not look_at:
             return gradients, []
-        seen = self._look_at.keys() & set(map(id, gradients.grads))
-        found = {self._look_at[key] for key in seen}
+        seen = look_at.keys() & set(map(id, gradients.grads))
+        found = {look_at[key] for key in seen}
         # In the order of the looks, which a set does not have.
         return gradients.without(seen), [look for look in self.looks if look in found]
 
     def add(self, look: Look) -> None:
         """Remember a look, and that its gradients are no longer to be unscaled."""
         self.looks.append(look)
+
+    def _looks_by_gradient(self) -> dict[int, Look]:
+        # Filled when somebody asks, which with one optimizer nobody does.
+        for look in self.looks[self._num_looks_in_it :]:
+            self._look_at.update(dict.fromkeys(map(id, look.gradients.grads), look))
+        self._num_looks_in_it = len(self.looks)
+        return self._look_at
+
+
+def versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return how often each gradient of an optimizer has been written to."""
+    return [param.grad._version for param in parameters(optimizer) if param.grad is not None]
 
 
 def nothing_checked(optimizer: torch.optim.Optimizer) -> CallOrderError:

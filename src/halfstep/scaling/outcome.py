@@ -143,7 +143,7 @@ class Outcome:
         self.optimizer_name = name(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._names = names
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         self._rule = loss_scale.host
         self._findings = findings
         self._gradients: StepGradients | None = gradients
@@ -151,7 +151,7 @@ class Outcome:
 
     def end(self) -> None:
         """Take note of the state after ``update``. Sync: none."""
-        self._after = self._loss_scale.snapshot()
+        self._after = self.loss_scale.snapshot()
 
     @property
     def has_ended(self) -> bool:

@@ -9,7 +9,7 @@ Source of the clipping: Pascanu et al., "On the difficulty of training recurrent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ class Norms:
     """
 
     params: list[Tensor]
-    on_device: dict[torch.device, tuple[list[int], Tensor]]
+    on_device: Mapping[torch.device, tuple[Sequence[int], Tensor]]
     scale: Tensor | None
 
     def total(self, device: torch.device) -> Tensor:
@@ -74,7 +74,9 @@ def measure(gradients: Gradients, scale: Tensor | None) -> Norms:
     """
     on_device = {}
     for device, positions in gradients.by_device().items():
-        values = [gradients.values[position] for position in positions]
+        values = gradients.values
+        if len(positions) < len(values):
+            values = [values[position] for position in positions]
         on_device[device] = positions, sums_of_squares(values)
     return Norms(gradients.params, on_device, scale)
 
@@ -166,13 +168,13 @@ def combine(found: Iterable[Tensor], device: torch.device) -> Tensor:
 def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
     """Return the p-norm of all gradients together, a scalar on ``device``. One read (1 G)."""
     found = []
-    for (_, dtype), values in gradients.by_kind().items():
+    wide = torch.float32 if device.type == "mps" else torch.float64  # entries ** p may be large
+    for values in gradients.by_kind().values():
         if p == math.inf:
             norm = largest_magnitudes(values).amax()
         else:
-            wide = torch.promote_types(dtype, torch.float32)
             norm = _vector_norm(torch._foreach_norm(values, p, dtype=wide), p)
-        found.append(moved(norm.float(), device))
+        found.append(moved(norm.to(wide), device))
     return _vector_norm(found, p)
 
 

@@ -33,23 +33,25 @@ def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
     state = scale.arrived()
     if state is None or not alarm.is_due(state.skipped_in_a_row, at_floor=state.held):
         return
-    skipped = [outcome for outcome in journal.newest(NUM_SEARCHED) if outcome.skipped]
+    # None in an iteration whose step was taken without a block that overflowed.
+    step = state.num_taken + state.num_skipped
+    skipped = [
+        outcome
+        for outcome in journal.newest(NUM_SEARCHED)
+        if outcome.loss_scale is scale and outcome.skipped and outcome.entry.step == step
+    ]
     if skipped:
         began_at_floor = state.run_scale <= state.min_scale
         alarm.speak(_report(state, skipped), began_at_floor=began_at_floor)
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
-    last = skipped[-1].entry
-    now = [outcome for outcome in skipped if outcome.entry.step == last.step]
-    reasons = {outcome.reason for outcome in now}
+    reasons = {outcome.reason or Reason.OVERFLOW for outcome in skipped}
     return SkipReport(
         skipped_in_a_row=state.skipped_in_a_row,
         since=state.num_taken + state.num_skipped - state.skipped_in_a_row + 1,
-        reason=Reason.NON_FINITE
-        if Reason.NON_FINITE in reasons
-        else last.reason or Reason.OVERFLOW,
+        reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons.pop(),
         scale=state.scale,
-        culprits=tuple(culprit for outcome in now for culprit in outcome.find_culprits()),
-        optimizers=tuple(outcome.optimizer_name for outcome in now),
+        culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
+        optimizers=tuple(outcome.optimizer_name for outcome in skipped),
     )

@@ -30,7 +30,7 @@ class Counts(NamedTuple):
     """How many iterations a scaler has seen; kept in its ``state_dict``.
 
     Attributes:
-        taken: Iterations in which no step was skipped.
+        taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
         skipped: The others.
         skipped_in_a_row: How many of those came last, without one that was taken.
         since: Number of the first of these, counted from 1; None if the last step was taken.
@@ -226,7 +226,7 @@ class GradScaler(TorchCalls):
         Raises:
             CallOrderError: The loop did not call ``step`` and ``update``.
 
-        Memory: one copy of the buffers of watched modules. Sync: one for each attempt.
+        Memory: one copy of the buffers of watched modules. Sync: two or three for each attempt.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)

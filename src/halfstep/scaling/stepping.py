@@ -15,8 +15,10 @@ Sync: none, in all of these functions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from halfstep.scaling import passes
@@ -73,7 +75,11 @@ class Preparation:
 
 
 def gather(
-    params: list[Tensor], iteration: Iteration, record: OptimizerRecord | None, scale: LossScale
+    params: list[Tensor],
+    iteration: Iteration,
+    record: OptimizerRecord | None,
+    scale: LossScale,
+    refuse: Callable[[Preparation], None],
 ) -> Preparation:
     """Find gradients, and what they are multiplied by.
 
@@ -84,6 +90,7 @@ def gather(
         iteration: Knows which gradients have been unscaled.
         record: The optimizer of these parameters; None if they are no optimizer's.
         scale: The scale of the loss.
+        refuse: Raises if the gradients that are still scaled cannot be unscaled in place.
     """
     gradients = collect(params)
     if record is not None and record.stage is not Stage.SCALED:
@@ -93,11 +100,22 @@ def gather(
     ready = Preparation(scaled, scale, scale.tensor.clone(), looks)
     if not looks:
         return ready
+    refuse(ready)
+    for look in looks:
+        _unscale_what_was_left(look)
     unscale_(ready)
     if ready.look is not None:
         iteration.add(ready.look)
         looks = [*looks, ready.look]
     return Preparation(gradients, scale, None, looks)
+
+
+def _unscale_what_was_left(look: Look) -> None:
+    """Divide the gradients that a skipped step of another optimizer has left as they were."""
+    if look.left_scaled is not None:
+        is_left, scale = look.left_scaled
+        passes.multiply_(look.gradients, torch.where(is_left > 0, passes.reciprocal(scale), 1.0))
+        look.left_scaled = None
 
 
 def unscale_(ready: Preparation) -> None:

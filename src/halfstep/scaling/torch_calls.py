@@ -15,6 +15,7 @@ from halfstep.scaling.alarm import Alarm
 from halfstep.scaling.closures import split_closure, step_with_closure
 from halfstep.scaling.device import default_device
 from halfstep.scaling.engine import Engine
+from halfstep.scaling.gradients import parameters
 from halfstep.scaling.optimizers import handles_scale, name, takes_scaler
 from halfstep.scaling.rules import Dynamic, Rule
 from halfstep.scaling.saving import Saved
@@ -58,6 +59,8 @@ class TorchCalls:
 
         Sync: none.
         """
+        if not (name is None or isinstance(name, str)):
+            raise TypeError(f"scale(name={name!r}): the name of a loss is a string")
         scaled = self._engine.scale(outputs, name)
         if self._device is None:
             self._device = self._engine.device_type()
@@ -150,6 +153,8 @@ class TorchCalls:
 
         Sync: none, as long as there is nothing to report.
         """
+        if new_scale is None and name is not None:
+            raise ValueError(f"update(name={name!r}): give the new scale of this loss too")
         if new_scale is not None:
             self._named(name).set(new_scale)
             self._engine.end_iteration()
@@ -240,7 +245,7 @@ class TorchCalls:
             CallOrderError: In the middle of an iteration.
         """
         stepped = [name(record.optimizer) for record in self._engine.iteration.records()]
-        if stepped:
+        if stepped or self._engine.iteration.looks:
             raise CallOrderError(
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {', '.join(stepped)}"
@@ -272,7 +277,7 @@ class TorchCalls:
         engine.require_not_stepped(optimizer)
         if max_norm is not None:
             engine.clip_grad_norm_(optimizer, max_norm, 2.0, "all")
-        engine.scale_of_iteration("step", optimizer)
+        engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
         result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
         engine.finish_foreign(optimizer)
         return result
