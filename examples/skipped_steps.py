@@ -52,6 +52,7 @@ def main() -> None:
     for step in range(1, steps + 1):
         x, y = draw_points(step)
         for attempt in scaler.retry(optimizer, times=10):
+            attempts = attempt + 1
             optimizer.zero_grad()
             with autocast(device_type=device, dtype=torch.float16):
                 loss = F.mse_loss(model(x), y)
@@ -65,8 +66,8 @@ def main() -> None:
         if outcome.skipped:
             culprits = ", ".join(outcome.culprits[:2])
             print(f"step {step:4}  skipped, {outcome.reason}: {culprits}")
-        elif attempt:
-            print(f"step {step:4}  taken at attempt {attempt + 1}, scale {outcome.scale:.0f}")
+        elif attempts > 1:
+            print(f"step {step:4}  taken at attempt {attempts}, scale {outcome.scale:.0f}")
         elif step == 1 or step % max(1, steps // 10) == 5:
             print(f"step {step:4}  loss {loss.item():.4f}  norm {outcome.norm:.3f}")
 
