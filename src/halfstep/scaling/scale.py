@@ -60,7 +60,9 @@ class LossScale:
         if self.on_device is None:
             self.create(loss.device)
             assert self.on_device is not None
-        if not (_has_ranks() or is_inside_functorch(loss)):
+        # torch.compile cannot trace the question, and not torch.func.grad around it either.
+        is_inside = not torch.compiler.is_compiling() and is_inside_functorch(loss)
+        if not (is_inside or _has_ranks()):
             self.on_device.see_loss_(loss)
         return moved(self.on_device.scale, loss.device)
 
