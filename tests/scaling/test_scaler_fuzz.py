@@ -660,7 +660,7 @@ class World:
             if set_to_none:
                 param.forget()
             else:
-                param.true = param.bound = [0.0] * param.size
+                param.true, param.bound = [0.0] * param.size, [0.0] * param.size
 
     def touched(self, params: list[Param]) -> None:
         """Note that somebody writes to gradients."""
