@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.scaling import GradScaler, reductions
 from halfstep.scaling.rules import LogMax
 
-SHAPES = [(300, 40), (7,), (), (64, 64), (64, 64), (0, 3)]
+SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
 DTYPES = [torch.float32, torch.bfloat16]
 SCALE = 2.0**10
 WARM_UP = 4
@@ -181,6 +181,33 @@ def test_passes_of_torch(fused: bool, step: Callable[[Setup], None], passes: int
         made.scaler.update()
     if ops.passes != passes:
         pytest.skip(f"PyTorch changed: {ops.passes} G where it was {passes}. Update docs/scaler.md")
+
+
+@pytest.mark.parametrize(
+    "entries", [[torch.ones(64)] * 300, [torch.ones(1 << 20, dtype=torch.float16)]]
+)
+def test_gradients_that_are_slow_to_measure_are_checked_in_place(
+    entries: list[torch.Tensor],
+) -> None:
+    params = [torch.nn.Parameter(each.clone()) for each in entries]
+    made = Setup(GradScaler("cpu", SCALE), torch.optim.SGD(params, lr=1e-3, fused=True), params)
+    for _ in range(WARM_UP):
+        with made.counted() as ops:
+            no_clip(made)
+        made.scaler.update()
+    assert ops.passes == 2
+    outcome = made.scaler.outcome(made.optimizer)
+    exact = math.sqrt(sum(param.grad.double().square().sum().item() for param in params))
+    assert outcome.norm == pytest.approx(exact, rel=1e-5)
+
+    with made.counted() as ops:
+        params[0].grad[0] = math.inf
+        no_clip(made)
+    outcome = made.scaler.outcome(made.optimizer)
+    assert outcome.skipped and outcome.culprits == ["param_groups[0]['params'][0]"]
+    assert params[0].grad[1] == pytest.approx(0.1 * SCALE, rel=1e-3)  # as it was
+    rest = list(outcome.norms.values())[1:]
+    assert rest == pytest.approx([p.grad.norm().item() / SCALE for p in params[1:]])
 
 
 @pytest.mark.parametrize(

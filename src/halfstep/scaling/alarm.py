@@ -136,7 +136,7 @@ class Alarm:
         self._num_floor_runs = 0
         self._floor_counted = False
 
-    def is_due(self, skipped_in_a_row: int, *, at_floor: bool) -> bool:
+    def is_due(self, skipped_in_a_row: int, at_floor: bool) -> bool:
         """Say whether to speak now; call it once an iteration."""
         if skipped_in_a_row == 0:
             self._next_length = self.max_consecutive_skips

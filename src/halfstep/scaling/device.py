@@ -220,6 +220,11 @@ class StateSnapshot:
         """Return ``state``, which gives the rule, with these values. Sync: one."""
         return decode(self.values.view(torch.int32).tolist(), state)
 
+    def skips(self) -> tuple[int, bool]:
+        """Return how many steps in a row were skipped, and whether the scale is held. Sync: one."""
+        bits = self.values.view(torch.int32).tolist()
+        return bits[SLOT["skipped_in_a_row"]], bool(bits[SLOT["held"]])
+
     @staticmethod
     def read_all(
         snapshots: Sequence[tuple[StateSnapshot, ScaleState]],

@@ -152,12 +152,11 @@ class Engine:
 
     def _end_blocks(self, params: list[Tensor]) -> None:
         """Put the blocks of ``accumulate`` together whose gradients are those of ``params``."""
-        wanted = {id(param) for param in params}
-        for record in self.iteration.records():
+        with_blocks = [r for r in self.iteration.records() if r.blocks is not None]
+        wanted = set(map(id, params)) if with_blocks else set()
+        for record in with_blocks:
             # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
-            if record.blocks is not None and not wanted.isdisjoint(
-                map(id, parameters(record.optimizer))
-            ):
+            if record.blocks and not wanted.isdisjoint(map(id, parameters(record.optimizer))):
                 self._require_no_backward_after(record, record.blocks)
                 self._put_together(record, record.blocks)
 
@@ -302,12 +301,16 @@ class Engine:
     ) -> Any:
         optimizer = record.optimizer
         norm_limit = self.norm_limits.of(optimizer)
-        if ready.scale is not None or max_norm is not None or norm_limit is not None:
+        # Elsewhere looking would be a sync.
+        is_looking = ready.is_on_cpu and self._is_looking(optimizer, ready)
+        if is_looking or max_norm is not None or norm_limit is not None:
             stepping.measure(ready)
-        stepping.limit(ready, max_norm, norm_limit)
+            stepping.limit(ready, max_norm, norm_limit)
+        else:
+            stepping.check(ready)
         skip = _require_found(ready, optimizer)
-        if skip.device.type == "cpu" and self._is_looking(optimizer, ready):
-            self._read(skip, optimizer, ready)  # elsewhere it would be a sync
+        if is_looking:
+            self._read(skip, optimizer, ready)
         result = step_with_scale(
             optimizer, ready.grad_scale(), _or(skip, ready.outlier), args, kwargs
         )
@@ -373,12 +376,16 @@ class Engine:
 
     def finish(self, record: OptimizerRecord, ready: Preparation, found_inf: Tensor) -> None:
         """Remember the step and its outcome."""
-        if ready.look is not None and ready.scale is not None:
-            ready.look.left_scaled = _or(found_inf, ready.outlier), ready.scale
+        scale = ready.scale
+        if ready.look is not None and scale is not None:
+            is_skipped = _or(found_inf, ready.outlier)
+            ready.look.left_scaled = is_skipped, scale
+            if ready.norms is None:
+                scale = torch.where(is_skipped > 0, scale, 1.0)
         self.keep(ready, record, Stage.STEPPED)
         before = ready.loss_scale.snapshot()
         findings = Findings(before, found_inf, ready.outlier, ready.norm)
-        gradients = StepGradients(ready.gradients, ready.norms, ready.scale)
+        gradients = StepGradients(ready.gradients, ready.norms, scale)
         outcome = Outcome(record.optimizer, self.names, ready.loss_scale, findings, gradients)
         self.journal.add(record.optimizer, outcome)
 

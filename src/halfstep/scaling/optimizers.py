@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_HANDLES_SCALE = "_step_supports_amp_scaling"
+
 
 def name(optimizer: object) -> str:
     """Return what an error message calls the optimizer: its class."""
@@ -20,7 +22,9 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
     forgotten.
     """
-    return inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False) is True
+    holders = (vars(holder) for holder in (optimizer, *type(optimizer).__mro__))
+    found = (names[_HANDLES_SCALE] for names in holders if _HANDLES_SCALE in names)
+    return next(found, False) is True
 
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:

@@ -23,6 +23,9 @@ from halfstep.scaling.reductions import largest_magnitudes, sums_of_squares
 CLIP_EPSILON = 1e-6
 """What PyTorch adds to the norm before it divides by it."""
 
+LARGE = 1 << 14
+"""Gradients of so many entries on average are measured on the CPU in the time of a check."""
+
 
 @dataclass(frozen=True, eq=False)
 class Norms:
@@ -81,6 +84,18 @@ def measure(gradients: Gradients, scale: Tensor | None) -> Norms:
     return Norms(gradients.params, on_device, scale)
 
 
+def is_measured_fast(gradients: Gradients) -> bool:
+    """Whether :func:`measure` takes no longer than to check in place, as in :func:`multiply_`.
+
+    Not on the CPU if gradients are float16, which is converted first, or many and small: each
+    costs a copy.
+    """
+    if any(device.type != "cpu" for device, _ in gradients.by_kind()):
+        return True
+    size = sum(map(Tensor.numel, gradients.values))
+    return torch.float16 not in gradients.dtypes() and size >= LARGE * len(gradients.values)
+
+
 def unscale_(
     gradients: Gradients, scale: Tensor, *, can_amplify: bool
 ) -> dict[torch.device, Tensor]:
@@ -118,7 +133,8 @@ def multiply_(gradients: Gradients, factor: Tensor) -> dict[torch.device, Tensor
         if device not in found_inf:
             found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
             factors[device] = moved(factor, device)
-        check_and_unscale_(values, found_inf[device], factors[device])
+        # Backwards: the ones read last by an earlier pass are still in the cache.
+        check_and_unscale_(values[::-1], found_inf[device], factors[device])
     return found_inf
 
 
@@ -154,14 +170,18 @@ def overflows_when_divided(gradients: Gradients, scale: Tensor) -> list[Tensor]:
 
 
 def combine(found: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1, else 0.
+    """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1 or more, else 0.
 
-    Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1.
+    Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1,
+    and who shares the flag between ranks (``_found_inf_per_device``) may have added it up.
     """
-    # The largest and not the sum as in torch.amp, for that reason.
-    # And no more than 1: who shares it between ranks (_found_inf_per_device) may have added it up.
+    return any_of(found, device).clamp(max=1.0)
+
+
+def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return one float32 scalar on ``device``: 1 if any of ``found``, all 1 or 0, is 1, else 0."""
     first, *others = (moved(found_inf, device) for found_inf in found)
-    return (torch.stack([first, *others]).amax() if others else first).clamp(max=1.0)
+    return torch.stack([first, *others]).amax() if others else first
 
 
 @torch.no_grad()

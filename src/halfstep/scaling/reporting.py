@@ -30,9 +30,10 @@ def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
 
     Sync: none as long as nothing is said.
     """
-    state = scale.arrived()
-    if state is None or not alarm.is_due(state.skipped_in_a_row, at_floor=state.held):
+    snapshot = scale.arrived()
+    if snapshot is None or not alarm.is_due(*snapshot.skips()):
         return
+    state = snapshot.read(scale.host)
     # None in an iteration whose step was taken without a block that overflowed.
     step = state.num_taken + state.num_skipped
     skipped = [

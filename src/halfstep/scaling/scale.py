@@ -125,10 +125,10 @@ class LossScale:
         assert self.on_device is not None
         return self.on_device.snapshot()
 
-    def arrived(self) -> ScaleState | None:
+    def arrived(self) -> StateSnapshot | None:
         """Return the newest state after an update that has come to the host. Sync: none."""
         values = self._arrived.latest()
-        return None if values is None else StateSnapshot(values).read(self.host)
+        return None if values is None else StateSnapshot(values)
 
     def _set_from_tensor(self, new_scale: Tensor) -> None:
         if new_scale.is_complex() or new_scale.dtype == torch.bool:

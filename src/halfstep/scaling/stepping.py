@@ -54,6 +54,11 @@ class Preparation:
     coefficient: Tensor | None = None
     outlier: Tensor | None = None
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the scale, and what the step decides, is on the CPU."""
+        return self.loss_scale.tensor.device.type == "cpu"
+
     def factor(self) -> Tensor | None:
         """Return what the gradients are to be multiplied by, None for nothing."""
         if self.scale is None:
@@ -69,9 +74,12 @@ class Preparation:
 
     def found_inf(self) -> Tensor | None:
         """Return 1 if any look saw inf or NaN, else 0; None if nobody has looked."""
-        looks = self.looks if self.look is None else [*self.looks, self.look]
-        found = [scalar for look in looks for scalar in look.found_inf.values()]
-        return passes.combine(found, self.loss_scale.tensor.device) if found else None
+        device = self.loss_scale.tensor.device
+        own = [] if self.look is None else list(self.look.found_inf.values())
+        earlier = [scalar for look in self.looks for scalar in look.found_inf.values()]
+        if earlier:  # others may have written to them since
+            return passes.combine([*earlier, *own], device)
+        return passes.any_of(own, device) if own else None
 
 
 def gather(
@@ -129,23 +137,38 @@ def unscale_(ready: Preparation) -> None:
     ready.scale = None
 
 
+def check(ready: Preparation) -> None:
+    """Check scaled gradients; measure them too if it takes no longer. 1 G, or 2 G of small ones."""
+    if ready.scale is None or not ready.gradients.grads:
+        return
+    if passes.is_measured_fast(ready.gradients):
+        measure(ready)
+    else:
+        found_inf = passes.multiply_(ready.gradients, torch.ones_like(ready.scale))
+        _remember(ready, ready.scale, list(found_inf.values()))
+
+
 def measure(ready: Preparation) -> None:
     """Measure the norms, which checks scaled gradients too; change nothing. 1 G."""
     if not ready.gradients.grads:
         return
-    scale = ready.loss_scale
-    device = scale.tensor.device
     ready.norms = passes.measure(ready.gradients, ready.scale)
-    norm = ready.norms.total(device)
+    norm = ready.norms.total(ready.loss_scale.tensor.device)
     if ready.scale is None:
         ready.norm = norm
         return
     ready.norm = norm / ready.scale
-    found = [passes.is_nonfinite(norm)]
+    _remember(ready, ready.scale, [passes.is_nonfinite(norm)])
+
+
+def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
+    """Make the look at gradients that stay multiplied ``by`` the scale."""
+    scale = ready.loss_scale
+    device = scale.tensor.device
     if scale.can_amplify:
-        found += passes.overflows_when_divided(ready.gradients, ready.scale)
-    amax = passes.largest(ready.gradients, ready.scale) if scale.wants_amax else None
-    ready.look = Look(scale, ready.gradients, {device: passes.combine(found, device)}, amax)
+        found += passes.overflows_when_divided(ready.gradients, by)
+    amax = passes.largest(ready.gradients, by) if scale.wants_amax else None
+    ready.look = Look(scale, ready.gradients, {device: passes.any_of(found, device)}, amax)
 
 
 def limit(ready: Preparation, max_norm: float | None, norm_limit: NormLimit | None) -> None:
