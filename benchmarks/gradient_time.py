@@ -30,6 +30,9 @@ WARM_UP = 5
 """In the first three steps of an optimizer halfstep looks for gradients clipped too early."""
 
 TORCH = "torch.amp"
+AGAIN = "torch.amp, again"
+"""The same once more: what is noise."""
+
 DOT = "torch.dot"
 """Reads a float32 gradient once; the bytes of another one, too."""
 
@@ -72,14 +75,13 @@ class Case:
     def variants(self) -> dict[str, Variant]:
         """What to compare: a kind of scaler, and what is called between backward and update."""
         theirs, ours = torch.amp.GradScaler, GradScaler
-        again = f"{TORCH}, again"  # what is noise
         if not self.clip:
-            return {TORCH: (theirs, step), again: (theirs, step), "step()": (ours, step)}
+            return {TORCH: (theirs, step), AGAIN: (theirs, step), "step()": (ours, step)}
         in_step: dict[str, Variant] = {"step(max_norm)": (ours, clip_in_step)}
         if self.dtype == "float16":  # to unscale it in place is an error, of torch.amp too
             return in_step
-        before: dict[str, Variant] = dict.fromkeys((TORCH, again), (theirs, clip_with_torch))
-        return before | {"clip_grad_norm_, step()": (ours, clip_with_scaler)} | in_step
+        before: dict[str, Variant] = dict.fromkeys((TORCH, AGAIN), (theirs, clip_with_torch))
+        return before | {"clip_grad_norm_()": (ours, clip_with_scaler)} | in_step
 
 
 def cases(gradients: str, dtype: str) -> Iterator[Case]:
@@ -183,13 +185,14 @@ def ratio(times: list[float], to: list[float]) -> str:
 
 def print_rows(case: Case, times: dict[str, list[float]]) -> None:
     title = f"{case.gradients:10}{case.dtype:10}{case.optimizer.__name__.lower():7}"
-    for name, seconds in times.items():
-        row = f"{title}{'clip' if case.clip else '':6}{name:24}"
-        row += f"{statistics.median(seconds) * 1e3:8.2f}"
-        for base in (TORCH, DOT):
-            compared = ratio(seconds, times[base]) if base in times else ""
-            row += f"   {compared:20}"
-        print(row.rstrip())
+    for name in [name for name in times if name not in (TORCH, AGAIN, DOT)]:
+        row = f"{title}{name:24}{statistics.median(times[name]) * 1e3:8.2f}"
+        if TORCH in times:
+            row += f"{statistics.median(times[TORCH]) * 1e3:10.2f}"
+            row += f"   {ratio(times[name], times[TORCH])}   {ratio(times[AGAIN], times[TORCH])}"
+        if DOT in times:
+            row = f"{row:109}{ratio(times[name], times[DOT])}"
+        print(row)
 
 
 def main() -> None:
@@ -206,13 +209,14 @@ def main() -> None:
         args.rounds, args.gradients, args.dtype = 10, GRADIENTS[:2], DTYPES[:1]
 
     print(f"{device_name(args.device)}, PyTorch {torch.__version__}, {args.rounds} rounds")
-    print(f"{'':57}{'ms':>8}   {'to torch.amp':^20}   {'to torch.dot':^20}".rstrip())
+    print(f"{'':41}{'ms':>8}{'torch.amp':>10}   {'ours to torch.amp':^20}   {'noise':^20}   to dot")
     for name, dtype in itertools.product(args.gradients, args.dtype):
         gradients = Gradients(name, dtype, args.device)
         for case in cases(name, dtype):
             if sys.stderr.isatty():
                 print(f"\r{case} ", end="\r", file=sys.stderr, flush=True)
             print_rows(case, measure(case, gradients, args.rounds))
+    print("Noise: torch.amp to itself. Dot: one torch.dot")
     print("medians; in brackets the quartiles of the ratios within a round")
 
 

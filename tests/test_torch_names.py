@@ -37,6 +37,30 @@ def test_tensors_inside_functorch_are_known() -> None:
     assert not _torch.is_inside_functorch(torch.ones(2))
 
 
+def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
+    seen = []
+
+    def below() -> bool:
+        return torch.compiler.is_compiling()
+
+    @_torch.keep_out_of_graphs
+    def kept() -> None:
+        seen.append(below())
+
+    @torch.compile(backend="eager")
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        kept()
+        return x + 1
+
+    torch._dynamo.utils.counters.clear()
+    assert function(torch.ones(())) == function(torch.ones(())) == 3
+    assert seen == [False, False]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # before it and after it
+    (reason,) = torch._dynamo.utils.counters["graph_break"]
+    assert "it keeps books in Python" in reason
+
+
 def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
     """Each is called with the function to run again first: that is what gets wrapped."""
     code = (

@@ -202,6 +202,16 @@ def do_not_compile_alone(
     return function
 
 
+def keep_out_of_graphs(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile end a graph where ``function`` is called, and compile nothing in it.
+
+    As ``torch.compiler.disable``, which would import all of torch.compile.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it keeps books in Python"  # type: ignore[attr-defined]
+    return do_not_compile_alone(function)
+
+
 def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """Let torch.compile call ``function`` while it traces, and take the result for a constant.
 

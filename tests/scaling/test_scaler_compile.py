@@ -7,12 +7,13 @@ those of ``torch.amp.GradScaler`` do, run as they are, and do not let anything b
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from halfstep.scaling import passes, stepping
+from halfstep.scaling import GradScaler, passes, stepping
 from halfstep.scaling.gradients import collect
 from halfstep.scaling.outliers import NormLimit
 from halfstep.scaling.rules import Dynamic, LogMax, Rule
@@ -171,6 +172,201 @@ def test_a_norm_limit_is_one_graph() -> None:
         assert compiled(torch.tensor(norm)) == limits[1].is_exceeded(torch.tensor(norm))
     assert limits[0].to_list() == limits[1].to_list()
     assert num_graphs() == 1
+
+
+# --- the scaler -----------------------------------------------------------------------------------
+
+OURS = "it keeps books in Python"
+
+THEIRS = (
+    "Tensor.backward()",
+    "Optimizer.",
+    "don't trace into fused optimizer",
+    "torch._dynamo.graph_break()",  # in the hooks around every step
+)
+
+
+class Training:
+    """A model, whatever optimizes it, and a scaler; in the fourth iteration a gradient is inf."""
+
+    def __init__(self, kind: str, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.params = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1, momentum=0.9, **{kind: True})
+        self.scaler = GradScaler(init_scale=SCALE, growth_interval=2, **kwargs)
+        self.weight = torch.tensor(1.0)
+
+    def loss(self) -> torch.Tensor:
+        first, second = self.params
+        return (first * first).sum() * self.weight + second.sin().sum()
+
+    def scaled_loss(self) -> torch.Tensor:
+        scaled: torch.Tensor = self.scaler.scale(self.loss())
+        return scaled
+
+    def no_clip(self) -> None:
+        self.scaler.step(self.optimizer)
+
+    def clip_in_step(self) -> None:
+        self.scaler.step(self.optimizer, max_norm=1.0)
+
+    def clip_before_step(self) -> None:
+        self.scaler.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+
+    def clip_with_torch(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+
+    def update(self) -> None:
+        self.scaler.update()
+
+    def prepare(self, number: int) -> None:
+        self.weight.fill_(math.inf if number == 3 else 1.0)
+        self.optimizer.zero_grad()
+
+    def results(self) -> tuple[Any, ...]:
+        outcome = self.scaler.outcome(self.optimizer)
+        norm = repr(outcome.norm) if outcome.taken else None
+        params = [param.tolist() for param in self.params]
+        return self.scaler.get_scale(), outcome.taken, outcome.reason, norm, params
+
+
+def breaks() -> list[str]:
+    """The reasons of all graph breaks that are not ours and not PyTorch's own."""
+    return [
+        reason
+        for reason in counters["graph_break"]
+        if OURS not in reason and not any(theirs in reason for theirs in THEIRS)
+    ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_loss_is_scaled_in_the_graph(backend: str) -> None:
+    """However many micro-batches there are, of however many names."""
+    ours, eager = Training("fused"), Training("fused")
+    for training in (ours, eager):
+        training.scaler.scale(torch.ones(()))  # now the scale is on its device
+        training.scaler.update(SCALE)
+    compiled = torch.compile(ours.scaled_loss, backend=backend, fullgraph=True)
+    for number in range(6):
+        for training, scaled_loss in ((ours, compiled), (eager, eager.scaled_loss)):
+            training.prepare(number)
+            for _ in range(5):
+                scaled_loss().backward()
+            training.no_clip()
+            training.update()
+        assert ours.results() == eager.results()
+    assert num_graphs() == 3  # the first micro-batch, the second, all others
+    assert ours.scaler.outcome(ours.optimizer).scale == SCALE * 2
+
+
+def test_the_first_loss_of_all_ends_the_graph() -> None:
+    """The tensors that hold the scale have to outlive the graph."""
+    training = Training("fused")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=OURS):
+        torch.compile(training.scaled_loss, backend="eager", fullgraph=True)()
+    torch.compiler.reset()
+    counters.clear()
+    assert torch.compile(training.scaled_loss, backend="eager")() == training.loss() * SCALE
+    assert breaks() == []
+
+
+STEPS = ["no_clip", "clip_in_step", "clip_before_step", "clip_with_torch"]
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_in_compiled_functions(kind: str, step: str) -> None:
+    ours, eager = Training(kind), Training(kind)
+    methods = ("scaled_loss", step, "update")
+    compiled = [torch.compile(getattr(ours, name), backend="eager") for name in methods]
+    for number in range(6):
+        with torch._dynamo.config.patch(error_on_recompile=number >= 2):
+            for training, calls in (
+                (ours, compiled),
+                (eager, [getattr(eager, name) for name in methods]),
+            ):
+                training.prepare(number)
+                calls[0]().backward()
+                calls[1]()
+                calls[2]()
+        assert ours.results() == eager.results()
+    assert breaks() == []
+    assert repr(ours.scaler.history()) == repr(eager.scaler.history())  # NaN is not NaN
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("step", ["no_clip", "clip_in_step"])
+def test_a_whole_iteration_in_one_compiled_function(kind: str, step: str) -> None:
+    ours, eager = Training(kind), Training(kind)
+
+    def iterate(training: Training) -> torch.Tensor:
+        loss = training.loss()
+        training.scaler.scale(loss).backward()
+        getattr(training, step)()
+        training.scaler.update()
+        return loss
+
+    compiled = torch.compile(iterate, backend="aot_eager")
+    for number in range(6):
+        ours.prepare(number)
+        eager.prepare(number)
+        with torch._dynamo.config.patch(error_on_recompile=number >= 2):
+            assert torch.equal(compiled(ours), iterate(eager))
+        assert ours.results() == eager.results()
+    assert breaks() == []
+
+
+def test_compiled_code_runs_inside_a_step() -> None:
+    """A closure may call a compiled model."""
+    training = Training("foreach")
+    model = torch.compile(training.loss, backend="eager", fullgraph=True)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = model()
+        seen.append(num_graphs())
+        training.scaler.scale(loss).backward()
+        return loss
+
+    step = torch.compile(lambda: training.scaler.step(training.optimizer, closure), backend="eager")
+    for _ in range(3):
+        step()
+        training.scaler.update()
+    assert seen == [1, 1, 1]
+    assert training.scaler.outcome(training.optimizer).taken
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_other_calls_in_compiled_code(enabled: bool) -> None:
+    ours, eager = Training("foreach", enabled=enabled), Training("foreach", enabled=enabled)
+
+    def iterate(training: Training) -> Any:
+        scaler, optimizer = training.scaler, training.optimizer
+        for _ in range(2):
+            with scaler.accumulate(optimizer):
+                scaler.scale(training.loss() / 2).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        called = scaler.after_step(optimizer, lambda: None)
+        counts, outcome = scaler.counts(), scaler.outcome(optimizer)
+        return called, scaler.get_scale(), outcome.taken, outcome.scale, counts
+
+    compiled = torch.compile(iterate, backend="eager")
+    for number in range(8):
+        for training in (ours, eager):
+            training.prepare(number if enabled else 0)
+        assert compiled(ours) == iterate(eager)
+        if number == 4:  # after the one that is skipped
+            graphs = num_graphs()
+    assert num_graphs() == graphs
+    assert all(map(torch.equal, ours.params, eager.params))
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

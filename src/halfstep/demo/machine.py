@@ -98,7 +98,8 @@ def device_name(device: str) -> str:
     """Return the name of the GPU, or that of the processor and the number of threads in use."""
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _cpu_name() -> str:

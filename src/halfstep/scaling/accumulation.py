@@ -99,7 +99,7 @@ class _Block(Iteration):
 
     def join(self) -> None:
         """Tell the block or iteration around it which losses were scaled."""
-        self.around.losses += self.losses
+        self.around.count_losses_of(self)
         if isinstance(self.around, _Block):
             # A parameter that both optimizers have is unscaled once.
             for look in self.looks:
@@ -113,7 +113,7 @@ def _note_versions(iteration: Iteration, optimizer: torch.optim.Optimizer) -> No
         if record.blocks is not None and not params.isdisjoint(
             map(id, parameters(record.optimizer))
         ):
-            record.blocks.num_losses = len(iteration.losses)
+            record.blocks.num_losses = iteration.num_losses
             record.blocks.versions = versions(record.optimizer)
 
 

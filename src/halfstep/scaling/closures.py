@@ -135,7 +135,7 @@ class _Evaluations:
         assert found_inf is not None
         iteration = self._engine.iteration
         # With its last gradients the closure leaves the scale that other optimizers divide by.
-        iteration.losses += self._iteration.losses
+        iteration.count_losses_of(self._iteration)
         for look in [*self._earlier, *self._iteration.looks]:
             iteration.add(look)
         self._engine.finish(record, self.last, found_inf)

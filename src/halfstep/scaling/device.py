@@ -109,7 +109,7 @@ class DeviceState:
         """Go on to the next iteration.
 
         Args:
-            found_inf: float32 scalar on this device, 1 after an overflow, else 0.
+            found_inf: float32 scalar on this device, 1 or more after an overflow, else 0.
             state: Gives the rule, and says whether there is a ``max_scale``; nothing else of it
                 is looked at.
             outlier: The same for a norm that is too large to be believed; None for 0.
@@ -119,7 +119,7 @@ class DeviceState:
         if state.rule is not self._rule:
             self.set_rule_(state.rule)
         slots = self._slots()
-        slots["found_inf"].copy_(found_inf)
+        torch.clamp(found_inf, max=1.0, out=slots["found_inf"])
         if outlier is not None:
             slots["outlier"].copy_(outlier)
         if state.backoff_factor == 1.0:

@@ -84,7 +84,7 @@ class Engine:
         scale = self.scales.get(loss) or LossScale(self.first)
         scaled = Multiplier(scale.see_loss)(outputs)
         self.scales[loss] = scale
-        self.iteration.losses.append(loss)
+        self.iteration.count_loss(loss)
         return scaled
 
     def device_type(self) -> str | None:
@@ -102,7 +102,7 @@ class Engine:
         Raises:
             CallOrderError: No loss has been scaled yet, or losses of several names have.
         """
-        losses = list(dict.fromkeys(self.iteration.losses)) or [None]
+        losses = list(self.iteration.losses) or [None]
         if len(losses) > 1:
             known = self._known_scale(params)
             if known is not None:
@@ -161,7 +161,7 @@ class Engine:
                 self._put_together(record, record.blocks)
 
     def _require_no_backward_after(self, record: OptimizerRecord, blocks: Blocks) -> None:
-        has_new_loss = len(self.iteration.losses) != blocks.num_losses
+        has_new_loss = self.iteration.num_losses != blocks.num_losses
         if has_new_loss and versions(record.optimizer) != blocks.versions:
             raise CallOrderError(
                 f"accumulate({name(record.optimizer)}): a loss was scaled and backward() called "

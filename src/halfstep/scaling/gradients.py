@@ -74,7 +74,6 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-@torch.no_grad()
 def collect(params: Iterable[Tensor]) -> Gradients:
     """Find the gradients of parameters; those without one are left out.
 
@@ -95,8 +94,9 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         return gradients
     for param in params:
         _refuse_layout(param)
-    for param in params:
-        param.grad = _writable(param.grad)
+    with torch.no_grad():
+        for param in params:
+            param.grad = _writable(param.grad)
     grads = [param.grad for param in params]  # type: ignore[misc]
     return Gradients(params, grads, [_values(grad) for grad in grads])
 

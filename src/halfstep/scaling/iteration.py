@@ -111,7 +111,22 @@ class Iteration:
         # Made only when another optimizer asks: for thousands of gradients it takes its time.
         self._look_at: dict[int, Look] = {}
         self._num_looks_in_it = 0
-        self.losses: list[str | None] = []
+        # How many losses of each name have been scaled. A list would be compiled once per length.
+        self.losses: dict[str | None, int] = {}
+
+    @property
+    def num_losses(self) -> int:
+        """How many losses have been scaled."""
+        return sum(self.losses.values())
+
+    def count_loss(self, loss: str | None, number: int = 1) -> None:
+        """Take note that losses of a name have been scaled."""
+        self.losses[loss] = self.losses.get(loss, 0) + number
+
+    def count_losses_of(self, part: Iteration) -> None:
+        """Take note of the losses of a part of this iteration."""
+        for loss, number in part.losses.items():
+            self.count_loss(loss, number)
 
     def record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         """Return the record of an optimizer, a fresh one if nothing has been done for it."""

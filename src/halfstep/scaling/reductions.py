@@ -128,9 +128,8 @@ def _row_norms(rows: Tensor, scratch: Tensor) -> Tensor:
     runs: list[Tensor] = []
     for piece in _wide(rows, scratch):
         runs += _run_norms(piece)
-    if len(runs) == 1 and runs[0].shape[1] == 1:
-        return runs[0][:, 0]
-    return _norms(torch.cat(runs, dim=1).double(), dim=1)
+    norms = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+    return norms[:, 0] if norms.shape[1] == 1 else _norms(norms.double(), dim=1)
 
 
 def _wide(rows: Tensor, scratch: Tensor) -> Iterator[Tensor]:

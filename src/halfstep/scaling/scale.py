@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfstep._torch import is_inside_functorch
+from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
 from halfstep.scaling import gradients, passes
 from halfstep.scaling.checks import checked_scale
@@ -47,6 +47,7 @@ class LossScale:
         assert self.on_device is not None
         return self.on_device.scale
 
+    @keep_out_of_graphs
     def create(self, device: torch.device) -> None:
         """Move the state to a device. Sync: none."""
         self.on_device = DeviceState(self.host, device)
@@ -111,9 +112,9 @@ class LossScale:
         assert self.on_device is not None
         device = self.on_device.device
         self.on_device.update_(
-            passes.combine(found_inf, device),
+            passes.any_of(found_inf, device),
             self.host,
-            outlier=passes.combine(outliers, device) if outliers else None,
+            outlier=passes.any_of(outliers, device) if outliers else None,
             amax=torch.stack([moved(amax, device) for amax in amaxes]).amax() if amaxes else None,
         )
 

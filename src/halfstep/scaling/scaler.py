@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.scaling import clipping, gates
 from halfstep.scaling.accumulation import accumulate
 from halfstep.scaling.alarm import Alarm, OnSkips
@@ -137,6 +138,7 @@ class GradScaler(TorchCalls):
 
     # --- the iteration ----------------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def clip_grad_norm_(
         self,
         optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
@@ -174,6 +176,7 @@ class GradScaler(TorchCalls):
             *clipping.checked_kind(norm_type, per),
         )
 
+    @keep_out_of_graphs
     def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """Judge the gradients of one ``backward`` alone before they are added to the others.
 
@@ -208,6 +211,7 @@ class GradScaler(TorchCalls):
         """
         return accumulate(self._engine, optimizer)
 
+    @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
         """Run the same batch again at the smaller scale instead of losing it.
 
@@ -244,6 +248,7 @@ class GradScaler(TorchCalls):
 
     # --- what became of it ------------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return what became of the optimizer's last step.
 
@@ -254,10 +259,12 @@ class GradScaler(TorchCalls):
         """
         return self._engine.journal.of(optimizer)
 
+    @keep_out_of_graphs
     def history(self) -> list[HistoryEntry]:
         """Return the last 10,000 steps, oldest first; not saved in ``state_dict``. Sync: two."""
         return self._engine.journal.entries()
 
+    @keep_out_of_graphs
     def counts(self, name: str | None = None) -> Counts:
         """Return how many iterations were taken and skipped, by the scale of a loss. Sync: one."""
         state = self._named(name).read()
@@ -275,6 +282,7 @@ class GradScaler(TorchCalls):
         """
         self._engine.names.watch(module)
 
+    @keep_out_of_graphs
     def after_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -299,6 +307,7 @@ class GradScaler(TorchCalls):
         """
         return gates.after_step(self._engine.journal, optimizer, function, count)
 
+    @keep_out_of_graphs
     def step_scheduler(self, scheduler: Any, count: gates.Count = "updates") -> bool:
         """Call ``scheduler.step()`` if the last step of its optimizer was taken.
 

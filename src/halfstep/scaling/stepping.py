@@ -10,6 +10,8 @@ plain                check and divide, 2 G    measure, 1 G; divide and clip at o
 handles the scale    measure, 1 G             measure, 1 G
 ===================  =======================  ===========================================
 
+Where measuring takes longer than a check, in the lower left corner gradients are only checked.
+
 Sync: none, in all of these functions.
 """
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 from halfstep.scaling import clipping, reporting
 from halfstep.scaling.alarm import Alarm
@@ -64,7 +65,7 @@ class TorchCalls:
         scaled = self._engine.scale(outputs, name)
         if self._device is None:
             self._device = self._engine.device_type()
-        if len(self._engine.iteration.losses) == NUM_LOSSES_WITHOUT_UPDATE:
+        if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
             warnings.warn(
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
                 "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
@@ -73,6 +74,7 @@ class TorchCalls:
             )
         return scaled
 
+    @keep_out_of_graphs
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale in place, and look for inf and NaN.
 
@@ -88,6 +90,7 @@ class TorchCalls:
         """
         self._engine.unscale_(optimizer)
 
+    @keep_out_of_graphs
     def step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -132,6 +135,7 @@ class TorchCalls:
             return self._step_with_scaler(optimizer, args, kwargs, max_norm)
         return self._engine.step(optimizer, args, kwargs, max_norm)
 
+    @keep_out_of_graphs
     def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
         """End the iteration: let the scale back off, count or grow; or set it by hand.
 
@@ -165,6 +169,7 @@ class TorchCalls:
 
     # --- looking and setting ----------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def get_scale(self, name: str | None = None) -> float:
         """Return the scale (of the loss of this name), 1.0 if the scaler is disabled. Sync: one."""
         return self._named(name).value()
@@ -206,6 +211,7 @@ class TorchCalls:
 
     # --- saving and loading -----------------------------------------------------------------------
 
+    @keep_out_of_graphs
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last ``update``; ``{}`` if the scaler is disabled.
 
@@ -217,6 +223,7 @@ class TorchCalls:
         """
         return self._engine.save().to_dict()
 
+    @keep_out_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that this class or ``torch.amp.GradScaler`` saved.
 
@@ -286,6 +293,7 @@ class TorchCalls:
         on_device = self._engine.scales[None].on_device
         return None if on_device is None else on_device.scale
 
+    @keep_out_of_graphs
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         return self._engine.check(optimizer)
 
