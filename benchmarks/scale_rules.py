@@ -32,7 +32,7 @@ from halfstep.demo.gpt import GPT, GPTConfig
 from halfstep.demo.machine import device_name
 from halfstep.demo.settings import MEAN_OVER
 from halfstep.demo.text import Corpus, draw_batches
-from halfstep.scaling.rules import Dynamic, LogMax, Rule, Static
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule, Static
 
 Batch = tuple[Tensor, Tensor]
 COMPARE_EVERY = 10

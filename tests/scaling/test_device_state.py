@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.scaling.checks import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from halfstep.scaling.device import DeviceState, StateSnapshot
-from halfstep.scaling.rules import Dynamic, LogMax, Rule, Static
-from halfstep.scaling.slots import SLOT
-from halfstep.scaling.state import ScaleState
-from halfstep.scaling.table import Answers, next_sources
-from halfstep.scaling.transition import next_state
+from halfstep.scaling.scale.device_state import DeviceState, StateSnapshot
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule, Static
+from halfstep.scaling.scale.slots import SLOT
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.scale.table import Answers, next_sources
+from halfstep.scaling.scale.transition import next_state
 
 CPU = torch.device("cpu")
 

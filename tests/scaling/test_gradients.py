@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.scaling import gradients, passes
+from halfstep.scaling import scalars
+from halfstep.scaling.gradients import collecting, passes
 
 
 def optimizer_over(*grads: torch.Tensor) -> torch.optim.Optimizer:
@@ -74,13 +75,13 @@ KINDS = [
 CPU = torch.device("cpu")
 
 
-def collect(optimizer: torch.optim.Optimizer) -> gradients.Gradients:
-    return gradients.collect(gradients.parameters(optimizer))
+def collect(optimizer: torch.optim.Optimizer) -> collecting.Gradients:
+    return collecting.collect(collecting.parameters(optimizer))
 
 
 def unscale(optimizer: torch.optim.Optimizer, scale: float, *, can_amplify: bool) -> bool:
     found = passes.unscale_(collect(optimizer), torch.tensor(scale), can_amplify=can_amplify)
-    return bool(passes.combine(found.values(), CPU))
+    return bool(scalars.combine(found.values(), CPU))
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -123,7 +124,7 @@ def test_measure_against_the_loop_and_changes_nothing(kind: str, bad: float | No
                 want.item() / 4.0, rel=1e-2 if grad.dtype.itemsize < 4 else 1e-6
             )
     total = norms.total(CPU)
-    assert bool(passes.is_nonfinite(total)) == (bad is not None)
+    assert bool(scalars.is_nonfinite(total)) == (bad is not None)
     if bad is None:
         assert total.item() == pytest.approx(4.0 * math.hypot(*unscaled), rel=1e-6)
     for param, want in zip(params_of(optimizer), before, strict=True):
@@ -235,7 +236,7 @@ def test_gradients_are_sorted_by_device_and_dtype() -> None:
 def test_float16_is_refused_with_names() -> None:
     found = collect(optimizer_over(*[torch.ones(2, 3, dtype=torch.float16) for _ in range(5)]))
     with pytest.raises(ValueError, match="SGD has float16 gradients") as error:
-        gradients.refuse_float16(found, "SGD", lambda: list("abcde"))
+        collecting.refuse_float16(found, "SGD", lambda: list("abcde"))
     text = str(error.value)
     assert "a (float16[2, 3] on cpu), b (float16[2, 3] on cpu)" in text
     assert "c (float16[2, 3] on cpu) and 2 more" in text
@@ -257,7 +258,7 @@ def test_gradients_that_cannot_be_written_to_are_replaced(grad: torch.Tensor) ->
     param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
     param.grad = grad
     before = grad.clone()
-    found = gradients.collect([param])
+    found = collecting.collect([param])
     passes.multiply_(found, torch.tensor(0.5))
     assert torch.equal(param.grad, before / 2)
     assert torch.equal(grad, before)
@@ -271,7 +272,7 @@ def test_another_sparse_layout_is_refused_before_anything_changes() -> None:
         rows = torch.nn.Parameter(torch.ones(2, 2).to_sparse_csr())
         rows.grad = torch.ones(2, 2).to_sparse_csr()
     with pytest.raises(TypeError, match=r"float32\[2, 2\] on cpu in the layout torch.sparse_csr"):
-        gradients.collect([expanded, rows])
+        collecting.collect([expanded, rows])
     assert expanded.grad.stride() == (0,)
 
 
@@ -282,6 +283,6 @@ def test_overflow_by_division_is_foreseen(dtype: torch.dtype, scale: float) -> N
     for entry, overflows in [(most * scale, False), (most, True)]:
         grad = torch.tensor([0.0, -entry], dtype=dtype)
         found = passes.overflows_when_divided(collect(optimizer_over(grad)), torch.tensor(scale))
-        assert bool(passes.combine(found, CPU)) == overflows
+        assert bool(scalars.combine(found, CPU)) == overflows
         unscaled = grad * torch.tensor(1 / scale)
         assert bool(unscaled.isinf().any()) == overflows

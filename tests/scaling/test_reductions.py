@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep.scaling import reductions
-from halfstep.scaling.reductions import (
+from halfstep.scaling.gradients import reductions
+from halfstep.scaling.gradients.reductions import (
     BATCH,
     PIECE,
     ROW,

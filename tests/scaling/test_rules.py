@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep.scaling.rules import (
+from halfstep.scaling.scale.rules import (
     LARGEST_HEADROOM,
     RULES,
     Dynamic,

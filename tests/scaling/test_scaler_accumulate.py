@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.rules import LogMax
+from halfstep.scaling.scale.rules import LogMax
 
 SCALE = 2.0**10
 GOOD, OVERFLOW, BAD_LOSS = "good", "overflow", "loss"

@@ -15,7 +15,7 @@ import torch
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.rules import LogMax
+from halfstep.scaling.scale.rules import LogMax
 
 SCALE = 2.0**10
 

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from halfstep.scaling import GradScaler, passes, stepping
-from halfstep.scaling.gradients import collect
-from halfstep.scaling.outliers import NormLimit
-from halfstep.scaling.rules import Dynamic, LogMax, Rule
-from halfstep.scaling.scale import LossScale
-from halfstep.scaling.state import ScaleState
+from halfstep.scaling import GradScaler
+from halfstep.scaling.gradients import passes
+from halfstep.scaling.gradients.collecting import collect
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.steps import stepping
+from halfstep.scaling.steps.outliers import NormLimit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from halfstep.errors import CallOrderError, SkippedStepsError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.rules import Dynamic, LogMax, Static
-from halfstep.scaling.state import Reason, ScaleState
-from halfstep.scaling.transition import next_state
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Static
+from halfstep.scaling.scale.state import Reason, ScaleState
+from halfstep.scaling.scale.transition import next_state
 
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))
 FIRST_SEED = int(os.environ.get("HALFSTEP_FUZZ_SEED", "0"))

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from halfstep.scaling import GradScaler
-from halfstep.scaling.device import DeviceState
-from halfstep.scaling.reductions import largest_magnitudes, sums_of_squares
-from halfstep.scaling.rules import Dynamic, LogMax, Static
-from halfstep.scaling.state import ScaleState
-from halfstep.scaling.transition import next_state
+from halfstep.scaling.gradients.reductions import largest_magnitudes, sums_of_squares
+from halfstep.scaling.scale.device_state import DeviceState
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Static
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.scale.transition import next_state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

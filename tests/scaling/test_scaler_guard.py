@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.scaling import GradScaler, Static
-from halfstep.scaling.outliers import NormLimit
+from halfstep.scaling.steps.outliers import NormLimit
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 

@@ -30,9 +30,9 @@ from hypothesis.stateful import (
 from torch.nn.utils import clip_grad_norm_
 
 from halfstep.scaling import GradScaler
-from halfstep.scaling.rules import Dynamic
-from halfstep.scaling.state import TORCH_KEYS, ScaleState
-from halfstep.scaling.transition import next_state
+from halfstep.scaling.scale.rules import Dynamic
+from halfstep.scaling.scale.state import TORCH_KEYS, ScaleState
+from halfstep.scaling.scale.transition import next_state
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "foreach": False}),

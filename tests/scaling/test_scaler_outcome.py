@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.journal import HISTORY_LENGTH
+from halfstep.scaling.outcomes.journal import HISTORY_LENGTH
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 

@@ -17,8 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep.scaling import GradScaler, reductions
-from halfstep.scaling.rules import LogMax
+from halfstep.scaling import GradScaler
+from halfstep.scaling.gradients import reductions
+from halfstep.scaling.scale.rules import LogMax
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
 DTYPES = [torch.float32, torch.bfloat16]

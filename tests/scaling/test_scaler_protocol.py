@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.scaling import GradScaler, passes
+from halfstep.scaling import GradScaler, scalars
 
 
 class CountItems(TorchDispatchMode):
@@ -140,7 +140,7 @@ def test_below_one_a_fused_optimizer_skips(
 
 
 def test_an_overflow_on_each_of_two_devices_counts_as_one() -> None:
-    found = passes.combine([torch.ones(()), torch.zeros(()), torch.ones(())], torch.device("cpu"))
+    found = scalars.combine([torch.ones(()), torch.zeros(()), torch.ones(())], torch.device("cpu"))
     assert found.item() == 1.0
 
 

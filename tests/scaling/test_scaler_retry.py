@@ -17,8 +17,8 @@ import torch
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.retrying import Randomness
-from halfstep.scaling.rules import Dynamic, Static
+from halfstep.scaling.loops.retrying import Randomness
+from halfstep.scaling.scale.rules import Dynamic, Static
 
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.rules import Dynamic, LogMax, Static
-from halfstep.scaling.state import ScaleState
-from halfstep.scaling.transition import next_state
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Static
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.scale.transition import next_state
 
 TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 

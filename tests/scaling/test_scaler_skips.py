@@ -9,8 +9,8 @@ import torch
 
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 from halfstep.scaling import GradScaler
-from halfstep.scaling.alarm import Alarm, SkipReport
-from halfstep.scaling.rules import Dynamic, Static
+from halfstep.scaling.outcomes.alarm import Alarm, SkipReport
+from halfstep.scaling.scale.rules import Dynamic, Static
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 

@@ -18,8 +18,8 @@ from halfstep.scaling.checks import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep.scaling.rules import Dynamic, LogMax, Static
-from halfstep.scaling.state import Reason, ScaleState, reason
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Static
+from halfstep.scaling.scale.state import Reason, ScaleState, reason
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)
 counts = st.integers(0, 10) | st.integers(0, LARGEST_COUNT)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep.scaling.checks import LARGEST_SCALE
-from halfstep.scaling.rules import Dynamic, LogMax, Rule, Static
-from halfstep.scaling.state import Reason, ScaleState, reason
-from halfstep.scaling.transition import next_state
+from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule, Static
+from halfstep.scaling.scale.state import Reason, ScaleState, reason
+from halfstep.scaling.scale.transition import next_state
 
 
 def run(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.scaling import clipping, gates
 from halfstep.scaling.checks import checked_count
-from halfstep.scaling.closures import Closure, drop_gradients, split_closure
-from halfstep.scaling.gradients import collect, parameters
-from halfstep.scaling.outcome import Findings, Outcome, StepGradients
-from halfstep.scaling.rules import Static
-from halfstep.scaling.scale import LossScale
+from halfstep.scaling.gradients.collecting import collect, parameters
+from halfstep.scaling.loops.closures import Closure, drop_gradients, split_closure
+from halfstep.scaling.outcomes import gates
+from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.scale.rules import Static
+from halfstep.scaling.scale.state import ScaleState
 from halfstep.scaling.scaler import GradScaler
-from halfstep.scaling.state import ScaleState
-from halfstep.scaling.stepping import Preparation
+from halfstep.scaling.steps import clipping
+from halfstep.scaling.steps.stepping import Preparation
 
 
 class DisabledGradScaler(GradScaler):

@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import clipping, passes, stepping
-from halfstep.scaling.early_clipping import EarlyClipping
-from halfstep.scaling.gradients import Gradients, collect, parameters, refuse_float16
-from halfstep.scaling.iteration import (
+from halfstep.scaling import scalars
+from halfstep.scaling.gradients import passes
+from halfstep.scaling.gradients.collecting import Gradients, collect, parameters, refuse_float16
+from halfstep.scaling.optimizers import handles_scale, name, step_with_scale
+from halfstep.scaling.outcomes.journal import Journal
+from halfstep.scaling.outcomes.names import Names
+from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep.scaling.saving import Saved
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.scale.losses import Multiplier
+from halfstep.scaling.scale.rules import Rule
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.steps import clipping, stepping
+from halfstep.scaling.steps.early_clipping import EarlyClipping
+from halfstep.scaling.steps.iteration import (
     Blocks,
     Iteration,
     Look,
@@ -24,17 +35,8 @@ from halfstep.scaling.iteration import (
     nothing_checked,
     versions,
 )
-from halfstep.scaling.journal import Journal
-from halfstep.scaling.losses import Multiplier
-from halfstep.scaling.names import Names
-from halfstep.scaling.optimizers import handles_scale, name, step_with_scale
-from halfstep.scaling.outcome import Findings, Outcome, StepGradients
-from halfstep.scaling.outliers import NormLimits
-from halfstep.scaling.rules import Rule
-from halfstep.scaling.saving import Saved
-from halfstep.scaling.scale import LossScale
-from halfstep.scaling.state import ScaleState
-from halfstep.scaling.stepping import Preparation
+from halfstep.scaling.steps.outliers import NormLimits
+from halfstep.scaling.steps.stepping import Preparation
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -184,7 +186,7 @@ class Engine:
         if is_lost or not gradients.grads:
             found_inf = torch.full((), float(is_lost), device=device)
         else:  # each block was finite, and their sum may not be
-            found_inf = passes.is_nonfinite(passes.measure(gradients, None).total(device))
+            found_inf = scalars.is_nonfinite(passes.measure(gradients, None).total(device))
         look = Look(blocks.scale, gradients, {device: found_inf})
         self.iteration.add(look)
         record.looks, record.blocks = [look], None
@@ -344,7 +346,7 @@ class Engine:
             result = None
         else:
             factor = ready.factor()
-            undo = undo if factor is None else passes.reciprocal(factor)
+            undo = undo if factor is None else scalars.reciprocal(factor)
             stepping.multiply_(ready)
             try:
                 # Through the instance: accelerate replaces `step` there to see whether it was

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep.scaling.outliers import NormLimits
-from halfstep.scaling.state import ScaleState
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.steps.outliers import NormLimits
 
 OURS = "halfstep"
 """The key of what torch.amp does not know."""

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from halfstep._torch import keep_out_of_graphs
-from halfstep.scaling import clipping, gates
-from halfstep.scaling.accumulation import accumulate
-from halfstep.scaling.alarm import Alarm, OnSkips
-from halfstep.scaling.device import available_device
+from halfstep.scaling.devices import available_device
 from halfstep.scaling.engine import Engine
-from halfstep.scaling.outcome import HistoryEntry, Outcome
-from halfstep.scaling.retrying import retry
-from halfstep.scaling.rules import Dynamic, Rule
-from halfstep.scaling.state import ScaleState
+from halfstep.scaling.loops.accumulation import accumulate
+from halfstep.scaling.loops.retrying import retry
+from halfstep.scaling.outcomes import gates
+from halfstep.scaling.outcomes.alarm import Alarm, OnSkips
+from halfstep.scaling.outcomes.outcome import HistoryEntry, Outcome
+from halfstep.scaling.scale.rules import Dynamic, Rule
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.steps import clipping
 from halfstep.scaling.torch_calls import TorchCalls
 
 

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
-from halfstep.scaling import clipping, reporting
-from halfstep.scaling.alarm import Alarm
-from halfstep.scaling.closures import split_closure, step_with_closure
-from halfstep.scaling.device import default_device
+from halfstep.scaling.devices import default_device
 from halfstep.scaling.engine import Engine
-from halfstep.scaling.gradients import parameters
+from halfstep.scaling.gradients.collecting import parameters
+from halfstep.scaling.loops.closures import split_closure, step_with_closure
 from halfstep.scaling.optimizers import handles_scale, name, takes_scaler
-from halfstep.scaling.rules import Dynamic, Rule
+from halfstep.scaling.outcomes import reporting
+from halfstep.scaling.outcomes.alarm import Alarm
 from halfstep.scaling.saving import Saved
-from halfstep.scaling.scale import LossScale
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.scale.rules import Dynamic, Rule
+from halfstep.scaling.steps import clipping
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
 """So many calls of ``scale`` without an ``update`` are no accumulation but a forgotten call."""

@@ -10,7 +10,7 @@ import torch
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling.optimizers import name
-from halfstep.scaling.outcome import HistoryEntry, Outcome, read_all
+from halfstep.scaling.outcomes.outcome import HistoryEntry, Outcome, read_all
 
 HISTORY_LENGTH = 10_000
 """So many steps are kept, some hundred bytes each on the device."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
-from halfstep.scaling import gradients, passes
 from halfstep.scaling.checks import checked_scale
-from halfstep.scaling.device import DeviceState, StateSnapshot, moved
-from halfstep.scaling.host_copy import HostCopy
-from halfstep.scaling.rules import LogMax, Rule
-from halfstep.scaling.state import ScaleState
+from halfstep.scaling.scalars import any_of, describe, is_nonfinite, moved
+from halfstep.scaling.scale.device_state import DeviceState, StateSnapshot
+from halfstep.scaling.scale.host_copy import HostCopy
+from halfstep.scaling.scale.rules import LogMax, Rule
+from halfstep.scaling.scale.state import ScaleState
 
 
 class LossScale:
@@ -70,7 +70,7 @@ class LossScale:
     def take_bad_loss(self) -> Tensor:
         """Return 1 if a loss since the last ``update`` was not finite, else 0, and forget it."""
         assert self.on_device is not None
-        is_bad = passes.is_nonfinite(self.on_device.bad_loss)
+        is_bad = is_nonfinite(self.on_device.bad_loss)
         self.on_device.bad_loss.zero_()
         return is_bad
 
@@ -112,9 +112,9 @@ class LossScale:
         assert self.on_device is not None
         device = self.on_device.device
         self.on_device.update_(
-            passes.any_of(found_inf, device),
+            any_of(found_inf, device),
             self.host,
-            outlier=passes.any_of(outliers, device) if outliers else None,
+            outlier=any_of(outliers, device) if outliers else None,
             amax=torch.stack([moved(amax, device) for amax in amaxes]).amax() if amaxes else None,
         )
 
@@ -133,10 +133,10 @@ class LossScale:
 
     def _set_from_tensor(self, new_scale: Tensor) -> None:
         if new_scale.is_complex() or new_scale.dtype == torch.bool:
-            raise TypeError(f"new_scale is {gradients.describe(new_scale)}: pass a real tensor")
+            raise TypeError(f"new_scale is {describe(new_scale)}: pass a real tensor")
         if new_scale.numel() != 1 or new_scale.requires_grad:
             raise ValueError(
-                f"new_scale is {gradients.describe(new_scale)} with "
+                f"new_scale is {describe(new_scale)} with "
                 f"requires_grad={new_scale.requires_grad}: pass a number or a tensor with one "
                 "element that requires no gradient (tensor.detach())"
             )

@@ -14,9 +14,9 @@ from torch import Tensor
 from halfstep.errors import CallOrderError
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.engine import Engine
-from halfstep.scaling.gradients import parameters
+from halfstep.scaling.gradients.collecting import parameters
 from halfstep.scaling.optimizers import name
-from halfstep.scaling.state import Reason
+from halfstep.scaling.scale.state import Reason
 
 
 def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:

@@ -9,16 +9,16 @@ Source of the clipping: Pascanu et al., "On the difficulty of training recurrent
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from halfstep._torch import check_and_unscale_
-from halfstep.scaling.device import moved
-from halfstep.scaling.gradients import Gradients
-from halfstep.scaling.reductions import largest_magnitudes, sums_of_squares
+from halfstep.scaling.gradients.collecting import Gradients
+from halfstep.scaling.gradients.reductions import largest_magnitudes, sums_of_squares
+from halfstep.scaling.scalars import is_nonfinite, moved, reciprocal
 
 CLIP_EPSILON = 1e-6
 """What PyTorch adds to the norm before it divides by it."""
@@ -169,21 +169,6 @@ def overflows_when_divided(gradients: Gradients, scale: Tensor) -> list[Tensor]:
     return found
 
 
-def combine(found: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1 or more, else 0.
-
-    Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1,
-    and who shares the flag between ranks (``_found_inf_per_device``) may have added it up.
-    """
-    return any_of(found, device).clamp(max=1.0)
-
-
-def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one float32 scalar on ``device``: 1 if any of ``found``, all 1 or 0, is 1, else 0."""
-    first, *others = (moved(found_inf, device) for found_inf in found)
-    return torch.stack([first, *others]).amax() if others else first
-
-
 @torch.no_grad()
 def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
     """Return the p-norm of all gradients together, a scalar on ``device``. One read (1 G)."""
@@ -203,11 +188,6 @@ def _vector_norm(norms: Sequence[Tensor], p: float) -> Tensor:
     return norm
 
 
-def is_nonfinite(scalar: Tensor) -> Tensor:
-    """Return 1.0 if a scalar is inf or NaN, else 0.0, in float32."""
-    return (scalar * 0.0).ne(0.0).float()  # torch.isfinite takes four kernels
-
-
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """Return what gradients of this norm are multiplied by so that it is ``max_norm`` at most.
 
@@ -216,12 +196,3 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """
     coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
     return torch.where((norm * 0.0).eq(0.0), coefficient, 1.0)
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1 / scale, rounded once."""
-    # Through float64 as in torch.amp: a float32 division may be inexact under some compiler
-    # options. MPS has no float64.
-    if scale.device.type == "mps":
-        return scale.reciprocal()
-    return scale.double().reciprocal().float()

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep.scaling import passes
-from halfstep.scaling.gradients import Gradients, collect
-from halfstep.scaling.iteration import Iteration, Look, OptimizerRecord, Stage
-from halfstep.scaling.outliers import NormLimit
-from halfstep.scaling.scale import LossScale
+from halfstep.scaling import scalars
+from halfstep.scaling.gradients import passes
+from halfstep.scaling.gradients.collecting import Gradients, collect
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.steps.iteration import Iteration, Look, OptimizerRecord, Stage
+from halfstep.scaling.steps.outliers import NormLimit
 
 
 @dataclass(eq=False)
@@ -65,7 +66,7 @@ class Preparation:
         """Return what the gradients are to be multiplied by, None for nothing."""
         if self.scale is None:
             return None if self.coefficient is None else self.coefficient.float()
-        factor = passes.reciprocal(self.scale)
+        factor = scalars.reciprocal(self.scale)
         return factor if self.coefficient is None else (factor * self.coefficient).float()
 
     def grad_scale(self) -> Tensor | None:
@@ -80,8 +81,8 @@ class Preparation:
         own = [] if self.look is None else list(self.look.found_inf.values())
         earlier = [scalar for look in self.looks for scalar in look.found_inf.values()]
         if earlier:  # others may have written to them since
-            return passes.combine([*earlier, *own], device)
-        return passes.any_of(own, device) if own else None
+            return scalars.combine([*earlier, *own], device)
+        return scalars.any_of(own, device) if own else None
 
 
 def gather(
@@ -124,7 +125,7 @@ def _unscale_what_was_left(look: Look) -> None:
     """Divide the gradients that a skipped step of another optimizer has left as they were."""
     if look.left_scaled is not None:
         is_left, scale = look.left_scaled
-        passes.multiply_(look.gradients, torch.where(is_left > 0, passes.reciprocal(scale), 1.0))
+        passes.multiply_(look.gradients, torch.where(is_left > 0, scalars.reciprocal(scale), 1.0))
         look.left_scaled = None
 
 
@@ -160,7 +161,7 @@ def measure(ready: Preparation) -> None:
         ready.norm = norm
         return
     ready.norm = norm / ready.scale
-    _remember(ready, ready.scale, [passes.is_nonfinite(norm)])
+    _remember(ready, ready.scale, [scalars.is_nonfinite(norm)])
 
 
 def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
@@ -170,7 +171,7 @@ def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
     if scale.can_amplify:
         found += passes.overflows_when_divided(ready.gradients, by)
     amax = passes.largest(ready.gradients, by) if scale.wants_amax else None
-    ready.look = Look(scale, ready.gradients, {device: passes.any_of(found, device)}, amax)
+    ready.look = Look(scale, ready.gradients, {device: scalars.any_of(found, device)}, amax)
 
 
 def limit(ready: Preparation, max_norm: float | None, norm_limit: NormLimit | None) -> None:

@@ -1,8 +1,8 @@
 """The changing part of a scale state on a device, with the transition done there.
 
 The host never waits: :meth:`DeviceState.update_` is
-:func:`halfstep.scaling.transition.next_state` in the same float32 arithmetic, and tests compare the
-two bit for bit.
+:func:`halfstep.scaling.scale.transition.next_state` in the same float32 arithmetic, and tests
+compare the two bit for bit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ import torch
 from torch import Tensor
 
 from halfstep.scaling.checks import LARGEST_SCALE, SMALLEST_SCALE
-from halfstep.scaling.rules import LogMax, Rule
-from halfstep.scaling.slots import SLOT, decode, encode, on_device, rule_slots, views
-from halfstep.scaling.state import ScaleState
-from halfstep.scaling.table import Table, logmax_candidates, scale_candidates, table, table_kind
+from halfstep.scaling.scalars import moved
+from halfstep.scaling.scale.rules import LogMax, Rule
+from halfstep.scaling.scale.slots import SLOT, decode, encode, on_device, rule_slots, views
+from halfstep.scaling.scale.state import ScaleState
+from halfstep.scaling.scale.table import (
+    Table,
+    logmax_candidates,
+    scale_candidates,
+    table,
+    table_kind,
+)
 
 
 class DeviceState:
@@ -30,7 +37,7 @@ class DeviceState:
         device: Where they live.
 
     Attributes:
-        buffer: float32 tensor; :mod:`halfstep.scaling.slots` says what is where.
+        buffer: float32 tensor; :mod:`halfstep.scaling.scale.slots` says what is where.
 
     Sync: none, in all methods but :meth:`read`.
     """
@@ -239,34 +246,3 @@ class StateSnapshot:
             (decode(row, state), row[SLOT["bad_loss"]] == 0)
             for row, (_, state) in zip(rows, snapshots, strict=True)
         ]
-
-
-def moved(scalar: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
-    # A copy to the CPU that nobody waits for would be read before it has arrived.
-    return scalar.to(device, non_blocking=device.type != "cpu")
-
-
-def available_device(device: str | torch.device) -> str:
-    """Return the name of a device that exists here.
-
-    Raises:
-        ValueError: There is no such device type, or PyTorch sees none of it on this machine.
-    """
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"GradScaler(device={device!r}): {error}") from error
-    is_available = getattr(getattr(torch, device.type, None), "is_available", lambda: True)
-    if not is_available():
-        raise ValueError(
-            f"GradScaler(device={str(device)!r}): PyTorch {torch.__version__} sees no "
-            f"{device.type} device on this machine. Leave the device out, GradScaler(), and that "
-            "of the first loss is taken; or pass enabled=False to train without scaling"
-        )
-    return str(device)
-
-
-def default_device() -> torch.device:
-    """Return the accelerator of this machine, the CPU if there is none."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

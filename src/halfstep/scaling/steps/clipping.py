@@ -10,10 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfstep.scaling import passes, stepping
+from halfstep.scaling import scalars
 from halfstep.scaling.checks import checked_number
-from halfstep.scaling.gradients import parameters
-from halfstep.scaling.stepping import Preparation
+from halfstep.scaling.gradients import passes
+from halfstep.scaling.gradients.collecting import parameters
+from halfstep.scaling.steps import stepping
+from halfstep.scaling.steps.stepping import Preparation
 
 Per = Literal["all", "layer", "parameter"]
 
@@ -101,7 +103,7 @@ def _clip_groups_(
     ready: Preparation, max_norm: float, norm_type: float, groups: list[list[int]]
 ) -> None:
     device = ready.loss_scale.tensor.device
-    inverse = None if ready.scale is None else passes.reciprocal(ready.scale)
+    inverse = None if ready.scale is None else scalars.reciprocal(ready.scale)
     for positions in groups:
         part = ready.gradients.at(positions)
         if ready.norms is None:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling.alarm import Culprit, culprits
-from halfstep.scaling.device import StateSnapshot
-from halfstep.scaling.gradients import Gradients, collect
-from halfstep.scaling.names import Names
+from halfstep.scaling.gradients.collecting import Gradients, collect
+from halfstep.scaling.gradients.passes import Norms, measure
 from halfstep.scaling.optimizers import name
-from halfstep.scaling.passes import Norms, measure
-from halfstep.scaling.scale import LossScale
-from halfstep.scaling.state import Reason, reason
+from halfstep.scaling.outcomes.alarm import Culprit, culprits
+from halfstep.scaling.outcomes.names import Names
+from halfstep.scaling.scale.device_state import StateSnapshot
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.scale.state import Reason, reason
 
 
 class HistoryEntry(NamedTuple):

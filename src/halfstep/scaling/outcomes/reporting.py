@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfstep.scaling.alarm import Alarm, SkipReport
-from halfstep.scaling.journal import Journal
-from halfstep.scaling.outcome import Outcome
-from halfstep.scaling.scale import LossScale
-from halfstep.scaling.state import Reason, ScaleState
+from halfstep.scaling.outcomes.alarm import Alarm, SkipReport
+from halfstep.scaling.outcomes.journal import Journal
+from halfstep.scaling.outcomes.outcome import Outcome
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.scale.state import Reason, ScaleState
 
 NUM_SEARCHED = 16
 """The skipped step is looked for among this many: those of one iteration, or of some before it."""

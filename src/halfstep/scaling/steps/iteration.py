@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import passes
-from halfstep.scaling.gradients import Gradients, parameters
+from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.optimizers import name
-from halfstep.scaling.scale import LossScale
+from halfstep.scaling.scalars import combine
+from halfstep.scaling.scale.loss_scale import LossScale
 
 
 class Stage(Enum):
@@ -95,7 +95,7 @@ class OptimizerRecord:
         for look in self.looks:
             for device, scalar in look.found_inf.items():
                 found.setdefault(device, []).append(scalar)
-        return {device: passes.combine(scalars, device) for device, scalars in found.items()}
+        return {device: combine(flags, device) for device, flags in found.items()}
 
 
 class Iteration:

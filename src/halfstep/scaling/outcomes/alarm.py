@@ -11,8 +11,8 @@ import torch
 
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 from halfstep.scaling.checks import checked_count
-from halfstep.scaling.gradients import Gradients
-from halfstep.scaling.state import Reason
+from halfstep.scaling.gradients.collecting import Gradients
+from halfstep.scaling.scale.state import Reason
 
 NUM_NAMED = 5
 """A message names this many parameters and counts the rest."""

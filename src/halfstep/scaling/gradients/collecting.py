@@ -10,6 +10,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from halfstep.scaling.scalars import describe
+
 NUM_NAMED = 3
 """An error message names this many parameters and counts the rest."""
 
@@ -128,12 +130,6 @@ def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[st
         "Cure: keep the parameters in float32 (model.float()) and let autocast choose float16 for "
         "each op; or train in bfloat16, which needs no GradScaler."
     )
-
-
-def describe(tensor: Tensor) -> str:
-    """Return dtype, shape and device in a few words: ``float16[4, 8] on cpu``."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype}{list(tensor.shape)} on {tensor.device}"
 
 
 # Thousands of gradients, all alike: asked by map(), one question after the other, they cost half of

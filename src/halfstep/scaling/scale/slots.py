@@ -4,7 +4,7 @@ A buffer has a slot of four bytes for every number: float32, or int32 in the sam
 of slots with the same columns come first: the *row* holds the state and what is found in an
 iteration, the *limits* are what its columns are compared with, and the *next row* is the row with
 some columns counted up. Behind them are values that are only needed on the way to the next state
-(:mod:`halfstep.scaling.table`).
+(:mod:`halfstep.scaling.scale.table`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from halfstep.scaling.checks import LARGEST_COUNT, float32_bits, float32_from_bits
-from halfstep.scaling.rules import LogMax, Rule
-from halfstep.scaling.state import COUNTS, ScaleState
+from halfstep.scaling.scale.rules import LogMax, Rule
+from halfstep.scaling.scale.state import COUNTS, ScaleState
 
 # Neighbours are copied, cleared or computed together.
 _TOGETHER = (

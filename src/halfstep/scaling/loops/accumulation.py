@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import stepping
 from halfstep.scaling.engine import Engine
-from halfstep.scaling.gradients import Gradients, parameters
-from halfstep.scaling.iteration import (
+from halfstep.scaling.gradients.collecting import Gradients, parameters
+from halfstep.scaling.optimizers import name
+from halfstep.scaling.scale.loss_scale import LossScale
+from halfstep.scaling.steps import stepping
+from halfstep.scaling.steps.iteration import (
     Blocks,
     Iteration,
     Look,
@@ -22,8 +24,6 @@ from halfstep.scaling.iteration import (
     Stage,
     versions,
 )
-from halfstep.scaling.optimizers import name
-from halfstep.scaling.scale import LossScale
 
 Stash: TypeAlias = list[tuple[Tensor, Tensor | None]]
 """Parameters and the gradients they had."""

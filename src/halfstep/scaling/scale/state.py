@@ -1,8 +1,8 @@
 """The state of a gradient scaler, in plain Python numbers.
 
 Nothing here needs a tensor or a device. How it goes on is
-:func:`halfstep.scaling.transition.next_state`; :class:`halfstep.scaling.device.DeviceState` is the
-same on a device.
+:func:`halfstep.scaling.scale.transition.next_state`; the same on a device is
+:class:`halfstep.scaling.scale.device_state.DeviceState`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep.scaling.checks import (
     checked_scale,
     round_to_float32,
 )
-from halfstep.scaling.rules import (
+from halfstep.scaling.scale.rules import (
     LARGEST_HEADROOM,
     Dynamic,
     Rule,
@@ -95,7 +95,7 @@ class ScaleState:
         skipped_in_a_row: Number of iterations skipped since the last one that was taken.
         num_taken: Number of iterations whose step was taken.
         num_skipped: Number of iterations whose step was skipped.
-        headroom: What :class:`~halfstep.scaling.rules.LogMax` leaves above almost all gradients.
+        headroom: What ``LogMax`` leaves above almost all gradients.
         log2_mean: Mean of the log2 of the largest gradient magnitude, for ``LogMax``.
         log2_var: Variance of it.
         log2_weight: Weight of all steps in the two; 0 before the first.

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
-from halfstep.scaling.journal import Journal
+from halfstep.scaling.outcomes.journal import Journal
 
 Count = Literal["updates", "attempts"]
 

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import passes, stepping
+from halfstep.scaling import scalars
 from halfstep.scaling.engine import Engine
-from halfstep.scaling.gradients import Gradients, parameters
-from halfstep.scaling.iteration import Iteration, Look, OptimizerRecord, Stage, nothing_checked
+from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.optimizers import name
-from halfstep.scaling.stepping import Preparation
+from halfstep.scaling.steps import stepping
+from halfstep.scaling.steps.iteration import (
+    Iteration,
+    Look,
+    OptimizerRecord,
+    Stage,
+    nothing_checked,
+)
+from halfstep.scaling.steps.stepping import Preparation
 
 Closure = Callable[[], Any]
 
@@ -193,7 +200,7 @@ class _Evaluations:
             raise nothing_checked(optimizer)
         self.last = ready
         outlier = [] if ready.outlier is None else [ready.outlier]
-        if passes.combine([found_inf, *outlier], found_inf.device).item():
+        if scalars.combine([found_inf, *outlier], found_inf.device).item():
             raise UnusableEvaluationError
         stepping.multiply_(ready)
 

@@ -1,0 +1,1 @@
+"""Finding gradients, and passing over them."""

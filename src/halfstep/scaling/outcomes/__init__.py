@@ -1,0 +1,1 @@
+"""What became of the steps, and who is told."""

@@ -1,0 +1,1 @@
+"""What happens to the gradients of one optimizer in one iteration."""
