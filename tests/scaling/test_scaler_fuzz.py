@@ -594,8 +594,9 @@ class World:
 
     def forget_other_losses(self, loss: Loss) -> None:
         """Drop gradients left from an earlier iteration that would be taken for this loss's."""
+        in_blocks = {param for opt in self.opts if opt.blocks for param in opt.params}
         for param in self.params:
-            if param.look is None and param.loss != loss and param.scaled_by != 1.0:
+            if param.look is None and param.loss != loss and param not in in_blocks:
                 param.forget()
 
     def backward(self, params: list[Param], loss: Loss, bad: float = 0.0) -> None:

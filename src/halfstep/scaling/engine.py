@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,34 +11,26 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import scalars
 from halfstep.scaling.gradients import passes
-from halfstep.scaling.gradients.collecting import Gradients, collect, parameters, refuse_float16
-from halfstep.scaling.optimizers import handles_scale, name, step_with_scale
+from halfstep.scaling.gradients.collecting import Gradients, collect, parameters
+from halfstep.scaling.names import Names
+from halfstep.scaling.optimizers import name
 from halfstep.scaling.outcomes.journal import Journal
-from halfstep.scaling.outcomes.names import Names
 from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
-from halfstep.scaling.saving import Saved
 from halfstep.scaling.scale.loss_scale import LossScale
-from halfstep.scaling.scale.losses import Multiplier
-from halfstep.scaling.scale.rules import Rule
+from halfstep.scaling.scale.scales import Scales
 from halfstep.scaling.scale.state import ScaleState
 from halfstep.scaling.steps import clipping, stepping
-from halfstep.scaling.steps.early_clipping import EarlyClipping
+from halfstep.scaling.steps.blocks import end_blocks
 from halfstep.scaling.steps.iteration import (
-    Blocks,
     Iteration,
     Look,
     OptimizerRecord,
     Stage,
     nothing_checked,
-    versions,
 )
-from halfstep.scaling.steps.outliers import NormLimits
-from halfstep.scaling.steps.stepping import Preparation
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
+from halfstep.scaling.steps.stepping import Preparation, refuse_float16
+from halfstep.scaling.steps.taking import Args, Kwargs, Steps, require_found
 
 
 class Engine:
@@ -50,51 +41,19 @@ class Engine:
     """
 
     def __init__(self, first: ScaleState) -> None:
-        self.first = first
-        self.scales: dict[str | None, LossScale] = {None: LossScale(first)}
+        self.scales = Scales(first)
         self.iteration = Iteration()
         self.journal = Journal()
         self.names = Names()
-        self.norm_limits = NormLimits()
-        self.early_clipping = EarlyClipping()
-
-    def set_rule(self, rule: Rule) -> None:
-        """Move all scales by another rule. Sync: none."""
-        self.first = replace(self.first, rule=rule)
-        for scale in self.scales.values():
-            scale.set_rule(rule)
-
-    def save(self) -> Saved:
-        """Return what a checkpoint holds. Sync: one for each loss."""
-        states = {loss: scale.read() for loss, scale in self.scales.items()}
-        return Saved(states, self.norm_limits)
-
-    def load(self, saved: Saved) -> None:
-        """Take over what a checkpoint held. Sync: none."""
-        self.norm_limits = saved.norm_limits
-        rule = saved.scales[None].rule
-        self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
-        for loss in self.scales.keys() - saved.scales.keys():
-            del self.scales[loss]
-        for loss, state in saved.scales.items():
-            self.scales.setdefault(loss, LossScale(state)).load(state)
+        self.steps = Steps(self.names)
 
     # --- losses -----------------------------------------------------------------------------------
 
     def scale(self, outputs: Any, loss: str | None) -> Any:
         """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
-        scale = self.scales.get(loss) or LossScale(self.first)
-        scaled = Multiplier(scale.see_loss)(outputs)
-        self.scales[loss] = scale
+        scaled = self.scales.multiply(outputs, loss)
         self.iteration.count_loss(loss)
         return scaled
-
-    def device_type(self) -> str | None:
-        """Return the type of the device that the first loss came from, None before it."""
-        for scale in self.scales.values():
-            if scale.on_device is not None:
-                return scale.on_device.device.type
-        return None
 
     def scale_of_iteration(self, method: str, optimizer: object, params: list[Tensor]) -> LossScale:
         """Return the scale of the losses since the last ``update``.
@@ -148,48 +107,9 @@ class Engine:
             scale = record.looks[0].scale
         else:
             scale = self.scale_of_iteration(method, record.optimizer, params)
-        self._end_blocks(params)
-        refuse = partial(self.refuse_float16, optimizer=record.optimizer)
+        end_blocks(self.iteration, params)
+        refuse = partial(refuse_float16, optimizer=record.optimizer, names=self.names)
         return stepping.gather(params, self.iteration, record, scale, refuse)
-
-    def _end_blocks(self, params: list[Tensor]) -> None:
-        """Put the blocks of ``accumulate`` together whose gradients are those of ``params``."""
-        with_blocks = [r for r in self.iteration.records() if r.blocks is not None]
-        wanted = set(map(id, params)) if with_blocks else set()
-        for record in with_blocks:
-            # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
-            if record.blocks and not wanted.isdisjoint(map(id, parameters(record.optimizer))):
-                self._require_no_backward_after(record, record.blocks)
-                self._put_together(record, record.blocks)
-
-    def _require_no_backward_after(self, record: OptimizerRecord, blocks: Blocks) -> None:
-        has_new_loss = self.iteration.num_losses != blocks.num_losses
-        if has_new_loss and versions(record.optimizer) != blocks.versions:
-            raise CallOrderError(
-                f"accumulate({name(record.optimizer)}): a loss was scaled and backward() called "
-                "after the last block, which adds scaled gradients to unscaled ones. Put every "
-                "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
-                "end this one"
-            )
-
-    def _put_together(self, record: OptimizerRecord, blocks: Blocks) -> None:
-        """Make the sum over the good blocks an average over as many as there were."""
-        assert blocks.scale is not None
-        device = blocks.scale.tensor.device
-        is_lost = blocks.bad == blocks.count
-        gradients = collect(parameters(record.optimizer))
-        if blocks.bad and not is_lost and not blocks.has_several_losses:
-            factor = blocks.count / (blocks.count - blocks.bad)
-            passes.multiply_(gradients, torch.tensor(factor, device=device))
-        if is_lost and not blocks.overflowed:
-            blocks.scale.see_loss(torch.full((), torch.inf, device=device))
-        if is_lost or not gradients.grads:
-            found_inf = torch.full((), float(is_lost), device=device)
-        else:  # each block was finite, and their sum may not be
-            found_inf = scalars.is_nonfinite(passes.measure(gradients, None).total(device))
-        look = Look(blocks.scale, gradients, {device: found_inf})
-        self.iteration.add(look)
-        record.looks, record.blocks = [look], None
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale. Sync: none."""
@@ -201,7 +121,7 @@ class Engine:
                 "step(); call update() at the end of the iteration"
             )
         ready = self.gather("unscale_", record)
-        self.refuse_float16(ready, optimizer)
+        refuse_float16(ready, optimizer, self.names)
         stepping.unscale_(ready)
         self.keep(ready, record, Stage.UNSCALED)
 
@@ -224,10 +144,10 @@ class Engine:
             ready = self.gather("clip_grad_norm_", record)
         else:
             scale = self.scale_of_iteration("clip_grad_norm_", target, params)
-            self._end_blocks(params)
-            refuse = partial(self.refuse_float16, optimizer=None)
+            end_blocks(self.iteration, params)
+            refuse = partial(refuse_float16, optimizer=None, names=self.names)
             ready = stepping.gather(params, self.iteration, None, scale, refuse)
-        self.refuse_float16(ready, optimizer)
+        refuse_float16(ready, optimizer, self.names)
         norm = clipping.clip_(
             ready,
             max_norm,
@@ -240,14 +160,6 @@ class Engine:
         elif ready.look is not None:
             self.iteration.add(ready.look)
         return norm
-
-    def refuse_float16(self, ready: Preparation, optimizer: torch.optim.Optimizer | None) -> None:
-        """Raise if float16 gradients would have to be unscaled in place."""
-        if ready.scale is not None:
-            owner = "the list of parameters" if optimizer is None else name(optimizer)
-            refuse_float16(
-                ready.gradients, owner, lambda: self.names.of(ready.gradients.params, optimizer)
-            )
 
     def keep(self, ready: Preparation, record: OptimizerRecord, stage: Stage) -> None:
         """Remember what was found and done; without any gradient there is nothing to remember."""
@@ -276,8 +188,9 @@ class Engine:
         if record.stage is Stage.SCALED and all(p.grad is None for p in parameters(optimizer)):
             raise nothing_checked(optimizer)
         ready = self.gather("step", record)
-        run = self._step_fused if handles_scale(optimizer) else self._step_plain
-        return run(record, ready, args, kwargs, max_norm)
+        result, found_inf = self.steps.take(optimizer, ready, args, kwargs, max_norm)
+        self.finish(record, ready, found_inf)
+        return result
 
     def require_not_stepped(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         """Return the record of an optimizer that may step now.
@@ -293,94 +206,11 @@ class Engine:
             )
         return record
 
-    def _step_fused(
-        self,
-        record: OptimizerRecord,
-        ready: Preparation,
-        args: Args,
-        kwargs: Kwargs,
-        max_norm: float | None,
-    ) -> Any:
-        optimizer = record.optimizer
-        norm_limit = self.norm_limits.of(optimizer)
-        # Elsewhere looking would be a sync.
-        is_looking = ready.is_on_cpu and self._is_looking(optimizer, ready)
-        if is_looking or max_norm is not None or norm_limit is not None:
-            stepping.measure(ready)
-            stepping.limit(ready, max_norm, norm_limit)
-        else:
-            stepping.check(ready)
-        skip = _require_found(ready, optimizer)
-        if is_looking:
-            self._read(skip, optimizer, ready)
-        result = step_with_scale(
-            optimizer, ready.grad_scale(), _or(skip, ready.outlier), args, kwargs
-        )
-        self.finish(record, ready, skip)
-        return result
-
-    def _step_plain(
-        self,
-        record: OptimizerRecord,
-        ready: Preparation,
-        args: Args,
-        kwargs: Kwargs,
-        max_norm: float | None,
-    ) -> Any:
-        optimizer = record.optimizer
-        self.refuse_float16(ready, optimizer)
-        norm_limit = self.norm_limits.of(optimizer)
-        is_looking = self._is_looking(optimizer, ready)
-        undo = None
-        # Dividing by a scale below 1 may make inf of a gradient that a skipped step has to leave.
-        can_amplify = ready.scale is not None and ready.loss_scale.can_amplify
-        if is_looking or can_amplify or max_norm is not None or norm_limit is not None:
-            stepping.measure(ready)
-            stepping.limit(ready, max_norm, norm_limit)
-        else:
-            undo = ready.scale
-            stepping.unscale_(ready)
-        skip = _require_found(ready, optimizer)
-        if self._read(_or(skip, ready.outlier), optimizer if is_looking else None, ready):
-            _restore(ready, undo)
-            result = None
-        else:
-            factor = ready.factor()
-            undo = undo if factor is None else scalars.reciprocal(factor)
-            stepping.multiply_(ready)
-            try:
-                # Through the instance: accelerate replaces `step` there to see whether it was
-                # called.
-                result = optimizer.step(*args, **kwargs)
-            except BaseException:
-                _restore(ready, undo)
-                raise
-        self.finish(record, ready, skip)
-        return result
-
-    def _is_looking(self, optimizer: torch.optim.Optimizer, ready: Preparation) -> bool:
-        return (
-            ready.scale is not None
-            and not torch.compiler.is_compiling()
-            and self.early_clipping.is_looking(optimizer)
-        )
-
-    def _read(
-        self, skip: Tensor, first_steps_of: torch.optim.Optimizer | None, ready: Preparation
-    ) -> bool:
-        """Return whether to skip. Sync: the one of a plain step."""
-        if first_steps_of is None or ready.norm is None or ready.scale is None:
-            return bool(skip.item())
-        values = torch.stack([skip, ready.norm.to(skip) * ready.scale, ready.scale]).tolist()
-        if not values[0]:
-            self.early_clipping.see(first_steps_of, values[1], values[2])
-        return bool(values[0])
-
     def finish(self, record: OptimizerRecord, ready: Preparation, found_inf: Tensor) -> None:
         """Remember the step and its outcome."""
         scale = ready.scale
         if ready.look is not None and scale is not None:
-            is_skipped = _or(found_inf, ready.outlier)
+            is_skipped = ready.skip(found_inf)
             ready.look.left_scaled = is_skipped, scale
             if ready.norms is None:
                 scale = torch.where(is_skipped > 0, scale, 1.0)
@@ -412,7 +242,7 @@ class Engine:
             raise nothing_checked(optimizer)
         scale = record.looks[0].scale
         ready = Preparation(collect(parameters(optimizer)), scale, None, record.looks)
-        self.finish(record, ready, _require_found(ready, optimizer))
+        self.finish(record, ready, require_found(ready, optimizer))
 
     # --- the end of an iteration ------------------------------------------------------------------
 
@@ -444,21 +274,3 @@ class Engine:
         """Forget what was done to gradients."""
         self.iteration = Iteration()
         self.journal.end()
-
-
-def _require_found(ready: Preparation, optimizer: torch.optim.Optimizer) -> Tensor:
-    found_inf = ready.found_inf()
-    if found_inf is None:
-        raise nothing_checked(optimizer)
-    return found_inf
-
-
-def _or(found_inf: Tensor, outlier: Tensor | None) -> Tensor:
-    return found_inf if outlier is None else torch.maximum(found_inf, outlier)
-
-
-def _restore(ready: Preparation, undo: Tensor | None) -> None:
-    """Leave the gradients as they were when ``step`` was called."""
-    if undo is not None:
-        passes.multiply_(ready.gradients, undo)
-        ready.scale = undo

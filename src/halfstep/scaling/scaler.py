@@ -346,4 +346,4 @@ class GradScaler(TorchCalls):
 
         Sync: none. Costs one pass more with an optimizer that does not handle the scale itself.
         """
-        self._engine.norm_limits.set(times_median, window)
+        self._engine.steps.norm_limits.set(times_median, window)

@@ -65,7 +65,7 @@ class TorchCalls:
             raise TypeError(f"scale(name={name!r}): the name of a loss is a string")
         scaled = self._engine.scale(outputs, name)
         if self._device is None:
-            self._device = self._engine.device_type()
+            self._device = self._engine.scales.device_type()
         if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
             warnings.warn(
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
@@ -222,7 +222,8 @@ class TorchCalls:
 
         Sync: one for each loss name, and one for each optimizer with a norm limit.
         """
-        return self._engine.save().to_dict()
+        engine = self._engine
+        return Saved(engine.scales.read(), engine.steps.norm_limits).to_dict()
 
     @keep_out_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -244,7 +245,8 @@ class TorchCalls:
             )
             return
         saved = Saved.from_dict(state_dict)
-        self._engine.load(saved)
+        self._engine.scales.load(saved.scales)
+        self._engine.steps.norm_limits = saved.norm_limits
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep; the copy creates its tensors on its first loss.
@@ -258,7 +260,7 @@ class TorchCalls:
                 "a GradScaler cannot be pickled or copied between unscale_() or step() and "
                 f"update(): do it after update(). Seen since the last one: {', '.join(stepped)}"
             )
-        return self.__dict__ | {"_engine": self._engine.first, "_saved": self.state_dict()}
+        return self.__dict__ | {"_engine": self._engine.scales.first, "_saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a scaler with the state of another."""
@@ -317,7 +319,7 @@ class TorchCalls:
 
     @property
     def _rule(self) -> Rule:
-        return self._engine.first.rule
+        return self._engine.scales.first.rule
 
     def _change_rule(self, **changes: float) -> None:
         if not isinstance(self._rule, Dynamic):
@@ -325,4 +327,4 @@ class TorchCalls:
                 f"the rule {self._rule} has no {next(iter(changes))}: make the GradScaler with "
                 "rule=Dynamic(...), or leave it out"
             )
-        self._engine.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
+        self._engine.scales.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]

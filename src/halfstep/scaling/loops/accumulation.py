@@ -16,13 +16,13 @@ from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.steps import stepping
+from halfstep.scaling.steps.blocks import note_versions
 from halfstep.scaling.steps.iteration import (
     Blocks,
     Iteration,
     Look,
     OptimizerRecord,
     Stage,
-    versions,
 )
 
 Stash: TypeAlias = list[tuple[Tensor, Tensor | None]]
@@ -66,7 +66,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
     block.join()
     record.blocks = blocks
     block.root.keep(record)
-    _note_versions(block.root, optimizer)
+    note_versions(block.root, list(parameters(optimizer)))
 
 
 class _Block(Iteration):
@@ -106,17 +106,6 @@ class _Block(Iteration):
                 self.around.add(look)
 
 
-def _note_versions(iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
-    """Note how the gradients are after a block, for all optimizers that share them."""
-    params = set(map(id, parameters(optimizer)))
-    for record in iteration.records():
-        if record.blocks is not None and not params.isdisjoint(
-            map(id, parameters(record.optimizer))
-        ):
-            record.blocks.num_losses = iteration.num_losses
-            record.blocks.versions = versions(record.optimizer)
-
-
 def _require_untouched(record: OptimizerRecord) -> None:
     call = f"accumulate({name(record.optimizer)})"
     if record.stage is not Stage.SCALED:
@@ -151,7 +140,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
     scale = engine.scale_of_iteration("accumulate", block.optimizer, [])
-    refuse = partial(engine.refuse_float16, optimizer=block.optimizer)
+    refuse = partial(stepping.refuse_float16, optimizer=block.optimizer, names=engine.names)
     ready = stepping.gather(list(parameters(block.optimizer)), block, None, scale, refuse)
     refuse(ready)
     stepping.unscale_(ready)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import CallOrderError
-from halfstep.scaling import scalars
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.optimizers import name
@@ -21,9 +20,9 @@ from halfstep.scaling.steps.iteration import (
     Look,
     OptimizerRecord,
     Stage,
-    nothing_checked,
 )
 from halfstep.scaling.steps.stepping import Preparation
+from halfstep.scaling.steps.taking import require_found
 
 Closure = Callable[[], Any]
 
@@ -138,8 +137,7 @@ class _Evaluations:
     def finish(self, record: OptimizerRecord) -> None:
         """Remember the step, and what the closure did, until the next ``update``."""
         assert self.last is not None
-        found_inf = self.last.found_inf()
-        assert found_inf is not None
+        found_inf = require_found(self.last, self._optimizer)
         iteration = self._engine.iteration
         # With its last gradients the closure leaves the scale that other optimizers divide by.
         iteration.count_losses_of(self._iteration)
@@ -187,20 +185,17 @@ class _Evaluations:
     def _unscale(self, is_first: bool) -> None:
         engine, optimizer = self._engine, self._optimizer
         ready = engine.gather("step", self._iteration.record(optimizer))
-        engine.refuse_float16(ready, optimizer)
+        stepping.refuse_float16(ready, optimizer, engine.names)
         # The norms are those of steps: inside one, a line search may go far away.
-        norm_limit = engine.norm_limits.of(optimizer) if is_first else None
+        norm_limit = engine.steps.norm_limits.of(optimizer) if is_first else None
         if self._max_norm is None and norm_limit is None:
             stepping.unscale_(ready)
         else:
             stepping.measure(ready)
             stepping.limit(ready, self._max_norm, norm_limit)
-        found_inf = ready.found_inf()
-        if found_inf is None:
-            raise nothing_checked(optimizer)
+        found_inf = require_found(ready, optimizer)
         self.last = ready
-        outlier = [] if ready.outlier is None else [ready.outlier]
-        if scalars.combine([found_inf, *outlier], found_inf.device).item():
+        if ready.skip(found_inf).item():
             raise UnusableEvaluationError
         stepping.multiply_(ready)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients.collecting import Gradients, collect
 from halfstep.scaling.gradients.passes import Norms, measure
+from halfstep.scaling.names import Names
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.outcomes.alarm import Culprit, culprits
-from halfstep.scaling.outcomes.names import Names
 from halfstep.scaling.scale.device_state import StateSnapshot
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.state import Reason, reason

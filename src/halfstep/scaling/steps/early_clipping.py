@@ -48,5 +48,5 @@ class EarlyClipping:
                 "They seem to be clipped before they are unscaled, which makes every update "
                 f"{scale:g} times too small. Call scaler.unscale_(optimizer) before you clip, or "
                 "leave the clipping to scaler.step(optimizer, max_norm=...)",
-                stacklevel=6,  # the caller of GradScaler.step
+                stacklevel=7,  # the caller of GradScaler.step
             )

@@ -171,11 +171,6 @@ class Iteration:
         return self._look_at
 
 
-def versions(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return how often each gradient of an optimizer has been written to."""
-    return [param.grad._version for param in parameters(optimizer) if param.grad is not None]
-
-
 def nothing_checked(optimizer: torch.optim.Optimizer) -> CallOrderError:
     """Return the error for an optimizer without any gradient."""
     num_params = sum(1 for _ in parameters(optimizer))

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from halfstep.scaling import scalars
-from halfstep.scaling.gradients import passes
+from halfstep.scaling.gradients import collecting, passes
 from halfstep.scaling.gradients.collecting import Gradients, collect
+from halfstep.scaling.names import Names
+from halfstep.scaling.optimizers import name
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.steps.iteration import Iteration, Look, OptimizerRecord, Stage
 from halfstep.scaling.steps.outliers import NormLimit
@@ -84,6 +86,10 @@ class Preparation:
             return scalars.combine([*earlier, *own], device)
         return scalars.any_of(own, device) if own else None
 
+    def skip(self, found_inf: Tensor) -> Tensor:
+        """Return 1 if the step is to be skipped, else 0."""
+        return found_inf if self.outlier is None else torch.maximum(found_inf, self.outlier)
+
 
 def gather(
     params: list[Tensor],
@@ -127,6 +133,23 @@ def _unscale_what_was_left(look: Look) -> None:
         is_left, scale = look.left_scaled
         passes.multiply_(look.gradients, torch.where(is_left > 0, scalars.reciprocal(scale), 1.0))
         look.left_scaled = None
+
+
+def refuse_float16(
+    ready: Preparation, optimizer: torch.optim.Optimizer | None, names: Names
+) -> None:
+    """Raise if float16 gradients would have to be unscaled in place.
+
+    Args:
+        ready: The gradients.
+        optimizer: Whose they are; None if they are no optimizer's.
+        names: The names of their parameters.
+    """
+    if ready.scale is not None:
+        owner = "the list of parameters" if optimizer is None else name(optimizer)
+        collecting.refuse_float16(
+            ready.gradients, owner, lambda: names.of(ready.gradients.params, optimizer)
+        )
 
 
 def unscale_(ready: Preparation) -> None:
