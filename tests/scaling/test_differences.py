@@ -286,6 +286,23 @@ def unpack_dict() -> bool:
     return not isinstance(torch_scaler().scale({"loss": torch.ones(())}), dict)
 
 
+def new_backward_after_unscaling(scaler: Any) -> float:
+    """The length of a step that should be 1; what a user does who starts the iteration again."""
+    param, optimizer = make()
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    return -param[0].item()
+
+
+def scale_is_traced(scaler: Any) -> bool:
+    scaler.scale(torch.ones(()))  # makes its tensors
+    scale = torch.compile(lambda loss: scaler.scale(loss), backend="eager", fullgraph=True)
+    return not raises(torch._dynamo.exc.Unsupported, lambda: scale(torch.ones(())))
+
+
 @dataclass(frozen=True)
 class Difference:
     """``key`` is the first column in docs/scaler.md; both halves return True as things stand."""
@@ -404,6 +421,11 @@ DIFFERENCES = [
         lambda: raises(RuntimeError, lambda: complex_gradients(torch_scaler())),
     ),
     Difference(
+        "A32",
+        lambda: scale_is_traced(GradScaler()),
+        lambda: not scale_is_traced(torch_scaler()),
+    ),
+    Difference(
         "A33",
         lambda: {gradient_after_a_skip(GradScaler(), f) for f in (False, True)} == {65536.0},
         lambda: {gradient_after_a_skip(torch_scaler(), f) for f in (False, True)} == {1.0, 65536.0},
@@ -430,6 +452,11 @@ DIFFERENCES = [
         "S5",
         lambda: sparse_float32_sum(GradScaler(init_scale=1.0)),
         lambda: not sparse_float32_sum(torch_scaler(init_scale=1.0)),
+    ),
+    Difference(
+        "S6",
+        lambda: raises(CallOrderError, lambda: new_backward_after_unscaling(GradScaler())),
+        lambda: new_backward_after_unscaling(torch_scaler()) == 65536.0,
     ),
 ]
 

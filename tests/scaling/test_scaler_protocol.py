@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler, scalars
 
 
@@ -263,3 +264,21 @@ def test_a_first_loss_in_inference_mode_does_no_harm() -> None:
     scaler.scale(parameter.sum()).backward()
     assert parameter.grad is not None
     assert parameter.grad.item() == 65536.0
+
+
+def test_an_optimizer_that_unscales_by_itself_after_accumulate(param: torch.nn.Parameter) -> None:
+    scaler, optimizer = GradScaler(), Keyword([param], unscale=True)
+    with scaler.accumulate(optimizer):
+        scaled_backward(scaler, param)
+    with pytest.raises(CallOrderError, match=r"step\(Keyword\): it takes the scaler"):
+        scaler.step(optimizer)
+    assert torch.equal(param, torch.zeros(2))
+
+
+def test_attributes_that_others_read(param: torch.nn.Parameter) -> None:
+    scaler, optimizer = GradScaler(), torch.optim.SGD([param], lr=1.0)
+    assert scaler._scale is scaler._growth_tracker is None
+    scaled_backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler._scale, scaler._growth_tracker) == (65536.0, 1)

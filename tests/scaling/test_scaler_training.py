@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from halfstep.casting import autocast
 from halfstep.scaling import GradScaler
 
 SCALE = 2.0**10
@@ -318,3 +319,16 @@ def test_autocast_float16_on_the_cpu() -> None:
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 2
+
+
+def test_a10_gradients_that_are_all_zero_without_a_scaler() -> None:
+    """A loss that is a mean over many tokens: its gradients are below the smallest float16."""
+    shares = []
+    for scaler in (GradScaler(enabled=False), GradScaler()):
+        model = make_model()
+        with autocast("cpu", torch.float16):
+            outputs = model(torch.ones(3, 4))
+        scaler.scale(outputs.float().sum() * 2.0**-26).backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        shares.append(sum(int(grad.eq(0).sum()) for grad in grads) / sum(g.numel() for g in grads))
+    assert shares == [1.0, 0.0]

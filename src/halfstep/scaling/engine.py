@@ -169,6 +169,7 @@ class Engine:
             looks.append(ready.look)
         if looks:
             record.looks, record.stage, record.outlier = looks, stage, ready.outlier
+            record.num_losses = self.iteration.num_losses
             self.iteration.keep(record)
 
     # --- steps ------------------------------------------------------------------------------------

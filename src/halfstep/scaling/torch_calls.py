@@ -284,7 +284,12 @@ class TorchCalls:
         ``_get_scale_async``.
         """
         engine = self._engine
-        engine.require_not_stepped(optimizer)
+        if engine.require_not_stepped(optimizer).blocks is not None:
+            raise CallOrderError(
+                f"step({name(optimizer)}): it takes the scaler (grad_scaler=...) to unscale its "
+                "gradients by itself, which accumulate() has already done. Call backward() without "
+                "accumulate() for this optimizer"
+            )
         if max_norm is not None:
             engine.clip_grad_norm_(optimizer, max_norm, 2.0, "all")
         engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
@@ -292,9 +297,18 @@ class TorchCalls:
         engine.finish_foreign(optimizer)
         return result
 
-    def _get_scale_async(self) -> Tensor | None:
+    @property
+    def _scale(self) -> Tensor | None:
         on_device = self._engine.scales[None].on_device
         return None if on_device is None else on_device.scale
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        on_device = self._engine.scales[None].on_device
+        return None if on_device is None else on_device.growth_tracker
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self._scale
 
     @keep_out_of_graphs
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:

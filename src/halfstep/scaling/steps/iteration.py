@@ -79,6 +79,7 @@ class OptimizerRecord:
             of a wrapper which shares parameters with it.
         outlier: float32 scalar, 1 if its norm is too large to be believed; None if not asked.
         blocks: The blocks of ``accumulate`` that have not been put together yet.
+        num_losses: Number of losses that had been scaled when its gradients were unscaled.
     """
 
     optimizer: torch.optim.Optimizer
@@ -86,6 +87,7 @@ class OptimizerRecord:
     looks: list[Look] = field(default_factory=list)
     outlier: Tensor | None = None
     blocks: Blocks | None = None
+    num_losses: int = 0
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Return for each device 1 if some gradient there is inf or NaN, else 0."""

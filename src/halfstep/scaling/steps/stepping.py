@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep.errors import CallOrderError
 from halfstep.scaling import scalars
 from halfstep.scaling.gradients import collecting, passes
 from halfstep.scaling.gradients.collecting import Gradients, collect
@@ -108,9 +109,14 @@ def gather(
         record: The optimizer of these parameters; None if they are no optimizer's.
         scale: The scale of the loss.
         refuse: Raises if the gradients that are still scaled cannot be unscaled in place.
+
+    Raises:
+        CallOrderError: Gradients have come since those of the optimizer were unscaled.
     """
     gradients = collect(params)
     if record is not None and record.stage is not Stage.SCALED:
+        if iteration.num_losses > record.num_losses:
+            _require_the_same(gradients, iteration, record)
         return Preparation(gradients, scale, None, record.looks)
     scaled, looks = iteration.split(gradients)
     # A copy: update() changes the scale in place, and norms are divided by it later.
@@ -125,6 +131,17 @@ def gather(
         iteration.add(ready.look)
         looks = [*looks, ready.look]
     return Preparation(gradients, scale, None, looks)
+
+
+def _require_the_same(gradients: Gradients, iteration: Iteration, record: OptimizerRecord) -> None:
+    new, _ = iteration.split(gradients)
+    if new.grads:
+        raise CallOrderError(
+            f"step({name(record.optimizer)}): backward() of a scaled loss came after its gradients "
+            f"were unscaled, and {len(new.grads)} of the {len(gradients.grads)} gradients are new "
+            "and still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
+            "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
+        )
 
 
 def _unscale_what_was_left(look: Look) -> None:
