@@ -44,3 +44,13 @@ def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str])
     exec(compile(block, "page", "exec", __future__.annotations.compiler_flag), {})
     printed = capsys.readouterr().out.splitlines()
     assert printed == re.findall(r"print\(.*\)  # (.+)$", block, re.M)
+
+
+def test_consoles_of_the_pages() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    runner, parser = doctest.DocTestRunner(), doctest.DocTestParser()
+    for page in pages:
+        for block in re.findall(r"^```pycon\n(.*?)^```", page.read_text(), re.M | re.S):
+            runner.run(parser.get_doctest(block, {}, page.name, str(page), 0))
+    assert runner.tries > 0
+    assert runner.failures == 0

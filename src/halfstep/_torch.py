@@ -73,6 +73,12 @@ def aten_overloads() -> dict[str, list[str]]:
     return overloads
 
 
+def overloads_of_namespace(namespace: str) -> list[str]:
+    """Return what is defined there at this moment: ``["mylib::attention.default", ...]``."""
+    names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith(f"{namespace}::"))
+    return [name if "." in name else f"{name}.default" for name in names]
+
+
 @cache
 def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     """Return the overloads (``"exp.default"``) that PyTorch's own autocast casts on a device.
@@ -90,9 +96,15 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     )
 
 
+def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:
+    """Say whether a kernel is registered for ``op`` at ``key``."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
+
+
 @cache
-def _library() -> torch.library.Library:
-    return torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+def _library(namespace: str) -> torch.library.Library:
+    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel) -> None:
@@ -100,7 +112,7 @@ def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel
     with warnings.catch_warnings():
         # PyTorch says once per process that a kernel was overridden; here that is the purpose.
         warnings.simplefilter("ignore")
-        _library().impl(  # type: ignore[no-untyped-call]
+        _library(op.namespace).impl(  # type: ignore[no-untyped-call]
             op, kernel, key.name, with_keyset=True, allow_override=True
         )
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from halfstep.casting import Policy, Rule, autocast, preset
 
 BF16, FP16 = torch.bfloat16, torch.float16
-LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 
 
 @pytest.fixture

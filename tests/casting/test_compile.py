@@ -27,7 +27,7 @@ from halfstep.casting import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 GLOBAL_CONTEXT = autocast("cpu", FP16)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
@@ -211,7 +211,7 @@ def test_the_cache_on_disk_tells_policies_apart(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from halfstep import Policy, Rule, autocast, preset
-low = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+low = preset("standard") | Rule("softmax", "lower")
 policy = {"low": low, "standard": "standard"}[sys.argv[1]]
 f = torch.compile(lambda x: torch.softmax(x @ x, -1) * 2)
 with torch.no_grad(), autocast("cpu", torch.bfloat16, policy=policy):

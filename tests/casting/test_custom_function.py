@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, preset
+from halfstep.casting import Rule, autocast, custom_bwd, custom_fwd, preset
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 
 
 def softmax_dtype() -> torch.dtype:

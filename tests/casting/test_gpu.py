@@ -12,7 +12,7 @@ from halfstep.casting.kernels import only_our_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deprecated")]
 HALVES = [torch.float16, torch.bfloat16]
-LOW_SOFTMAX = Policy([*preset("standard").rules, Rule("softmax", "lower")])
+LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
 
 
 def model() -> nn.Sequential:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from halfstep import _torch
-from halfstep.casting import preset
-from halfstep.casting.overloads import named_by
+from halfstep.casting import autocast, preset
+from halfstep.casting.op_names import meant_by
+from halfstep.casting.presets import PRESETS
 
 DEVICES = ["cpu", "cuda", "xpu", "mps"]
 DTYPES = [torch.float16, torch.bfloat16]
@@ -31,7 +32,7 @@ def test_every_op_with_a_kernel_of_pytorch_has_a_rule(name: str, device: str) ->
 @pytest.mark.parametrize("device", DEVICES)
 def test_torch_names_exactly_the_ops_that_pytorch_casts(device: str) -> None:
     policy = preset("torch")
-    named = {op for op in named_by(policy) if policy.rule(op, device, torch.bfloat16)}
+    named = {op for op in meant_by(policy.rules) if policy.rule(op, device, torch.bfloat16)}
 
     assert named == _torch.overloads_with_autocast_kernel(device)
 
@@ -60,7 +61,36 @@ def test_standard_is_one_table_for_every_device() -> None:
 def test_presets_name_only_ops_that_exist() -> None:
     """A misspelt name would be a rule for nothing."""
     known = _torch.aten_overloads()
-    for rule in (*preset("standard").rules, *preset("torch").rules):
+    for rule in (rule for name in PRESETS for rule in preset(name).rules if not rule.is_glob):
         op, _, of_op = rule.op.partition(".")
         assert op in known, rule
         assert not of_op or of_op in known[op], rule
+
+
+def test_bf16_lean_differs_in_bfloat16_only() -> None:
+    difference = preset("standard").diff(preset("bf16-lean"))
+    assert {case.dtype for each in difference.differences for case in each.cases} == {"bf16"}
+    assert {each.after for each in difference.differences} == {"leave"}
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Softmax(-1))
+    for name, dtype in (("standard", torch.float32), ("bf16-lean", torch.bfloat16)):
+        with autocast("cpu", torch.bfloat16, policy=name):
+            assert model(torch.ones(2, 4)).dtype is dtype
+        with autocast("cpu", torch.float16, policy=name):
+            assert model(torch.ones(2, 4)).dtype is torch.float32
+
+
+def test_fp32_lowers_nothing() -> None:
+    with autocast("cpu", torch.bfloat16, policy="fp32"):
+        assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.float32
+        assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.bfloat16
+
+
+def test_apex_o1_casts_by_its_lists() -> None:
+    lower = torch.ones(2, 2, dtype=torch.float16)
+    with autocast("cpu", torch.float16, policy="apex-o1"):
+        assert torch.mm(torch.ones(2, 2), lower).dtype is torch.float16
+        assert torch.nn.functional.gelu(lower).dtype is torch.float32
+        assert torch.exp(lower).dtype is torch.float32
+        assert torch.dot(lower[0], torch.ones(2)).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="BCEWithLogitsLoss"):
+            torch.nn.functional.binary_cross_entropy(lower / 2, lower)

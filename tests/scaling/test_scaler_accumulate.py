@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, SkippedStepsWarning
 from halfstep.scaling import GradScaler
 from halfstep.scaling.scale.rules import LogMax
 
@@ -539,14 +539,27 @@ def test_the_outcome() -> None:
     assert outcome.culprits == []
 
 
-def test_nobody_is_told_of_skips_when_steps_are_taken() -> None:
+def test_blocks_that_are_dropped_for_long_are_told_though_steps_are_taken() -> None:
     reports: list[Any] = []
-    training = Training(max_consecutive_skips=2)
-    training.scaler._alarm.on_skips = reports.append
+    training = Training(max_consecutive_skips=2, on_skips=reports.append)
     for _ in range(5):
         training.iterate(GOOD, OVERFLOW)
-    assert reports == []
-    training.iterate(OVERFLOW, OVERFLOW)
+    assert [report.skipped_in_a_row for report in reports] == [2, 4]
+    assert {report.optimizers for report in reports} == {()}
+    assert "steps 1 to 2 were skipped or taken without some blocks of accumulate()" in str(
+        reports[0]
+    )
+    for _ in range(3):
+        training.iterate(OVERFLOW, OVERFLOW)
+    assert reports[-1].skipped_in_a_row == 8
+    assert len(reports[-1].optimizers) == 1
+
+
+def test_dropped_blocks_alone_are_no_error() -> None:
+    training = Training(max_consecutive_skips=2, on_skips="raise")
+    training.iterate(GOOD, OVERFLOW)
+    with pytest.warns(SkippedStepsWarning, match="without some blocks"):
+        training.iterate(GOOD, OVERFLOW)
 
 
 def test_with_retry() -> None:
@@ -741,11 +754,3 @@ def test_a_backward_outside_the_blocks_is_refused() -> None:
         with pytest.raises(CallOrderError, match="adds scaled gradients to unscaled ones"):
             call(optimizer)
     assert param.item() == 0.0
-
-
-def test_a_dropped_block_is_no_skipped_step_to_report() -> None:
-    reports: list[object] = []
-    training = Training(max_consecutive_skips=2, on_skips=reports.append)
-    training.iterate(OVERFLOW, OVERFLOW)
-    training.iterate(GOOD, OVERFLOW)
-    assert reports == []

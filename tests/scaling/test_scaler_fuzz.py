@@ -98,6 +98,7 @@ class Param:
         self.relative = 8 * max(self.info.eps, F32.eps) + SUBNORMAL * scaled_by
         self.absolute = 0.0
         self.look: Look | None = None
+        self.is_in_doubt = False
 
     def add(self, true: list[float], scaled_by: float, loss: Loss) -> None:
         """Add a gradient that ``.grad`` has been increased by."""
@@ -240,6 +241,7 @@ class Opt:
         self.stage = "scaled"
         self.looks: list[Look] = []
         self.outlier: bool | None = None
+        self.norm: float | None = None  # before they were clipped
         self.blocks: Blocks | None = None
 
     def shares(self, params: Iterable[Param]) -> bool:
@@ -367,10 +369,12 @@ class World:
         """Begin an iteration. Gradients may be left, if their scale has not changed."""
         self.looks: list[Look] = []
         self.losses = []
+        self.bad_loss.clear()
         for opt in self.opts:
             opt.begin()
         drops_all = self.rng.random() < 0.8
         for param in self.params:
+            param.is_in_doubt = False
             is_scaled = param.look is None and param.loss is None
             if drops_all or not is_scaled or param.scaled_by != self.states[None].scale:
                 param.forget()
@@ -427,6 +431,8 @@ class World:
         if not (opt and opt.looks) and not self.are_unscaled(params):
             self.loss_of_iteration()
         self.close_blocks(params)
+        if any(param.is_in_doubt for param in params):
+            raise CallOrderError
         if opt is not None and opt.stage != "scaled":
             return [], opt.looks
         params = [param for param in params if param.true is not None]
@@ -717,6 +723,8 @@ class World:
         )
         total = norm_of(params, norm_type)
         factors = [clip_factor(group, norm_of(group, norm_type), max_norm) for group in groups]
+        if opt is not None and opt.norm is None and norm_type == 2.0 and params:
+            opt.norm = total
         norm = call().item()
         if total <= 0.99 * F32.max:
             tolerance = 1e-4 + 2 * max((param.relative for param in params), default=0.0)
@@ -765,9 +773,12 @@ class World:
         found_inf = any(found.found_inf for found in (*looks, look) if found)
         norm = norm_of(params, 2.0)
         factor = 1.0 if max_norm is None else clip_factor(params, norm, max_norm)
+        norm = norm if opt.norm is None else opt.norm
         outlier = self.is_outlier(opt, norm)
         is_taken = not (found_inf or outlier)
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
+        is_measured = max_norm is not None or outlier is not None
+        is_measured |= self.scaler._engine.steps.early_clipping.is_looking(opt.optimizer)
         with self.watching(opt):
             if not explodes:
                 call()
@@ -775,8 +786,17 @@ class World:
                 with pytest.raises(BoomError):
                     call()
         self.is_exploding = False
+        if explodes and opt.is_fused:
+            self.check_as_before(untouched, 1.0)
+            if look is not None:  # without norms nobody knows that nothing was changed
+                for param in scaled:
+                    param.is_in_doubt = not is_measured
+            return
         if explodes:
-            self.check_as_before(untouched, factor)
+            clip(params, factor)
+            self.unscaled(scaled)
+            self.keep(opt, looks, look, "unscaled")
+            opt.norm = norm if is_measured else opt.norm
             return
         assert (self.seen is not None) == is_taken, f"taken: {not is_taken}, should: {is_taken}"
         if is_taken:

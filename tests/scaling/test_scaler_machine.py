@@ -104,7 +104,7 @@ class SideBySide(RuleBasedStateMachine):
         numbers = (scale, growth, backoff, interval)
         self.ours = Side(GradScaler("cpu", *numbers, on_skips=str))
         self.theirs = Side(torch.amp.GradScaler("cpu", *numbers))
-        self.model = ScaleState.first(scale, Dynamic(growth, backoff, interval))
+        self.first = self.model = ScaleState.first(scale, Dynamic(growth, backoff, interval))
         # fresh, scaled, unscaled, taken, skipped
         self.stage = ["fresh"] * len(OPTIMIZERS)
         self.found_inf = [False] * len(OPTIMIZERS)
@@ -278,11 +278,12 @@ class SideBySide(RuleBasedStateMachine):
         saved = [side.scaler.state_dict() for side in self.sides]
         if into_new:
             self.ours.scaler = GradScaler(on_skips=str)
+            self.first = ScaleState.first(65536.0, self.model.rule)
             self.theirs.scaler = torch.amp.GradScaler("cpu")
         for side, state in zip(self.sides, saved[::-1] if crosswise else saved, strict=True):
             side.scaler.load_state_dict(state)
-        if crosswise:  # theirs knows of no limits and of no run
-            fresh = ScaleState.first(self.model.scale, self.model.rule)
+        if crosswise:  # theirs knows of no limits and of no run: the limits are our own
+            fresh = replace(self.first, rule=self.model.rule).with_scale(self.model.scale)
             self.model = replace(fresh, growth_tracker=self.model.growth_tracker)
         self.create_again()
 

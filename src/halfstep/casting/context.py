@@ -9,8 +9,8 @@ import torch
 
 from halfstep import _torch
 from halfstep.casting import kernels, scopes
-from halfstep.casting.policy import LOWER_PRECISIONS, Policy
-from halfstep.casting.presets import preset
+from halfstep.casting.policy import Policy, preset
+from halfstep.casting.rule import LOWER_PRECISIONS
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -83,9 +83,9 @@ class autocast(Region):
         enabled: False runs the block with autocast off.
         cache_enabled: whether a weight that is used several times is cast once; None to leave this
             as it is outside.
-        policy: a :class:`Policy` or the name of a preset: ``"standard"``, ``"torch"``,
-            ``"torch-cuda"``. None for ``"standard"``, or, inside another context for the device,
-            for the policy there.
+        policy: a :class:`Policy` or its text: a preset (``"standard"``, ``"torch"``, ...) and
+            rules, ``"standard; softmax:lower"``. None for ``"standard"``, or, inside another
+            context for the device, for the policy there.
 
     Raises:
         ValueError: the device is not there, or the dtype or the policy is not one of the above.
@@ -288,8 +288,10 @@ def _policy(policy: Policy | str | None) -> Policy:
         case None:
             return preset("standard")
         case str():
-            return preset(policy)
+            return Policy.parse(policy)
         case Policy():
             return policy
         case _:
-            raise TypeError(f"policy is a Policy or the name of a preset, got {policy!r}")
+            raise TypeError(
+                f"policy is a Policy or its text, such as 'standard; softmax:lower', got {policy!r}"
+            )

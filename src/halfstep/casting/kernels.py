@@ -20,16 +20,14 @@ import torch
 
 from halfstep import _torch
 from halfstep._torch import Kernel
-from halfstep.casting import overloads, scopes
+from halfstep.casting import op_names, scopes
 from halfstep.casting.casts import cast, is_eligible, widest
-from halfstep.casting.overloads import WITH_DTYPE, overload
-from halfstep.casting.policy import Policy, Rule
-from halfstep.casting.presets import preset
+from halfstep.casting.op_names import WITH_DTYPE, overload
+from halfstep.casting.policy import Policy, preset
+from halfstep.casting.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 
 # What a policy does to each op, where PyTorch's autocast does something else.
 Plan = dict[str, Kernel]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class PolicyOnDevice:
@@ -47,21 +45,35 @@ class PolicyOnDevice:
         self.device = device
         self.number = number
         self._native = native
-        self._ruled = overloads.named_by(policy)
-        self._plans: dict[torch.dtype, Plan] = {}
+        self._ruled = op_names.meant_by(policy.rules)
+        self._has_phases = any(rule.phase is not None for rule in policy.rules)
+        self._plans: dict[tuple[torch.dtype, Phase], Plan] = {}
 
-    def __getitem__(self, dtype: torch.dtype) -> Plan:
-        plan = self._plans.get(dtype)
+    def plan(self) -> Plan:
+        """Return the plan for the lower precision and the phase of this thread."""
+        dtype = torch.get_autocast_dtype(self.device)
+        if self._has_phases and not torch.is_grad_enabled():
+            return self.plan_for(dtype, "eval")
+        return self.plan_for(dtype, "train")
+
+    def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        """Return the plan for a lower precision and a phase."""
+        plan = self._plans.get((dtype, phase))
         if plan is None:
-            plan = self._plans[dtype] = self._plan(dtype)
+            plan = self._plans[dtype, phase] = self._plan(dtype, phase)
         return plan
 
-    def _plan(self, dtype: torch.dtype) -> Plan:
+    def ops(self) -> set[str]:
+        """Return the overloads that some plan names."""
+        phases = PHASES if self._has_phases else PHASES[:1]
+        return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
+
+    def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         plan: Plan = {}
         by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
         for op in sorted(by_pytorch | self._ruled):
-            rule = self.policy.rule(op, self.device, dtype) or Rule(op, "leave")
-            theirs = preset("torch").action(op, self.device, dtype) if op in by_pytorch else "leave"
+            rule = self.policy.rule(op, self.device, dtype, phase) or Rule(op, "leave")
+            theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
             if rule.action != theirs or (not self._native and rule.action != "leave"):
                 plan[op] = _carry_out(rule, op, self.device, dtype)
         return plan
@@ -100,9 +112,9 @@ def prepare(policy: Policy, device: str) -> int:
     key = (policy, device, _native)
     with _lock:
         if key not in _numbers:
-            overloads.check(policy)
+            op_names.check(policy.rules)
             on_device = PolicyOnDevice(policy, device, native=_native, number=len(_prepared))
-            for op in sorted({op for dtype in _DTYPES for op in on_device[dtype]}):
+            for op in sorted(on_device.ops()):
                 _register(op, device)
             _torch.wrap_recomputed(scopes.carry)
             _prepared.append(on_device)
@@ -113,6 +125,10 @@ def prepare(policy: Policy, device: str) -> int:
 def prepared(number: int) -> PolicyOnDevice:
     """Return what :func:`prepare` made."""
     return _prepared[number]
+
+
+def _pytorchs_action(op: str, device: str, dtype: torch.dtype) -> Action:
+    return preset("torch").action(op, device, dtype)
 
 
 # --- kernels --------------------------------------------------------------------------------------
@@ -130,18 +146,16 @@ def _register(name: str, device: str) -> None:
         policy = scopes.current().policies.get(device)
         if policy is None:
             return pytorch(keys, *args, **kwargs)
-        plan = policy[torch.get_autocast_dtype(device)]
-        return plan.get(name, pytorch)(keys, *args, **kwargs)
+        return policy.plan().get(name, pytorch)(keys, *args, **kwargs)
 
     _torch.register_kernel(op, key, kernel)
 
 
 def _pytorch_kernel(name: str, device: str) -> Kernel:
     """Return what PyTorch does at the Autocast key of ``device``: cast, or nothing."""
-    if name in _torch.overloads_with_autocast_kernel(device):
-        kernel: Kernel = torch.library.get_kernel(
-            overload(name), _torch.autocast_key(device)
-        ).call_boxed
+    op, key = overload(name), _torch.autocast_key(device)
+    if _torch.has_kernel(op, key):
+        kernel: Kernel = torch.library.get_kernel(op, key).call_boxed
         return kernel
     return _leave(name, device)
 

@@ -1,152 +1,147 @@
 """Which dtype each op runs in, as data.
 
-A :class:`Policy` is an ordered list of :class:`Rule`; later rules win. Nothing here knows tensors
-or the dispatcher: a policy can be built, compared and printed without running anything.
+A :class:`Policy` is an ordered list of :class:`Rule`; later rules win. It can be built, compared,
+printed and saved without running anything.
 """
 
+from __future__ import annotations
+
 import hashlib
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
 
 import torch
 
-Action = Literal["lower", "fp32", "fp32-dtype", "promote", "refuse", "leave"]
-LOWER_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # float32 lowers nothing
-ACTIONS: tuple[Action, ...] = get_args(Action)
+from halfstep.casting import comparison, grammar, op_names, policy_file
+from halfstep.casting.comparison import Explanation, PolicyDiff
+from halfstep.casting.names import did_you_mean
+from halfstep.casting.presets import PRESETS, rules_of
+from halfstep.casting.rule import Action, Phase, Rule
+
+DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""What policies are compared and explained for, unless other device types are asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What happens to one op under autocast.
-
-    Args:
-        op: the name of an ATen op. ``"softmax"`` means every overload that takes and returns
-            values (no ``out=``, nothing in place, no overload whose caller must name a dtype);
-            ``"softmax.int"`` or ``"exp.default"`` means that one overload.
-        action: what to do with the floating-point inputs on the autocast device. Integers,
-            complex numbers and float64 are never touched, except that ``"promote"`` follows a
-            float64 input.
-
-            * ``"lower"``: cast them to the lower precision (float16 or bfloat16).
-            * ``"fp32"``: cast them to float32.
-            * ``"fp32-dtype"``: ask the op for a float32 result through its ``dtype`` argument,
-              unless the caller asked for another; the inputs stay as they are.
-            * ``"promote"``: cast them to the widest dtype among them.
-            * ``"refuse"``: raise ``RuntimeError`` with ``message``.
-            * ``"leave"``: run the op as if it had no rule.
-        device: a device type (``"cpu"``, ``"cuda"``, ...), or None for every device.
-        dtype: the lower precision for which the rule holds, or None for every one.
-        message: for ``"refuse"``: why, and what to use instead.
-
-    Example:
-        >>> Rule("softmax", "lower", dtype=torch.bfloat16)
-        Rule('softmax', 'lower', dtype=torch.bfloat16)
-    """
-
-    op: str
-    action: Action
-    device: str | None = None
-    dtype: torch.dtype | None = None
-    message: str = ""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.op, str) or not re.fullmatch(r"\w+(\.\w+)?", self.op):
-            raise ValueError(
-                f"a rule names an ATen op such as 'softmax' or 'softmax.int', got {self.op!r}"
-            )
-        if self.device is not None and not re.fullmatch(r"[a-z]\w*", str(self.device)):
-            raise ValueError(
-                f"rule for {self.op!r}: a device type is 'cpu', 'cuda', ..., got {self.device!r}"
-            )
-        if self.dtype not in (None, *LOWER_PRECISIONS):
-            raise ValueError(
-                f"rule for {self.op!r}: the lower precision is torch.float16 or torch.bfloat16, "
-                f"got dtype={self.dtype!r}"
-            )
-        if self.action not in ACTIONS:
-            raise ValueError(
-                f"rule for {self.op!r}: unknown action {self.action!r}; "
-                f"the actions are {', '.join(map(repr, ACTIONS))}"
-            )
-        if (self.action == "refuse") != bool(self.message):
-            raise ValueError(
-                f"rule for {self.op!r}: a message goes with the action 'refuse', and only with it"
-            )
-
-    def holds(self, op: str, device: str, dtype: torch.dtype) -> bool:
-        """Say whether the rule decides ``op``, an overload such as ``"exp.default"``."""
-        return (
-            (self.op in (op, op.partition(".")[0]))
-            and self.device in (None, device)
-            and self.dtype in (None, dtype)
-        )
-
-    def __repr__(self) -> str:
-        extra = "".join(
-            f", {name}={value!r}"
-            for name in ("device", "dtype", "message")
-            if (value := getattr(self, name))
-        )
-        return f"Rule({self.op!r}, {self.action!r}{extra})"
-
-
-@dataclass(frozen=True, init=False)
 class Policy:
     """An ordered list of rules; the last one that holds for an op decides.
 
-    An op for which no rule holds runs on its inputs as they are. Two policies with the same rules
-    are equal, whatever their names.
+    An op for which no rule holds runs on its inputs as they are. Policies are values: two with the
+    same rules are equal. ``str()`` of one is its text form, which :meth:`parse` reads.
 
     Args:
-        rules: :class:`Rule` values, in order.
-        name: for messages and ``repr`` only.
+        rules: :class:`Rule` values, in order. Those of a preset come first as a rule: see
+            :meth:`parse` and ``preset(...) | rules``.
+
+    Raises:
+        TypeError: Something else than a rule is among them.
 
     Example:
-        Start from a preset and change one op:
-
-        >>> from halfstep.casting import preset
-        >>> lean = Policy([*preset("standard").rules, Rule("layer_norm", "leave")], name="lean")
-        >>> lean.action("layer_norm.default", "cpu", torch.bfloat16)
+        >>> from halfstep import Rule, preset
+        >>> policy = preset("standard") | Rule("layer_norm", "leave")
+        >>> print(policy)
+        standard; layer_norm:leave
+        >>> policy == Policy.parse("standard; F.layer_norm:leave")
+        True
+        >>> policy.action("layer_norm.default", "cpu", torch.bfloat16)
         'leave'
     """
 
     rules: tuple[Rule, ...]
-    name: str
 
-    def __init__(self, rules: Iterable[Rule], name: str = "custom") -> None:
+    def __init__(self, rules: Iterable[Rule]) -> None:
         if isinstance(rules, Policy):
             raise TypeError(
-                f"a policy is made of rules: pass {rules!r}.rules, and yours behind them"
+                "a policy is made of rules: write policy | rules to add some to another one"
             )
-        rules = tuple(rules)
-        for rule in rules:
+        self.__dict__["rules"] = tuple(rules)
+        for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise TypeError(f"a policy is made of Rule values, got {rule!r}")
-        object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "name", name)
 
-    def rule(self, op: str, device: str, dtype: torch.dtype) -> Rule | None:
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a policy cannot be changed ({name}): make another, policy | rules")
+
+    # --- reading and writing ----------------------------------------------------------------------
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """Return the policy of a text such as ``"standard; softmax:lower"``.
+
+        A preset to start from, then rules, later ones win: ``op,op[conditions]:action``, where the
+        conditions, which may be left out, are a device type, ``fp16`` or ``bf16``, and ``train`` or
+        ``eval``. docs/policies.md has the grammar.
+
+        Raises:
+            ValueError: It says which part is wrong, and the nearest name that would be right.
+
+        Example:
+            >>> print(Policy.parse("standard; conv*,F.linear[cuda,fp16]:fp32"))
+            standard; conv*,linear[cuda,fp16]:fp32
+        """
+        return _parsed(text)
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """Read a TOML file.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It says which line is wrong, what is there and what could be.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        name, rules = policy_file.parse(text, str(path))
+        try:
+            return (preset(name) if name else Policy(())) | _checked(rules)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write a TOML file that :meth:`load` reads.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        name = grammar.base(self.rules)
+        own = self.rules[len(rules_of(name)) :]
+        Path(path).write_text(policy_file.to_toml(name, own), encoding="utf-8")
+
+    def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
+        """Return a policy with more rules: a rule, several, or their text (``"softmax:fp32"``)."""
+        if isinstance(rules, Rule):
+            rules = [rules]
+        elif isinstance(rules, str):
+            rules = _checked(grammar.parse_rules(rules))
+        return Policy((*self.rules, *rules))
+
+    def __str__(self) -> str:
+        return grammar.to_text(self.rules)
+
+    def __repr__(self) -> str:
+        text = str(self)
+        return f"<Policy {text if len(text) <= 100 else text[:97] + '...'}>"
+
+    # --- deciding ---------------------------------------------------------------------------------
+
+    def rule(self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train") -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
-        return next((rule for rule in self._by_op(op) if rule.holds(op, device, dtype)), None)
+        holding = (rule for rule in self._about(op) if rule.holds(op, device, dtype, phase))
+        return next(holding, None)
 
-    def action(self, op: str, device: str, dtype: torch.dtype) -> Action:
+    def action(self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train") -> Action:
         """Return what happens to ``op`` on ``device`` with the lower precision ``dtype``.
 
         Example:
-            >>> from halfstep.casting import preset
             >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
             'lower'
         """
-        rule = self.rule(op, device, dtype)
+        rule = self.rule(op, device, dtype, phase)
         return "leave" if rule is None else rule.action
 
-    def _by_op(self, op: str) -> list[Rule]:
-        """Candidates for ``op``, the last rule first."""
-        named = self._index.get(op, []) + self._index.get(op.partition(".")[0], [])
-        return [rule for _, rule in sorted(named, key=lambda item: -item[0])]
+    def _about(self, op: str) -> list[Rule]:
+        """Return the rules that may be about ``op``, the last one first."""
+        named = self._index.get(op, []) + self._index.get(op.rpartition(".")[0], [])
+        return [rule for _, rule in sorted(named + self._globs, key=lambda item: -item[0])]
 
     @cached_property
     def _index(self) -> dict[str, list[tuple[int, Rule]]]:
@@ -156,8 +151,45 @@ class Policy:
         return index
 
     @cached_property
+    def _globs(self) -> list[tuple[int, Rule]]:
+        return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
+
+    def diff(self, other: Policy, devices: Sequence[str] = DEVICES) -> PolicyDiff:
+        """Return what ``other`` does differently, op by op; it prints as a table.
+
+        Args:
+            other: The policy to compare with.
+            devices: The device types to compare on.
+
+        Example:
+            >>> print(preset("standard").diff(Policy.parse("standard; F.softmax:lower")))
+            softmax  fp32-dtype -> lower
+        """
+        return comparison.diff(self, other, devices)
+
+    def explain(self, op: str, devices: Sequence[str] = DEVICES) -> Explanation:
+        """Return which rule decides for an op, and which are overruled; it prints as text.
+
+        Args:
+            op: The name of an op as in a :class:`Rule`.
+            devices: The device types to ask for.
+
+        Raises:
+            ValueError: There is no such op; the message names those like it.
+
+        Example:
+            >>> print(Policy.parse("standard; exp[bf16]:leave").explain("torch.exp"))
+            exp.default
+              fp16: fp32: by exp:fp32
+              bf16: leave: by exp[bf16]:leave
+        """
+        return comparison.explain(self, op, devices)
+
+    # --- being a value ----------------------------------------------------------------------------
+
+    @cached_property
     def fingerprint(self) -> str:
-        """A short text that is the same in every process for the same rules, whatever the name."""
+        """A short text that is the same in every process for the same rules."""
         return hashlib.sha256(repr(self.rules).encode()).hexdigest()[:16]
 
     # The hash of some 200 rules costs 20 us; entering a context asks for it each time.
@@ -175,7 +207,39 @@ class Policy:
 
     def __reduce__(self) -> tuple[object, ...]:
         # What is cached stays here: hashes of strings differ from process to process.
-        return Policy, (self.rules, self.name)
+        return Policy, (self.rules,)
 
-    def __repr__(self) -> str:
-        return f"<Policy {self.name!r}: {len(self.rules)} rules>"
+
+@cache
+def preset(name: str) -> Policy:
+    """Return a policy that comes with halfstep.
+
+    Args:
+        name: ``"standard"``, ``"torch"``, ``"torch-cuda"``, ``"bf16-lean"``, ``"apex-o1"`` or
+            ``"fp32"``.
+
+    Raises:
+        ValueError: there is no preset of that name.
+
+    Example:
+        >>> preset("standard").action("softmax.int", "cpu", torch.float16)
+        'fp32-dtype'
+        >>> preset("torch").action("softmax.int", "cpu", torch.float16)
+        'leave'
+    """
+    if name not in PRESETS:
+        names = ", ".join(map(repr, PRESETS))
+        near = did_you_mean(str(name), PRESETS)
+        raise ValueError(f"there is no policy preset {name!r}{near}; the presets are {names}")
+    return Policy(rules_of(name))
+
+
+@cache  # entering autocast(policy="...") asks each time
+def _parsed(text: str) -> Policy:
+    name, rules = grammar.parse(text)
+    return preset(name) | _checked(rules)
+
+
+def _checked(rules: list[Rule]) -> list[Rule]:
+    op_names.check(rules)
+    return rules

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 import halfstep
-from halfstep.cli import demo
+from halfstep.cli import demo, policy
 from halfstep.cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
-COMMANDS = (demo,)
+COMMANDS = (demo, policy)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

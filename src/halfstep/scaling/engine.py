@@ -14,7 +14,7 @@ from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import Gradients, collect, parameters
 from halfstep.scaling.names import Names
-from halfstep.scaling.optimizers import name
+from halfstep.scaling.optimizers import handles_scale, name, writes_unscaled
 from halfstep.scaling.outcomes.journal import Journal
 from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
 from halfstep.scaling.scale.loss_scale import LossScale
@@ -51,6 +51,8 @@ class Engine:
 
     def scale(self, outputs: Any, loss: str | None) -> Any:
         """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
+        if self.iteration.looks:
+            self.iteration.watch()
         scaled = self.scales.multiply(outputs, loss)
         self.iteration.count_loss(loss)
         return scaled
@@ -75,8 +77,8 @@ class Engine:
                 "with scaler.accumulate(optimizer): scaler.scale(loss, name=...).backward(). This "
                 "iteration can only be given up: update(new_scale=scaler.get_scale())"
             )
-        scale = self.scales[losses[0]]
-        if scale.on_device is None:
+        scale = self.scales.get(losses[0])
+        if scale is None or scale.on_device is None:
             raise CallOrderError(
                 f"{method}({name(optimizer)}) before scale(): no loss has been scaled by this "
                 "GradScaler yet. Call scaler.scale(loss).backward() first"
@@ -109,7 +111,7 @@ class Engine:
             scale = self.scale_of_iteration(method, record.optimizer, params)
         end_blocks(self.iteration, params)
         refuse = partial(refuse_float16, optimizer=record.optimizer, names=self.names)
-        return stepping.gather(params, self.iteration, record, scale, refuse)
+        return stepping.gather(method, params, self.iteration, record, scale, refuse)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale. Sync: none."""
@@ -146,7 +148,7 @@ class Engine:
             scale = self.scale_of_iteration("clip_grad_norm_", target, params)
             end_blocks(self.iteration, params)
             refuse = partial(refuse_float16, optimizer=None, names=self.names)
-            ready = stepping.gather(params, self.iteration, None, scale, refuse)
+            ready = stepping.gather("clip_grad_norm_", params, self.iteration, None, scale, refuse)
         refuse_float16(ready, optimizer, self.names)
         norm = clipping.clip_(
             ready,
@@ -170,6 +172,7 @@ class Engine:
         if looks:
             record.looks, record.stage, record.outlier = looks, stage, ready.outlier
             record.num_losses = self.iteration.num_losses
+            record.norms, record.norm = ready.norms, ready.norm
             self.iteration.keep(record)
 
     # --- steps ------------------------------------------------------------------------------------
@@ -189,9 +192,20 @@ class Engine:
         if record.stage is Stage.SCALED and all(p.grad is None for p in parameters(optimizer)):
             raise nothing_checked(optimizer)
         ready = self.gather("step", record)
-        result, found_inf = self.steps.take(optimizer, ready, args, kwargs, max_norm)
+        try:
+            result, found_inf = self.steps.take(optimizer, ready, args, kwargs, max_norm)
+        except BaseException:
+            self._note_failure(record, ready)
+            raise
         self.finish(record, ready, found_inf)
         return result
+
+    def _note_failure(self, record: OptimizerRecord, ready: Preparation) -> None:
+        """Remember what a step that raised has left of the gradients."""
+        if ready.scale is None:
+            self.keep(ready, record, Stage.UNSCALED)
+        elif ready.look is not None and not stepping.is_untouched(ready):
+            self.iteration.doubt(ready.gradients)
 
     def require_not_stepped(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
         """Return the record of an optimizer that may step now.
@@ -219,7 +233,14 @@ class Engine:
         before = ready.loss_scale.snapshot()
         findings = Findings(before, found_inf, ready.outlier, ready.norm)
         gradients = StepGradients(ready.gradients, ready.norms, scale)
-        outcome = Outcome(record.optimizer, self.names, ready.loss_scale, findings, gradients)
+        outcome = Outcome(
+            record.optimizer,
+            self.names,
+            ready.loss_scale,
+            findings,
+            gradients,
+            can_measure_late=_can_measure_late(record.optimizer, ready.gradients),
+        )
         self.journal.add(record.optimizer, outcome)
 
     def check(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
@@ -273,5 +294,15 @@ class Engine:
 
     def end_iteration(self) -> None:
         """Forget what was done to gradients."""
+        self.iteration.end()
         self.iteration = Iteration()
+        self.scales.forget_bad_losses()
         self.journal.end()
+
+
+def _can_measure_late(optimizer: torch.optim.Optimizer, gradients: Gradients) -> bool:
+    """Say whether the gradients of a step that was taken are, unscaled, what they were."""
+    if not handles_scale(optimizer):
+        return True
+    # What is small may be zero in float16 when it is unscaled.
+    return writes_unscaled(optimizer) and torch.float16 not in gradients.dtypes()

@@ -74,10 +74,14 @@ class Names:
         for group in [] if optimizer is None else optimizer.param_groups:
             names = group.get("param_names", [])
             known.update(zip(map(id, group["params"]), names, strict=False))
-        for module in self.modules():
+        modules, qualified = self.modules(), dict[int, str]()
+        for number, module in enumerate(modules):
+            # Two modules may have parameters of the same name.
+            prefix = f"{type(module).__name__}[{number}]." if len(modules) > 1 else ""
             for name, param in module.named_parameters():
-                known[id(param)] = name.replace("_orig_mod.", "")  # torch.compile's wrapper
-        return known
+                # Without what torch.compile's wrapper adds.
+                qualified.setdefault(id(param), prefix + name.replace("_orig_mod.", ""))
+        return known | qualified
 
 
 def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:

@@ -15,6 +15,19 @@ def name(optimizer: object) -> str:
     return type(optimizer).__name__
 
 
+def require_optimizer(call: str, optimizer: object) -> None:
+    """Raise if a call was given something else than an optimizer.
+
+    Raises:
+        TypeError: It has no ``param_groups``.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"{call}({name(optimizer)}): pass the optimizer, such as torch.optim.SGD(...), or a "
+            "wrapper that has its param_groups"
+        )
+
+
 def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Say whether ``optimizer.step`` divides by the scale and skips by itself.
 
@@ -22,9 +35,19 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
     forgotten.
     """
-    holders = (vars(holder) for holder in (optimizer, *type(optimizer).__mro__))
-    found = (names[_HANDLES_SCALE] for names in holders if _HANDLES_SCALE in names)
+    if _HANDLES_SCALE in vars(optimizer):
+        # torch.optim: the state of one that is not fused, loaded into a fused one, switches it off.
+        is_off = any("fused" in group and not group["fused"] for group in optimizer.param_groups)
+        return vars(optimizer)[_HANDLES_SCALE] is True and not is_off
+    classes = (vars(cls) for cls in type(optimizer).__mro__)
+    found = (names[_HANDLES_SCALE] for names in classes if _HANDLES_SCALE in names)
     return next(found, False) is True
+
+
+def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether its step surely leaves the gradients divided by ``grad_scale``."""
+    is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")
+    return is_pytorchs and getattr(optimizer, "grad_scale", None) is None
 
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
@@ -55,7 +78,37 @@ def step_with_scale(
     if scale is not None:
         grad_scale = scale if grad_scale is None else scale * grad_scale
     optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+    fresh = _without_momentum(optimizer)
     try:
-        return optimizer.step(*args, **kwargs)
+        result = optimizer.step(*args, **kwargs)
+        _clear_momentum(fresh, found_inf)
+        return result
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+# The fused SGD of PyTorch 2.13 makes its momentum buffers from memory as it finds it, which a first
+# step that is skipped does not overwrite: the next one would add what was there to the parameters.
+
+
+def _without_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the states in which the first step of an SGD will make a momentum buffer."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    return [
+        optimizer.state[param]
+        for group in optimizer.param_groups
+        if group["momentum"]
+        for param in group["params"]
+        if param.grad is not None and optimizer.state[param].get("momentum_buffer") is None
+    ]
+
+
+@torch.no_grad()
+def _clear_momentum(states: list[dict[str, Any]], found_inf: torch.Tensor) -> None:
+    """Zero what a skipped step has made. Sync: none."""
+    for state in states:
+        buffer = state.get("momentum_buffer")
+        if buffer is not None:
+            skipped = found_inf.to(buffer.device, non_blocking=True) > 0
+            buffer.copy_(torch.where(skipped, torch.zeros_like(buffer), buffer))

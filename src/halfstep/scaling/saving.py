@@ -36,8 +36,12 @@ class Saved:
         return result
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Saved:
+    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
         """Read what :meth:`to_dict` or ``torch.amp.GradScaler.state_dict`` returned.
+
+        Args:
+            saved: The state.
+            first: Gives what torch.amp does not know.
 
         Raises:
             ValueError: A key is missing or a value cannot be right.
@@ -46,7 +50,7 @@ class Saved:
         losses = ours.pop("losses", {})
         norm_limits = ours.pop("norm_limits", None)
         default = dict(saved) | ({OURS: ours} if ours else {})
-        scales: dict[str | None, ScaleState] = {None: ScaleState.from_dict(default)}
+        scales: dict[str | None, ScaleState] = {None: ScaleState.from_dict(default, first)}
         try:
             for name, state in losses.items():
                 scales[name] = ScaleState.from_dict(state)

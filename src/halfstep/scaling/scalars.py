@@ -37,6 +37,12 @@ def is_nonfinite(scalar: Tensor) -> Tensor:
     return (scalar * 0.0).ne(0.0).float()  # torch.isfinite takes four kernels
 
 
+def to_float32(scalar: Tensor) -> Tensor:
+    """Return a scalar in float32; one that is too large for it as the largest number there is."""
+    largest = torch.finfo(torch.float32).max
+    return torch.where(scalar.isfinite(), scalar.clamp(max=largest), scalar).float()
+
+
 def reciprocal(scale: Tensor) -> Tensor:
     """Return 1 / scale, rounded once."""
     # Through float64 as in torch.amp: a float32 division may be inexact under some compiler

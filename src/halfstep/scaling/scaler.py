@@ -19,6 +19,7 @@ from halfstep.scaling.devices import available_device
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.loops.accumulation import accumulate
 from halfstep.scaling.loops.retrying import retry
+from halfstep.scaling.optimizers import require_optimizer
 from halfstep.scaling.outcomes import gates
 from halfstep.scaling.outcomes.alarm import Alarm, OnSkips
 from halfstep.scaling.outcomes.outcome import HistoryEntry, Outcome
@@ -124,6 +125,8 @@ class GradScaler(TorchCalls):
         self._device = None if device is None else available_device(device)
         if rule is None:
             rule = Dynamic(growth_factor, backoff_factor, growth_interval)
+        elif not isinstance(rule, Rule):
+            raise TypeError(f"rule is {rule!r}: pass Dynamic(...), LogMax(...) or Static()")
         elif (growth_factor, backoff_factor, growth_interval) != (2.0, 0.5, 2000):
             raise ValueError(
                 "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
@@ -156,7 +159,7 @@ class GradScaler(TorchCalls):
         Args:
             optimizer_or_parameters: Whose gradients to clip.
             max_norm: The largest norm, >= 0; ``math.inf`` measures and clips nothing.
-            norm_type: 2, ``math.inf``, or another p >= 1.
+            norm_type: 2, ``math.inf``, or another p from 1 to 8.
             per: What the norm is taken of: ``"all"`` gradients together, those of each ``"layer"``
                 (the parameters of one module, told by their names: see :meth:`watch`), or each
                 ``"parameter"`` alone.
@@ -210,6 +213,7 @@ class GradScaler(TorchCalls):
             >>> scaler.outcome(optimizer).taken
             True
         """
+        require_optimizer("accumulate", optimizer)
         return accumulate(self._engine, optimizer)
 
     @keep_out_of_graphs
@@ -245,6 +249,7 @@ class GradScaler(TorchCalls):
             >>> attempt, scaler.outcome(optimizer).taken
             (3, True)
         """
+        require_optimizer("retry", optimizer)
         return retry(self._engine, optimizer, times)
 
     # --- what became of it ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from halfstep.scaling.devices import default_device
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import parameters
 from halfstep.scaling.loops.closures import split_closure, step_with_closure
-from halfstep.scaling.optimizers import handles_scale, name, takes_scaler
+from halfstep.scaling.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep.scaling.outcomes import reporting
 from halfstep.scaling.outcomes.alarm import Alarm
 from halfstep.scaling.saving import Saved
@@ -89,6 +89,7 @@ class TorchCalls:
 
         Sync: none.
         """
+        require_optimizer("unscale_", optimizer)
         self._engine.unscale_(optimizer)
 
     @keep_out_of_graphs
@@ -127,6 +128,7 @@ class TorchCalls:
         Sync: one; none for an optimizer that handles the scale itself; one for each evaluation of
         a closure.
         """
+        require_optimizer("step", optimizer)
         if max_norm is not None:
             max_norm = clipping.checked_max_norm(max_norm)
         closure, args, kwargs = split_closure(args, kwargs)
@@ -244,7 +246,7 @@ class TorchCalls:
                 stacklevel=2,
             )
             return
-        saved = Saved.from_dict(state_dict)
+        saved = Saved.from_dict(state_dict, self._engine.scales.first)
         self._engine.scales.load(saved.scales)
         self._engine.steps.norm_limits = saved.norm_limits
 
@@ -291,7 +293,10 @@ class TorchCalls:
                 "accumulate() for this optimizer"
             )
         if max_norm is not None:
-            engine.clip_grad_norm_(optimizer, max_norm, 2.0, "all")
+            raise ValueError(
+                f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
+                "(grad_scaler=...) and unscales by itself; let it clip too"
+            )
         engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
         result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
         engine.finish_foreign(optimizer)
@@ -308,7 +313,9 @@ class TorchCalls:
         return None if on_device is None else on_device.growth_tracker
 
     def _get_scale_async(self) -> Tensor | None:
-        return self._scale
+        names = [*self._engine.iteration.losses]
+        scale = self._engine.scales[names[0] if len(names) == 1 else None]
+        return None if scale.on_device is None else scale.on_device.scale
 
     @keep_out_of_graphs
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:

@@ -1,68 +1,51 @@
-"""The policies that come with halfstep, each a TOML file beside this one.
+"""The rules of the policies that come with halfstep, each a TOML file beside this one.
 
 * ``standard``: one table for every device, the default.
 * ``torch``: PyTorch's own lists of the running version, a different one for each device.
 * ``torch-cuda``: PyTorch's list for CUDA, on every device.
+* ``bf16-lean``: standard, but norms, softmax and losses stay in bfloat16.
+* ``apex-o1``: the lists of NVIDIA Apex, opt level O1.
+* ``fp32``: no rules, so nothing is lowered.
 """
 
-import tomllib
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from importlib import resources
-from typing import Any
-
-import torch
 
 from halfstep import _torch
-from halfstep.casting.policy import Policy, Rule
+from halfstep.casting import policy_file
+from halfstep.casting.rule import LOWER_PRECISIONS, Rule
 
-PRESETS = ("standard", "torch", "torch-cuda")
+PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32")
 
 
 @cache
-def preset(name: str) -> Policy:
-    """Return a policy that comes with halfstep.
-
-    Args:
-        name: ``"standard"``, ``"torch"`` or ``"torch-cuda"``.
-
-    Raises:
-        ValueError: there is no preset of that name.
-
-    Example:
-        >>> preset("standard").action("softmax.int", "cpu", torch.float16)
-        'fp32-dtype'
-        >>> preset("torch").action("softmax.int", "cpu", torch.float16)
-        'leave'
-    """
+def rules_of(name: str) -> tuple[Rule, ...]:
+    """Return the rules of a preset, one of ``PRESETS``."""
     match name:
-        case "standard":
-            return Policy(_read("standard"), name)
         case "torch":
-            return Policy(_registered(_read("torch")), name)
+            return tuple(_registered(_read("torch")))
         case "torch-cuda":
-            cuda = (rule for rule in _registered(_read("torch")) if rule.device == "cuda")
-            return Policy((Rule(r.op, r.action, message=r.message) for r in cuda), name)
-        case _:
-            names = ", ".join(map(repr, PRESETS))
-            raise ValueError(f"there is no policy preset {name!r}; the presets are {names}")
+            cuda = (rule for rule in rules_of("torch") if rule.device == "cuda")
+            return tuple(replace(rule, device=None) for rule in cuda)
+        case "fp32":
+            return ()
+    return tuple(_read(name))
 
 
 def _read(name: str) -> Iterator[Rule]:
     text = resources.files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    for table in tomllib.loads(text)["rules"]:
-        devices: Any = table.get("device")
-        dtype = getattr(torch, table["dtype"]) if "dtype" in table else None
-        for device in devices if isinstance(devices, list) else [devices]:
-            for op in table["ops"]:
-                message = table.get("message", "").strip()
-                yield Rule(op, table["action"], device, dtype, message)
+    base, rules = policy_file.parse(text, name)
+    return iter([*(rules_of(base) if base else ()), *rules])
 
 
-def _registered(rules: Iterator[Rule]) -> Iterator[Rule]:
+def _registered(rules: Iterable[Rule]) -> Iterator[Rule]:
     """Keep the rules whose op has an autocast kernel in the running version of PyTorch."""
     for rule in rules:
         assert rule.device is not None
         ops = _torch.overloads_with_autocast_kernel(rule.device)
-        if any(rule.holds(op, rule.device, torch.bfloat16) for op in ops):
+        if any(rule.holds(op, rule.device, dtype) for op in ops for dtype in LOWER_PRECISIONS[:2]):
             yield rule

@@ -113,8 +113,8 @@ def unscale_(
     found_inf = multiply_(gradients, reciprocal(scale))
     if can_amplify:
         # Multiplying by exactly 1 is the kernel's own way to only look.
-        for device, after in multiply_(gradients, torch.ones_like(scale)).items():
-            found_inf[device] = torch.maximum(found_inf[device], after)
+        # What was inf or NaN before still is.
+        found_inf = multiply_(gradients, torch.ones_like(scale))
     return found_inf
 
 
@@ -135,6 +135,9 @@ def multiply_(gradients: Gradients, factor: Tensor) -> dict[torch.device, Tensor
             factors[device] = moved(factor, device)
         # Backwards: the ones read last by an earlier pass are still in the cache.
         check_and_unscale_(values[::-1], found_inf[device], factors[device])
+        if not torch.compiler.is_compiling():
+            # The kernel does not count as a change. Enough of them do for who looks for changes.
+            torch.autograd.graph.increment_version((values[0], values[-1]))
     return found_inf
 
 

@@ -97,6 +97,10 @@ class _Block(Iteration):
             f"step() of {name(optimizer)}"
         )
 
+    def watch(self) -> None:
+        """Notice what is added to gradients outside of the block."""
+        self.root.watch()
+
     def join(self) -> None:
         """Tell the block or iteration around it which losses were scaled."""
         self.around.count_losses_of(self)
@@ -141,7 +145,9 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         )
     scale = engine.scale_of_iteration("accumulate", block.optimizer, [])
     refuse = partial(stepping.refuse_float16, optimizer=block.optimizer, names=engine.names)
-    ready = stepping.gather(list(parameters(block.optimizer)), block, None, scale, refuse)
+    ready = stepping.gather(
+        "accumulate", list(parameters(block.optimizer)), block, None, scale, refuse
+    )
     refuse(ready)
     stepping.unscale_(ready)
     found_inf = ready.found_inf()

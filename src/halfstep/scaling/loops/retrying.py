@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.engine import Engine
@@ -27,6 +28,7 @@ def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Itera
     return _attempts(engine, optimizer, checked_count("times", times, at_least=0))
 
 
+@keep_out_of_graphs
 def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
     modules = engine.names.modules()
     randomness, buffers = Randomness(optimizer, modules), Buffers(modules)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -80,7 +81,8 @@ class SkipReport:
         reason: Why the last one was skipped.
         scale: The scale from now on.
         culprits: The parameters with inf or NaN in their gradients; empty if these are gone.
-        optimizers: Class names of the optimizers whose steps were skipped.
+        optimizers: Class names of the optimizers whose last step was skipped; empty if it was taken
+            without some blocks of ``accumulate``.
     """
 
     skipped_in_a_row: int
@@ -93,10 +95,8 @@ class SkipReport:
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1
         steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
-        lines = [
-            f"{steps} skipped ({', '.join(self.optimizers)}); reason: {self.reason}; the scale is "
-            f"now {self.scale:g}"
-        ]
+        what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else DROPPED
+        lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {self.scale:g}"]
         if self.culprits:
             lines.append(f"inf or NaN in the gradients of {len(self.culprits)} parameters:")
             lines += [f"  {culprit}" for culprit in self.culprits[:NUM_NAMED]]
@@ -107,6 +107,24 @@ class SkipReport:
 
 
 OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
+
+
+DROPPED = "skipped or taken without some blocks of accumulate()"
+
+
+@dataclass
+class _Run:
+    """Skipped steps in a row with one scale.
+
+    Attributes:
+        next_length: Speak when there are so many.
+        is_counted: Whether it is among those at the floor.
+        num_at_floor: How many runs came to the floor so far.
+    """
+
+    next_length: int
+    is_counted: bool = False
+    num_at_floor: int = 0
 
 
 class Alarm:
@@ -132,38 +150,50 @@ class Alarm:
                 "SkipReport"
             )
         self.on_skips = on_skips
-        self._next_length = self.max_consecutive_skips
-        self._num_floor_runs = 0
-        self._floor_counted = False
+        self._runs: weakref.WeakKeyDictionary[object, _Run] = weakref.WeakKeyDictionary()
 
-    def is_due(self, skipped_in_a_row: int, at_floor: bool) -> bool:
-        """Say whether to speak now; call it once an iteration."""
-        if skipped_in_a_row == 0:
-            self._next_length = self.max_consecutive_skips
-            self._floor_counted = False
+    def __getstate__(self) -> dict[str, object]:
+        """Return the settings: a copy begins to count anew."""
+        return self.__dict__ | {"_runs": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Take over the settings of another one."""
+        self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
+
+    def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+        """Say whether to speak now of the steps with a scale; call it once an iteration."""
+        if skipped_in_a_row == 0 and scale not in self._runs:
             return False
-        is_due = skipped_in_a_row >= self._next_length
-        if at_floor and not self._floor_counted:
-            self._floor_counted = True
-            self._num_floor_runs += 1
-            is_due |= self._num_floor_runs.bit_count() == 1
+        run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
+        if skipped_in_a_row == 0:
+            run.next_length = self.max_consecutive_skips
+            run.is_counted = False
+            return False
+        is_due = skipped_in_a_row >= run.next_length
+        if at_floor and not run.is_counted:
+            run.is_counted = True
+            run.num_at_floor += 1
+            is_due |= run.num_at_floor.bit_count() == 1
         if is_due:
-            self._next_length = max(self._next_length, 2 * skipped_in_a_row)
+            run.next_length = max(run.next_length, 2 * skipped_in_a_row)
         return is_due
 
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
         """Warn, raise or call, as the user chose.
 
         A step skipped at a scale that never was above the floor is no proof that something is
-        broken: up to ``max_consecutive_skips`` "raise" only warns then.
+        broken: up to ``max_consecutive_skips`` "raise" only warns then; and for blocks that were
+        dropped from steps that were taken.
 
         Raises:
             SkippedStepsError: The user chose "raise".
         """
         if callable(self.on_skips):
             self.on_skips(report)
-        elif self.on_skips == "raise" and not (
-            began_at_floor and report.skipped_in_a_row < self.max_consecutive_skips
+        elif (
+            self.on_skips == "raise"
+            and report.optimizers
+            and not (began_at_floor and report.skipped_in_a_row < self.max_consecutive_skips)
         ):
             raise SkippedStepsError(str(report))
         else:

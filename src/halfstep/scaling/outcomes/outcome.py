@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients.collecting import Gradients, collect
 from halfstep.scaling.gradients.passes import Norms, measure
@@ -21,6 +22,9 @@ from halfstep.scaling.outcomes.alarm import Culprit, culprits
 from halfstep.scaling.scale.device_state import StateSnapshot
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.state import Reason, reason
+
+NUM_WITNESSES = 512
+HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
 
 
 class HistoryEntry(NamedTuple):
@@ -83,12 +87,13 @@ class StepGradients:
         self.params = gradients.params
         self._norms = norms
         self._scale = scale
-        # Enough to notice zero_grad() and a new backward(), which touch all of them.
+        # To notice zero_grad() and a new backward(), which touch almost all of them.
         self._witnesses = [
             (weakref.ref(grad), grad._version)
-            for grad in (gradients.grads[:1] + gradients.grads[-1:] if norms is None else [])
+            for grad in (_witnesses(gradients.grads) if norms is None else [])
         ]
 
+    @keep_out_of_graphs
     def norms(self) -> list[float]:
         """Return the unscaled norm of every gradient. Sync: one for each device.
 
@@ -101,14 +106,19 @@ class StepGradients:
         return self._norms.unscaled()
 
     def _require_present(self) -> None:
-        now = [param.grad for param in (self.params[:1] + self.params[-1:])]
+        now = [param.grad for param in _witnesses(self.params)]
         for (ref, version), grad in zip(self._witnesses, now, strict=True):
             if grad is None or ref() is not grad or grad._version != version:
                 raise CallOrderError(
                     "the gradients of this step were not measured and are gone: look at norm, "
                     "norms and culprits of an outcome before zero_grad() and the next backward(), "
-                    "or let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
+                    "or " + HOW_TO_MEASURE
                 )
+
+
+def _witnesses(tensors: list[Tensor]) -> list[Tensor]:
+    """Return all of a few tensors, of many only the ends: asking them takes its time."""
+    return tensors if len(tensors) <= NUM_WITNESSES else [tensors[0], tensors[-1]]
 
 
 class Outcome:
@@ -139,7 +149,10 @@ class Outcome:
         loss_scale: LossScale,
         findings: Findings,
         gradients: StepGradients,
+        *,
+        can_measure_late: bool = True,
     ) -> None:
+        self._can_measure_late = can_measure_late
         self.optimizer_name = name(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._names = names
@@ -247,6 +260,11 @@ class Outcome:
                 "norms and culprits are kept for the last step of each optimizer only, and this "
                 "outcome is older"
             )
+        if not self._can_measure_late and self._findings.norm is None and self.taken:
+            raise CallOrderError(
+                f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
+                "they were not measured before: " + HOW_TO_MEASURE
+            )
         return self._gradients.norms()
 
     def __repr__(self) -> str:
@@ -257,6 +275,7 @@ class Outcome:
         return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
 
 
+@keep_out_of_graphs
 def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
     """Read many outcomes at once. Sync: two, however many they are."""
     if not outcomes:

@@ -31,27 +31,26 @@ def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
     Sync: none as long as nothing is said.
     """
     snapshot = scale.arrived()
-    if snapshot is None or not alarm.is_due(*snapshot.skips()):
+    if snapshot is None or not alarm.is_due(scale, *snapshot.skips()):
         return
     state = snapshot.read(scale.host)
-    # None in an iteration whose step was taken without a block that overflowed.
     step = state.num_taken + state.num_skipped
     skipped = [
         outcome
         for outcome in journal.newest(NUM_SEARCHED)
         if outcome.loss_scale is scale and outcome.skipped and outcome.entry.step == step
     ]
-    if skipped:
-        began_at_floor = state.run_scale <= state.min_scale
-        alarm.speak(_report(state, skipped), began_at_floor=began_at_floor)
+    began_at_floor = state.run_scale <= state.min_scale
+    alarm.speak(_report(state, skipped), began_at_floor=began_at_floor)
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
-    reasons = {outcome.reason or Reason.OVERFLOW for outcome in skipped}
+    # No outcome: steps were taken without blocks of accumulate() that overflowed.
+    reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
     return SkipReport(
         skipped_in_a_row=state.skipped_in_a_row,
         since=state.num_taken + state.num_skipped - state.skipped_in_a_row + 1,
-        reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons.pop(),
+        reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons[-1],
         scale=state.scale,
         culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
         optimizers=tuple(outcome.optimizer_name for outcome in skipped),

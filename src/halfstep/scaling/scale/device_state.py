@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.scaling.checks import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep.scaling.scalars import moved
 from halfstep.scaling.scale.rules import LogMax, Rule
@@ -223,6 +224,7 @@ class StateSnapshot:
 
     values: Tensor
 
+    @keep_out_of_graphs
     def read(self, state: ScaleState) -> ScaleState:
         """Return ``state``, which gives the rule, with these values. Sync: one."""
         return decode(self.values.view(torch.int32).tolist(), state)

@@ -32,11 +32,6 @@ class LossScale:
         self._arrived = HostCopy()
 
     @property
-    def rule(self) -> Rule:
-        """How the scale moves."""
-        return self.host.rule
-
-    @property
     def wants_amax(self) -> bool:
         """Whether the rule wants to know the largest magnitude of the gradients."""
         return isinstance(self.host.rule, LogMax)
@@ -71,8 +66,13 @@ class LossScale:
         """Return 1 if a loss since the last ``update`` was not finite, else 0, and forget it."""
         assert self.on_device is not None
         is_bad = is_nonfinite(self.on_device.bad_loss)
-        self.on_device.bad_loss.zero_()
+        self.forget_bad_loss()
         return is_bad
+
+    def forget_bad_loss(self) -> None:
+        """Forget whether a loss since the last ``update`` was not finite. Sync: none."""
+        if self.on_device is not None:
+            self.on_device.bad_loss.zero_()
 
     def value(self) -> float:
         """Return the scale. Sync: one."""
@@ -104,8 +104,7 @@ class LossScale:
             self.can_amplify |= self.host.can_amplify
             if self.on_device is not None:
                 self.on_device.fill_(self.host.scale)
-        if self.on_device is not None:
-            self.on_device.bad_loss.zero_()
+        self.forget_bad_loss()
 
     def update(self, found_inf: list[Tensor], outliers: list[Tensor], amaxes: list[Tensor]) -> None:
         """Back off, count or grow after an iteration. Sync: none."""

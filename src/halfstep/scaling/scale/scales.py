@@ -30,6 +30,12 @@ class Scales(dict[str | None, LossScale]):
         self[loss] = scale  # not if that was refused
         return scaled
 
+    def forget_bad_losses(self) -> None:
+        """Forget which losses were not finite. Sync: none."""
+        if len(self) > 1:  # one alone has been asked by update()
+            for scale in self.values():
+                scale.forget_bad_loss()
+
     def device_type(self) -> str | None:
         """Return the type of the device that the first loss came from, None before it."""
         for scale in self.values():

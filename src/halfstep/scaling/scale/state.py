@@ -235,11 +235,13 @@ class ScaleState:
         return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"rule": rule}}
 
     @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> ScaleState:
+    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
-        A state of torch.amp knows its factors and its interval: it gets :class:`Dynamic` with them
-        and with its defaults, and the limits that :meth:`first` would give its scale.
+        Args:
+            saved: A state of torch.amp knows the scale, its factors and its interval.
+            first: Gives the rest for it: limits, and the kind and other numbers of the rule.
+                ``Static()`` stays. Left out, they are those of :meth:`first` with ``Dynamic``.
 
         Raises:
             ValueError: A key is missing, a value cannot be right, or a newer halfstep wrote it.
@@ -259,7 +261,7 @@ class ScaleState:
                 "the five values that torch.amp knows"
             )
         try:
-            return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours)
+            return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours, first)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the saved scaler state cannot be used: {error}. Correct it in the dict "
@@ -269,11 +271,18 @@ class ScaleState:
             ) from error
 
     @classmethod
-    def _from_parts(cls, theirs: dict[str, Any], ours: dict[str, Any]) -> ScaleState:
+    def _from_parts(
+        cls, theirs: dict[str, Any], ours: dict[str, Any], first: ScaleState | None
+    ) -> ScaleState:
         factors = {key: theirs.pop(key) for key in TORCH_RULE_KEYS}
         tracker = theirs.pop(TORCH_TRACKER)
         if not ours:
-            return replace(cls.first(theirs["scale"], Dynamic(**factors)), growth_tracker=tracker)
+            alone = cls.first(theirs["scale"], Dynamic(**factors))
+            if first is None:
+                return replace(alone, growth_tracker=tracker)
+            if isinstance(first.rule, Dynamic):
+                first = replace(first, rule=replace(first.rule, **factors))
+            return replace(first.with_scale(alone.scale), growth_tracker=tracker)
         expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
         for key in sorted(expected ^ set(ours)):
             raise ValueError(

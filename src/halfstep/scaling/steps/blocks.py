@@ -69,9 +69,10 @@ def _put_together(iteration: Iteration, record: OptimizerRecord, blocks: Blocks)
     device = blocks.scale.tensor.device
     is_lost = blocks.bad == blocks.count
     gradients = collect(parameters(record.optimizer))
+    rest, _ = iteration.split(gradients)  # a parameter may be in the blocks of another optimizer
     if blocks.bad and not is_lost and not blocks.has_several_losses:
         factor = blocks.count / (blocks.count - blocks.bad)
-        passes.multiply_(gradients, torch.tensor(factor, device=device))
+        passes.multiply_(rest, torch.tensor(factor, device=device))
     if is_lost and not blocks.overflowed:
         blocks.scale.see_loss(torch.full((), torch.inf, device=device))
     if is_lost or not gradients.grads:

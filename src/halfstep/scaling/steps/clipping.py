@@ -18,6 +18,8 @@ from halfstep.scaling.steps import stepping
 from halfstep.scaling.steps.stepping import Preparation
 
 Per = Literal["all", "layer", "parameter"]
+LARGEST_P = 8.0
+"""The 8th power of any float32 number is one of float64."""
 
 
 def checked_max_norm(max_norm: object) -> float:
@@ -45,8 +47,8 @@ def checked_kind(norm_type: object, per: Per) -> tuple[float, Per]:
         ValueError: One of them is none of the choices.
     """
     kind = math.inf if norm_type == math.inf else checked_number("norm_type", norm_type)
-    if kind < 1.0:
-        raise ValueError(f"norm_type is {kind}: it must be >= 1, such as 2 or math.inf")
+    if not (1.0 <= kind <= LARGEST_P or kind == math.inf):
+        raise ValueError(f"norm_type is {kind}: pass a number from 1 to {LARGEST_P:g}, or math.inf")
     if per not in ("all", "layer", "parameter"):
         raise ValueError(f"per is {per!r}: pass 'all', 'layer' or 'parameter'")
     return kind, per
@@ -86,17 +88,18 @@ def clip_(
         return torch.zeros_like(ready.loss_scale.tensor)
     if norm_type == 2.0:
         stepping.measure(ready)
-        assert ready.norm is not None
+        assert ready.norm_now is not None
     else:
         stepping.unscale_(ready)
-        ready.norm = passes.p_norm(ready.gradients, norm_type, ready.loss_scale.tensor.device)
-    norm = ready.norm
+        device = ready.loss_scale.tensor.device
+        ready.norm_now = passes.p_norm(ready.gradients, norm_type, device)
+    norm = ready.norm_now
     if per == "all":
         stepping.limit(ready, max_norm, None)
         stepping.multiply_(ready)
     else:
         _clip_groups_(ready, max_norm, norm_type, groups)
-    return norm.float()
+    return scalars.to_float32(norm)
 
 
 def _clip_groups_(
@@ -106,10 +109,10 @@ def _clip_groups_(
     inverse = None if ready.scale is None else scalars.reciprocal(ready.scale)
     for positions in groups:
         part = ready.gradients.at(positions)
-        if ready.norms is None:
+        if ready.norms_now is None:
             norm = passes.p_norm(part, norm_type, device)
         else:
-            norm = ready.norms.at(positions).total(device)
+            norm = ready.norms_now.at(positions).total(device)
         if inverse is not None:
             norm = norm * inverse
         factor = passes.clip_coefficient(norm, max_norm)

@@ -40,7 +40,9 @@ class EarlyClipping:
         """Take note of a finite norm; warn after the last one if all are the same."""
         norms = self._norms.setdefault(optimizer, [])
         norms.append(scaled_norm)
-        same = max(norms) - min(norms) <= 1e-4 * max(norms)
+        # In a warm-up that begins at a learning rate of 0 they are the same for another reason.
+        has_moved = any(group.get("lr", 1.0) != 0.0 for group in optimizer.param_groups)
+        same = has_moved and max(norms) - min(norms) <= 1e-4 * max(norms)
         if len(norms) == NUM_LOOKS and same and 0 < max(norms) < SMALLEST_MAX_NORM * scale:
             warnings.warn(
                 f"step({name(optimizer)}): the norm of the gradients, still multiplied by the "

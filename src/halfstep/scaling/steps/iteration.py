@@ -7,9 +7,12 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients.collecting import Gradients, parameters
+from halfstep.scaling.gradients.passes import Norms
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.scalars import combine
 from halfstep.scaling.scale.loss_scale import LossScale
@@ -80,6 +83,8 @@ class OptimizerRecord:
         outlier: float32 scalar, 1 if its norm is too large to be believed; None if not asked.
         blocks: The blocks of ``accumulate`` that have not been put together yet.
         num_losses: Number of losses that had been scaled when its gradients were unscaled.
+        norms: Their norms when they were unscaled, if measured then.
+        norm: The norm of all of them, unscaled and before clipping, if measured then.
     """
 
     optimizer: torch.optim.Optimizer
@@ -88,6 +93,8 @@ class OptimizerRecord:
     outlier: Tensor | None = None
     blocks: Blocks | None = None
     num_losses: int = 0
+    norms: Norms | None = None
+    norm: Tensor | None = None
 
     def found_inf(self) -> dict[torch.device, Tensor]:
         """Return for each device 1 if some gradient there is inf or NaN, else 0."""
@@ -113,6 +120,11 @@ class Iteration:
         # Made only when another optimizer asks: for thousands of gradients it takes its time.
         self._look_at: dict[int, Look] = {}
         self._num_looks_in_it = 0
+        # Parameters whose gradients backward has added to since they were looked at, by id.
+        self._fresh: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._num_watched = 0
+        self._in_doubt: list[Gradients] = []
         # How many losses of each name have been scaled. A list would be compiled once per length.
         self.losses: dict[str | None, int] = {}
 
@@ -157,6 +169,9 @@ class Iteration:
         if not look_at:
             return gradients, []
         seen = look_at.keys() & set(map(id, gradients.grads))
+        if self._fresh:
+            pairs = zip(gradients.params, gradients.grads, strict=True)
+            seen -= {id(grad) for param, grad in pairs if id(param) in self._fresh}
         found = {look_at[key] for key in seen}
         # In the order of the looks, which a set does not have.
         return gradients.without(seen), [look for look in self.looks if look in found]
@@ -164,6 +179,39 @@ class Iteration:
     def add(self, look: Look) -> None:
         """Remember a look, and that its gradients are no longer to be unscaled."""
         self.looks.append(look)
+        self._fresh.difference_update(map(id, look.gradients.params if self._fresh else ()))
+
+    @keep_out_of_graphs
+    def watch(self) -> None:
+        """Notice what backward adds to gradients that have been looked at: it is still scaled.
+
+        ``zero_grad(set_to_none=False)``, buckets and flat buffers keep a gradient where it was.
+        """
+        for look in self.looks[self._num_watched :]:
+            for param in look.gradients.params:
+                if param.is_leaf and param.requires_grad:
+                    hook = param.register_post_accumulate_grad_hook(self._note_fresh)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
+        self._num_watched = len(self.looks)
+
+    def _note_fresh(self, param: Tensor) -> None:
+        self._fresh.add(id(param))
+
+    def doubt(self, gradients: Gradients) -> None:
+        """Remember that nobody knows what these gradients are multiplied by."""
+        self._in_doubt.append(gradients)
+
+    def is_in_doubt(self, gradients: Gradients) -> bool:
+        """Say whether nobody knows what some of these are multiplied by."""
+        if not self._in_doubt:
+            return False
+        ids = {id(grad) for doubted in self._in_doubt for grad in doubted.grads}
+        return not ids.isdisjoint(map(id, gradients.grads))
+
+    def end(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _looks_by_gradient(self) -> dict[int, Look]:
         # Filled when somebody asks, which with one optimizer nobody does.

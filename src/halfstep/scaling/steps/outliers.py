@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep.scaling.checks import checked_count, checked_number
+from halfstep.scaling.scalars import to_float32
 
 
 class NormLimit:
@@ -48,7 +49,7 @@ class NormLimit:
         Args:
             norm: Norm of the unscaled gradients, a floating scalar on any device.
         """
-        norm = norm.detach().float()
+        norm = to_float32(norm.detach())
         if self._norms is None:
             self._norms = torch.tensor(self._saved, dtype=torch.float32, device=norm.device)
         num_seen = self._norms.isfinite().sum()
@@ -85,6 +86,7 @@ class NormLimits:
         self._position: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
+        self._num_seen = 0  # of all optimizers, those that are gone too
 
     def set(self, times_median: float | None, window: int) -> None:
         """Set the limit of all optimizers and forget the norms seen; None for no limit.
@@ -98,12 +100,16 @@ class NormLimits:
         self._settings = None if times_median is None else (times_median, window)
         self._limits = []
         self._position.clear()
+        self._num_seen = 0
 
     def of(self, optimizer: torch.optim.Optimizer) -> NormLimit | None:
         """Return the limit of an optimizer."""
         if self._settings is None:
             return None
-        position = self._position.setdefault(optimizer, len(self._position))
+        if optimizer not in self._position:
+            self._position[optimizer] = self._num_seen
+            self._num_seen += 1
+        position = self._position[optimizer]
         if position == len(self._limits):
             self._limits.append(NormLimit(*self._settings))
         return self._limits[position]

@@ -1,18 +1,6 @@
-"""One step of one optimizer: look at its gradients, decide, divide.
+"""What a step does to the gradients of one optimizer: gather, look, measure, limit, divide.
 
-What is decided here is how few passes over the gradients it takes (G: reading or writing all of
-them once), before the optimizer's own work:
-
-===================  =======================  ===========================================
-optimizer            neither clip nor norm    clip, or the norm is wanted
-===================  =======================  ===========================================
-plain                check and divide, 2 G    measure, 1 G; divide and clip at once, 2 G
-handles the scale    measure, 1 G             measure, 1 G
-===================  =======================  ===========================================
-
-Where measuring takes longer than a check, in the lower left corner gradients are only checked.
-
-Sync: none, in all of these functions.
+Sync: none, in all of these functions but :func:`is_untouched`.
 """
 
 from __future__ import annotations
@@ -44,8 +32,10 @@ class Preparation:
         scale: What they are multiplied by, None for nothing.
         looks: Earlier looks at some of them, in this iteration.
         look: The look at what is still scaled, once there was one.
-        norms: Their norms, if measured.
+        norms: Their norms before any clipping, if measured.
         norm: Norm of all of them together, unscaled, a scalar on the device of the scale.
+        norms_now: The norms as they are now.
+        norm_now: The norm as it is now.
         coefficient: What clipping multiplies them by, None without clipping.
         outlier: float32 scalar, 1 if the norm is too large to be believed; None if not asked.
     """
@@ -57,6 +47,8 @@ class Preparation:
     look: Look | None = None
     norms: passes.Norms | None = None
     norm: Tensor | None = None
+    norms_now: passes.Norms | None = None
+    norm_now: Tensor | None = None
     coefficient: Tensor | None = None
     outlier: Tensor | None = None
 
@@ -93,6 +85,7 @@ class Preparation:
 
 
 def gather(
+    method: str,
     params: list[Tensor],
     iteration: Iteration,
     record: OptimizerRecord | None,
@@ -104,6 +97,7 @@ def gather(
     If some of them have been unscaled with another optimizer, the others are unscaled now.
 
     Args:
+        method: What an error message calls the call.
         params: Their parameters.
         iteration: Knows which gradients have been unscaled.
         record: The optimizer of these parameters; None if they are no optimizer's.
@@ -114,10 +108,17 @@ def gather(
         CallOrderError: Gradients have come since those of the optimizer were unscaled.
     """
     gradients = collect(params)
+    if iteration.is_in_doubt(gradients):
+        raise CallOrderError(
+            f"{method}(): an earlier step() of these gradients raised, and may have divided some "
+            "of them by the scale already: zero_grad() and call backward() again"
+        )
     if record is not None and record.stage is not Stage.SCALED:
         if iteration.num_losses > record.num_losses:
-            _require_the_same(gradients, iteration, record)
-        return Preparation(gradients, scale, None, record.looks)
+            _require_the_same(method, gradients, iteration, record)
+        ready = Preparation(gradients, scale, None, record.looks)
+        ready.norms, ready.norm = record.norms, record.norm
+        return ready
     scaled, looks = iteration.split(gradients)
     # A copy: update() changes the scale in place, and norms are divided by it later.
     ready = Preparation(scaled, scale, scale.tensor.clone(), looks)
@@ -133,13 +134,15 @@ def gather(
     return Preparation(gradients, scale, None, looks)
 
 
-def _require_the_same(gradients: Gradients, iteration: Iteration, record: OptimizerRecord) -> None:
+def _require_the_same(
+    method: str, gradients: Gradients, iteration: Iteration, record: OptimizerRecord
+) -> None:
     new, _ = iteration.split(gradients)
     if new.grads:
         raise CallOrderError(
-            f"step({name(record.optimizer)}): backward() of a scaled loss came after its gradients "
-            f"were unscaled, and {len(new.grads)} of the {len(gradients.grads)} gradients are new "
-            "and still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
+            f"{method}({name(record.optimizer)}): backward() of a scaled loss came after its "
+            f"gradients were unscaled, and {len(new.grads)} of {len(gradients.grads)} are new and "
+            "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
 
@@ -195,13 +198,26 @@ def measure(ready: Preparation) -> None:
     """Measure the norms, which checks scaled gradients too; change nothing. 1 G."""
     if not ready.gradients.grads:
         return
-    ready.norms = passes.measure(ready.gradients, ready.scale)
-    norm = ready.norms.total(ready.loss_scale.tensor.device)
+    norms = passes.measure(ready.gradients, ready.scale)
+    device = ready.loss_scale.tensor.device
+    norm = norms.total(device)
+    ready.norms_now, ready.norm_now = norms, norm if ready.scale is None else norm / ready.scale
+    if ready.norm is None:
+        ready.norms, ready.norm = norms, ready.norm_now
     if ready.scale is None:
-        ready.norm = norm
+        # Somebody may have changed them since they were unscaled, and the answer is at hand.
+        found_inf = {device: scalars.is_nonfinite(norm)}
+        ready.look = Look(ready.loss_scale, Gradients([], [], []), found_inf)
         return
-    ready.norm = norm / ready.scale
     _remember(ready, ready.scale, [scalars.is_nonfinite(norm)])
+
+
+def is_untouched(ready: Preparation) -> bool:
+    """Say whether the gradients surely are as they were when they were measured. Sync: some."""
+    if ready.norms is None:
+        return False
+    now = passes.measure(ready.gradients, ready.scale)
+    return now.unscaled() == ready.norms.unscaled()
 
 
 def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
@@ -216,11 +232,12 @@ def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
 
 def limit(ready: Preparation, max_norm: float | None, norm_limit: NormLimit | None) -> None:
     """Work out the clip coefficient, and whether the norm is an outlier."""
-    if ready.norm is None:
+    if ready.norm_now is None:
         return
     if max_norm is not None:
-        ready.coefficient = passes.clip_coefficient(ready.norm, max_norm)
+        ready.coefficient = passes.clip_coefficient(ready.norm_now, max_norm)
     if norm_limit is not None:
+        assert ready.norm is not None
         ready.outlier = norm_limit.is_exceeded(ready.norm)
 
 

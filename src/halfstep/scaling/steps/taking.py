@@ -1,4 +1,18 @@
-"""Whether a step is taken, and taking it."""
+"""Whether a step is taken, and taking it, in as few passes over the gradients as it takes.
+
+G is reading or writing all of them once, before the optimizer's own work:
+
+===================  =======================  ===========================================
+optimizer            neither clip nor norm    clip, or the norm is wanted
+===================  =======================  ===========================================
+plain                check and divide, 2 G    measure, 1 G; divide and clip at once, 2 G
+handles the scale    measure, 1 G             measure, 1 G
+===================  =======================  ===========================================
+
+Where measuring takes longer than a check, in the lower left corner gradients are only checked. The
+first steps of an optimizer are measured, to notice gradients that are clipped too early; and so are
+those with a scale that may be below 1, since a skipped step could not undo its division.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +24,6 @@ from torch import Tensor
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.names import Names
 from halfstep.scaling.optimizers import handles_scale, step_with_scale
-from halfstep.scaling.scalars import reciprocal
 from halfstep.scaling.steps import stepping
 from halfstep.scaling.steps.early_clipping import EarlyClipping
 from halfstep.scaling.steps.iteration import nothing_checked
@@ -110,19 +123,14 @@ class Steps:
             stepping.unscale_(ready)
         found_inf = require_found(ready, optimizer)
         if self._read(ready.skip(found_inf), optimizer if is_looking else None, ready):
-            _restore(ready, undo)
+            if undo is not None:
+                passes.multiply_(ready.gradients, undo)
+                ready.scale = undo
             result = None
         else:
-            factor = ready.factor()
-            undo = undo if factor is None else reciprocal(factor)
             stepping.multiply_(ready)
-            try:
-                # Through the instance: accelerate replaces `step` there to see whether it was
-                # called.
-                result = optimizer.step(*args, **kwargs)
-            except BaseException:
-                _restore(ready, undo)
-                raise
+            # Through the instance: accelerate replaces `step` there to see whether it was called.
+            result = optimizer.step(*args, **kwargs)
         return result, found_inf
 
     def _is_looking(self, optimizer: torch.optim.Optimizer, ready: Preparation) -> bool:
@@ -154,10 +162,3 @@ def require_found(ready: Preparation, optimizer: torch.optim.Optimizer) -> Tenso
     if found_inf is None:
         raise nothing_checked(optimizer)
     return found_inf
-
-
-def _restore(ready: Preparation, undo: Tensor | None) -> None:
-    """Leave the gradients as they were when ``step`` was called."""
-    if undo is not None:
-        passes.multiply_(ready.gradients, undo)
-        ready.scale = undo

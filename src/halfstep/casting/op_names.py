@@ -1,0 +1,150 @@
+"""The names of ops: which overloads a rule means, and whether there is such an op.
+
+``"softmax.int"`` is an overload of the ATen op ``"softmax"``; ``"mylib::attention.default"`` of a
+custom one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+import torch
+
+from halfstep import _torch
+from halfstep.casting.names import did_you_mean
+from halfstep.casting.presets import PRESETS, rules_of
+from halfstep.casting.rule import Rule
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """Return the overload itself, ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
+    namespace, op, of_op = _split(name)
+    found = getattr(getattr(getattr(torch.ops, namespace), op), of_op)
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
+
+
+def meant_by(rules: Iterable[Rule]) -> frozenset[str]:
+    """Return the overloads that rules are about."""
+    return frozenset().union(*map(_meant_by, {rule.op for rule in rules}))
+
+
+def check(rules: Iterable[Rule]) -> None:
+    """Raise ``ValueError`` if a rule cannot be carried out.
+
+    An op of a preset may be missing: some are in some versions and builds of PyTorch only.
+    """
+    ours = _preset_rules()
+    for rule in rules:
+        if rule not in ours:
+            _check(rule)
+
+
+def _check(rule: Rule) -> None:
+    meant = _meant_by(rule.op)
+    if rule.is_glob and not meant:
+        near = did_you_mean(rule.op.replace("*", ""), _table())
+        raise ValueError(f"rule {str(rule)!r}: no op that a preset names is like {rule.op!r}{near}")
+    if not _exists(rule.op) and not rule.is_glob:
+        raise ValueError(f"rule {str(rule)!r}: there is no op {rule.op!r}{_near(rule.op)}")
+    if not meant:
+        raise ValueError(
+            f"rule {str(rule)!r} names an op that writes to its arguments; a rule casts the inputs "
+            "of ops that return a new value"
+        )
+    if rule.action == "fp32-dtype" and not all(map(_takes_dtype, meant)):
+        raise ValueError(
+            f"rule {str(rule)!r} needs an op with an optional dtype argument, such as softmax or "
+            "sum; use the action 'fp32'"
+        )
+
+
+# Overloads without a dtype argument, and the overload of the same op that has one.
+WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+}
+
+
+def _takes_dtype(name: str) -> bool:
+    """Say whether an overload, or the one it stands for, can be asked for a dtype."""
+    arguments = overload(WITH_DTYPE.get(name, name))._schema.arguments
+    return any(argument.name == "dtype" for argument in arguments)
+
+
+def _meant_by(rule_op: str) -> frozenset[str]:
+    # Not kept for other libraries than ATen: they may be loaded later.
+    return _custom(rule_op) if "::" in rule_op else _of_aten(rule_op)
+
+
+@cache
+def _of_aten(rule_op: str) -> frozenset[str]:
+    if "*" in rule_op or "?" in rule_op:
+        glob = Rule(rule_op, "leave")
+        return frozenset(name for op in _table() for name in _of_aten(op) if glob.names(name))
+    op, _, of_op = rule_op.partition(".")
+    if of_op:
+        return frozenset({rule_op} if _exists(rule_op) and not _writes(rule_op) else ())
+    names = (f"{op}.{of_op}" for of_op in _torch.aten_overloads().get(op, ()))
+    return frozenset(n for n in names if not _writes(n) and not _must_name_dtype(n))
+
+
+def _custom(rule_op: str) -> frozenset[str]:
+    glob = Rule(rule_op, "leave")
+    names = _torch.overloads_of_namespace(_split(rule_op)[0])
+    return frozenset(name for name in names if glob.names(name) and not _writes(name))
+
+
+def _exists(rule_op: str) -> bool:
+    if "::" in rule_op:
+        return any(
+            Rule(rule_op, "leave").names(name)
+            for name in _torch.overloads_of_namespace(_split(rule_op)[0])
+        )
+    op, _, of_op = rule_op.partition(".")
+    known = _torch.aten_overloads().get(op, [])
+    return of_op in known if of_op else bool(known)
+
+
+@cache
+def _preset_rules() -> frozenset[Rule]:
+    return frozenset(rule for name in PRESETS for rule in rules_of(name))
+
+
+@cache
+def _table() -> frozenset[str]:
+    """Return the ops, or overloads, that a preset names: those that a glob ranges over."""
+    return frozenset(rule.op for rule in _preset_rules() if not rule.is_glob)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """Return namespace, op and overload."""
+    namespace, _, op = name.rpartition("::")
+    op, _, of_op = op.partition(".")
+    return namespace or "aten", op, of_op
+
+
+def _writes(name: str) -> bool:
+    """Into ``out=``, or in place."""
+    arguments = overload(name)._schema.arguments
+    return any(arg.alias_info is not None and arg.alias_info.is_write for arg in arguments)
+
+
+def _must_name_dtype(name: str) -> bool:
+    """The caller has decided: ``norm(x, 2, dtype=...)`` is an overload of its own."""
+    arguments = overload(name)._schema.arguments
+    return any(
+        arg.name in ("dtype", "out_dtype") and not arg.has_default_value() for arg in arguments
+    )
+
+
+def _near(rule_op: str) -> str:
+    if "::" in rule_op:
+        custom = _torch.overloads_of_namespace(_split(rule_op)[0])
+        near = did_you_mean(rule_op, [name.rpartition(".")[0] for name in custom])
+        return near if custom else "; import the library that defines it first"
+    op = rule_op.partition(".")[0]
+    known = _torch.aten_overloads()
+    return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)

@@ -1,0 +1,121 @@
+"""The TOML form of a policy: a preset to start from, and tables of rules.
+
+preset = "standard"
+
+[[rules]]
+ops = ["linear", "matmul"]
+action = "fp32"
+device = "cuda"      # or a list of them
+dtype = "float16"
+phase = "train"
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from halfstep.casting.names import did_you_mean
+from halfstep.casting.rule import ACTIONS, PHASES, Rule
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_KEYS = ("ops", "action", "device", "dtype", "phase", "message")
+
+
+def parse(text: str, source: str) -> tuple[str, list[Rule]]:
+    """Read a policy.
+
+    Args:
+        text: TOML.
+        source: What an error message calls it: the path of the file.
+
+    Returns:
+        The name of the preset, ``""`` if there is none, and the rules to come after it.
+
+    Raises:
+        ValueError: The message names the line, what is there and what could be.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: {error}") from error
+    place = _Place(text, source)
+    for key in table.keys() - {"preset", "rules"}:
+        raise place.error(key, f"unknown key {key!r}{did_you_mean(key, ('preset', 'rules'))}")
+    tables = table.get("rules", [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise place.error("rules", "rules are tables, each under a line [[rules]]")
+    rules: list[Rule] = []
+    for number, each in enumerate(tables):
+        rules += _rules(each, _Place(text, source, number))
+    return table.get("preset", ""), rules
+
+
+def to_toml(preset: str, rules: Iterable[Rule]) -> str:
+    """Return what :func:`parse` reads as the same preset and rules."""
+    parts = [f'preset = "{preset}"\n']
+    for (action, *rest), group in groupby(rules, lambda rule: (rule.action, *_limits(rule))):
+        ops = ", ".join(_quoted(rule.op) for rule in group)
+        lines = ["[[rules]]", f"ops = [{ops}]", f'action = "{action}"']
+        named = zip(("device", "dtype", "phase", "message"), rest, strict=True)
+        lines += [f"{key} = {_quoted(value)}" for key, value in named if value]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _quoted(text: str) -> str:
+    # A string of JSON is one of TOML, but for pairs of escapes and for DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _limits(rule: Rule) -> tuple[str | None, str, str | None, str]:
+    dtype = "" if rule.dtype is None else str(rule.dtype).removeprefix("torch.")
+    return rule.device, dtype, rule.phase, rule.message
+
+
+class _Place:
+    """Where in the file something stands; tomllib does not tell.
+
+    Args:
+        text: The file.
+        source: Its name.
+        table: Number of the ``[[rules]]`` table, None for what stands before them.
+    """
+
+    def __init__(self, text: str, source: str, table: int | None = None) -> None:
+        self._lines = text.splitlines()
+        self._source = source
+        heads = [n for n, line in enumerate(self._lines) if line.strip().startswith("[[")]
+        self._first = 0 if table is None or table >= len(heads) else heads[table]
+
+    def error(self, seen: object, message: str) -> ValueError:
+        """Return the error for what was seen."""
+        found = (n for n in range(self._first, len(self._lines)) if str(seen) in self._lines[n])
+        return ValueError(f"{self._source}, line {next(found, self._first) + 1}: {message}")
+
+
+def _rules(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
+    for key in table.keys() - set(_KEYS):
+        raise place.error(key, f"unknown key {key!r}{did_you_mean(key, _KEYS)}")
+    ops, devices = table.get("ops"), table.get("device")
+    if not isinstance(ops, list) or not ops:
+        raise place.error("ops", 'a table of rules needs ops = ["softmax", ...]')
+    for key, known in (("action", ACTIONS), ("dtype", tuple(_DTYPES)), ("phase", PHASES)):
+        value = table.get(key)
+        if value not in known and (value is not None or key == "action"):
+            near = did_you_mean(str(value), known)
+            choice = ", ".join(map(repr, known))
+            raise place.error(value, f"{key} is {value!r}{near}; it is one of {choice}")
+    dtype = _DTYPES.get(table.get("dtype", ""))
+    message = str(table.get("message", "")).strip()
+    for device in devices if isinstance(devices, list) else [devices]:
+        for op in ops:
+            try:
+                yield Rule(op, table["action"], device, dtype, table.get("phase"), message)
+            except ValueError as error:
+                raise place.error(op, str(error)) from error

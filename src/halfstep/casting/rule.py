@@ -1,0 +1,165 @@
+"""One rule: what happens to some ops under autocast. Nothing here knows tensors' values."""
+
+import json
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+
+Action = Literal["lower", "fp32", "fp32-dtype", "promote", "refuse", "leave"]
+Phase = Literal["train", "eval"]
+LOWER_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # float32 lowers nothing
+ACTIONS: tuple[Action, ...] = get_args(Action)
+PHASES: tuple[Phase, ...] = get_args(Phase)
+DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+# The names people use, in front of an op. Longest first.
+_PREFIXES = {
+    "torch.nn.functional.": "",
+    "nn.functional.": "",
+    "torch.ops.aten.": "",
+    "torch.linalg.": "linalg_",
+    "torch.special.": "special_",
+    "torch.Tensor.": "",
+    "torch.fft.": "fft_",
+    "Tensor.": "",
+    "aten::": "",
+    "aten.": "",
+    "torch.": "",
+    "F.": "",
+}
+_ALIASES = {
+    "cross_entropy": "cross_entropy_loss",
+    "grid_sample": "grid_sampler*",
+    "interpolate": "*upsample_*",
+    "multi_dot": "linalg_multi_dot",
+    "sdpa": "scaled_dot_product_attention",
+}
+_OP = re.compile(r"(\w+::)?[\w*?]+(\.[\w*?]+)?")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to an op under autocast, or to several.
+
+    Args:
+        op: the name of an ATen op, of a custom op (``"mylib::attention"``), or a glob over the ops
+            that some preset names (``"conv*"``). ``"softmax"`` means every overload that takes and
+            returns values (no ``out=``, nothing in place, no overload whose caller must name a
+            dtype); ``"softmax.int"`` or ``"exp.default"`` means that one overload. Names such as
+            ``"F.layer_norm"``, ``"torch.linalg.qr"`` and ``"aten::mm"`` are understood and become
+            those of ATen.
+        action: what to do with the floating-point inputs on the autocast device. Integers,
+            complex numbers and float64 are never touched, except that ``"promote"`` follows a
+            float64 input.
+
+            * ``"lower"``: cast them to the lower precision (float16 or bfloat16).
+            * ``"fp32"``: cast them to float32.
+            * ``"fp32-dtype"``: ask the op for a float32 result through its ``dtype`` argument,
+              unless the caller asked for another; the inputs stay as they are.
+            * ``"promote"``: cast them to the widest dtype among them.
+            * ``"refuse"``: raise ``RuntimeError`` with ``message``.
+            * ``"leave"``: run the op as if it had no rule.
+        device: a device type (``"cpu"``, ``"cuda"``, ...), or None for every device.
+        dtype: the lower precision for which the rule holds, or None for every one.
+        phase: ``"train"`` where gradients are recorded (``torch.is_grad_enabled()``), ``"eval"``
+            where they are not, or None for both.
+        message: for ``"refuse"``: why, and what to use instead.
+
+    Raises:
+        ValueError: An argument is not one of the above.
+
+    Example:
+        >>> Rule("F.softmax", "lower", dtype=torch.bfloat16)
+        Rule('softmax', 'lower', dtype=torch.bfloat16)
+    """
+
+    op: str
+    action: Action
+    device: str | None = None
+    dtype: torch.dtype | None = None
+    phase: Phase | None = None
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.op, str) or not _OP.fullmatch(name := canonical(self.op)):
+            raise ValueError(
+                f"a rule names an op such as 'softmax', 'softmax.int', 'F.layer_norm', 'conv*' or "
+                f"'mylib::myop', got {self.op!r}"
+            )
+        object.__setattr__(self, "op", name)
+        if self.device is not None and not re.fullmatch(r"[a-z]\w*", str(self.device)):
+            raise ValueError(
+                f"rule for {self.op!r}: a device type is 'cpu', 'cuda', ..., got {self.device!r}"
+            )
+        if self.dtype not in (None, *LOWER_PRECISIONS):
+            raise ValueError(
+                f"rule for {self.op!r}: the lower precision is torch.float16 or torch.bfloat16, "
+                f"got dtype={self.dtype!r}"
+            )
+        if self.phase not in (None, *PHASES):
+            raise ValueError(
+                f"rule for {self.op!r}: the phase is 'train', 'eval' or None, got {self.phase!r}"
+            )
+        if self.action not in ACTIONS:
+            raise ValueError(
+                f"rule for {self.op!r}: unknown action {self.action!r}; "
+                f"the actions are {', '.join(map(repr, ACTIONS))}"
+            )
+        if (self.action == "refuse") != bool(self.message):
+            raise ValueError(
+                f"rule for {self.op!r}: a message goes with the action 'refuse', and only with it"
+            )
+
+    @cached_property
+    def is_glob(self) -> bool:
+        """Whether it may name several ops."""
+        return "*" in self.op or "?" in self.op
+
+    def names(self, op: str) -> bool:
+        """Say whether the rule is about ``op``, an overload such as ``"exp.default"``."""
+        of_any_overload = op.rpartition(".")[0]
+        if self.is_glob:
+            return fnmatchcase(op if "." in self.op else of_any_overload, self.op)
+        return self.op in (op, of_any_overload)
+
+    def holds(self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train") -> bool:
+        """Say whether the rule decides ``op``, an overload such as ``"exp.default"``."""
+        return (
+            self.device in (None, device)
+            and self.dtype in (None, dtype)
+            and self.phase in (None, phase)
+            and self.names(op)
+        )
+
+    @property
+    def limits_and_action(self) -> str:
+        """What comes after the name of the op in the text form: ``"[cuda,fp16]:fp32"``."""
+        dtype = next((name for name, dtype in DTYPE_NAMES.items() if dtype is self.dtype), None)
+        limits = ",".join(limit for limit in (self.device, dtype, self.phase) if limit)
+        message = f" {json.dumps(self.message, ensure_ascii=False)}" if self.message else ""
+        return f"{f'[{limits}]' if limits else ''}:{self.action}{message}"
+
+    def __str__(self) -> str:
+        """Return the text form, as in :meth:`halfstep.Policy.parse`."""
+        return self.op + self.limits_and_action
+
+    def __repr__(self) -> str:
+        extra = "".join(
+            f", {name}={value!r}"
+            for name in ("device", "dtype", "phase", "message")
+            if (value := getattr(self, name))
+        )
+        return f"Rule({self.op!r}, {self.action!r}{extra})"
+
+
+def canonical(name: str) -> str:
+    """Return the name that ATen has for an op, without looking whether there is one."""
+    for prefix, instead in _PREFIXES.items():
+        if name.startswith(prefix):
+            name = instead + name.removeprefix(prefix)
+            break
+    return _ALIASES.get(name, name)

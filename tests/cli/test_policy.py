@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+
+from halfstep import Policy
+from halfstep.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["policy", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "show", "fp32; exp,log[fp16]:fp32")
+    assert code == 0
+    assert out == "fp32; exp,log[fp16]:fp32\n  exp[fp16]:fp32\n  log[fp16]:fp32\n"
+    code, out, _ = run(capsys, "show", "standard; exp:leave", "--op", "torch.exp")
+    assert (code, out) == (0, "exp.default\n  leave: by exp:leave\n  overruled: exp:fp32\n")
+
+
+def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    Policy.parse("standard; exp[cuda]:leave").save(path)
+    code, out, _ = run(capsys, "diff", "standard", str(path))
+    assert (code, out.split()) == (0, ["exp", "fp32", "->", "leave", "cuda"])
+    assert run(capsys, "diff", "standard", "standard") == (0, "no difference\n", "")
+
+
+def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leave"\n')
+    assert run(capsys, "check", str(path)) == (0, f"{path}: good, standard; exp:leave\n", "")
+    path.write_text('preset = "standard"\n[[rules]]\nops = ["exp"]\naction = "leaf"\n')
+    code, out, _ = run(capsys, "check", str(path))
+    assert code == 1
+    assert f"{path}, line 4: action is 'leaf'; did you mean 'leave'?" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "standart"], "did you mean 'standard'?"),
+        (["show", "standard", "--op", "sofmax"], "did you mean 'softmax'"),
+        (["diff", "standard", "nothing.toml"], "nothing.toml: No such file or directory"),
+        (["check", "nothing.toml"], "nothing.toml: No such file or directory"),
+    ],
+)
+def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("halfstep policy: ")
+    assert message in err
