@@ -368,6 +368,29 @@ def test_other_calls_in_compiled_code(enabled: bool) -> None:
     assert all(map(torch.equal, ours.params, eager.params))
 
 
+@pytest.mark.parametrize("calls_retry", [False, True])
+def test_outcomes_and_retries_in_compiled_code(calls_retry: bool) -> None:
+    """However the scale changes, nothing of ours is compiled."""
+    training = Training("foreach")
+
+    def iterate() -> tuple[bool, float, float]:
+        for _ in training.scaler.retry(training.optimizer, 1) if calls_retry else range(1):
+            training.optimizer.zero_grad()
+            training.scaler.scale(training.loss()).backward()
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+        outcome = training.scaler.outcome(training.optimizer)
+        return outcome.taken, outcome.scale_after, outcome.norm
+
+    compiled = torch.compile(iterate, backend="eager")
+    graphs = []
+    for number in range(8):
+        training.weight.fill_(math.inf if number == 5 else 1.0)
+        assert compiled()[0] == (number != 5)
+        graphs.append(num_graphs())
+    assert graphs[2:] == graphs[2:3] * 6
+
+
 # --- CUDA graphs ----------------------------------------------------------------------------------
 
 

@@ -264,8 +264,9 @@ class NormLimit:
         self.norms: list[float] = []
 
     def is_exceeded(self, norm: float) -> bool:
-        if not norm <= F32.max:
+        if not math.isfinite(norm):
             return False
+        norm = min(norm, F32.max)
         if self.norms and 2 * len(self.norms) >= self.window:
             limit = sorted(self.norms)[(len(self.norms) - 1) // 2] * self.times_median
             if abs(norm - limit) <= 0.02 * limit:
@@ -788,12 +789,12 @@ class World:
         self.is_exploding = False
         if explodes and opt.is_fused:
             self.check_as_before(untouched, 1.0)
-            if look is not None:  # without norms nobody knows that nothing was changed
-                for param in scaled:
-                    param.is_in_doubt = not is_measured
+        if explodes and opt.is_fused and look is not None:
+            for param in scaled:  # without norms nobody knows that nothing was changed
+                param.is_in_doubt = not is_measured
             return
         if explodes:
-            clip(params, factor)
+            clip(params, 1.0 if opt.is_fused else factor)
             self.unscaled(scaled)
             self.keep(opt, looks, look, "unscaled")
             opt.norm = norm if is_measured else opt.norm

@@ -74,7 +74,7 @@ def clip_(
     Args:
         ready: The gradients; 3 G for the 2-norm of all together.
         max_norm: The largest norm.
-        norm_type: 2, inf, or another p >= 1.
+        norm_type: 2, inf, or another p from 1 to 8.
         per: What the norm is taken of: "all" gradients together, those of each "layer" (module), or
             each "parameter" alone.
         layers: Returns for each gradient the name of its module.

@@ -217,7 +217,7 @@ def is_untouched(ready: Preparation) -> bool:
     if ready.norms is None:
         return False
     now = passes.measure(ready.gradients, ready.scale)
-    return now.unscaled() == ready.norms.unscaled()
+    return repr(now.unscaled()) == repr(ready.norms.unscaled())  # NaN is not equal to NaN
 
 
 def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
