@@ -1,7 +1,9 @@
 """Corners that no other test of the scaler comes to; each was once broken on purpose, unnoticed."""
 
+import gc
 import math
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -187,3 +189,40 @@ def test_something_else_than_an_optimizer(call: Any) -> None:
 def test_a_rule_is_no_name() -> None:
     with pytest.raises(TypeError, match=r"rule is 'dynamic': pass Dynamic\(\.\.\.\)"):
         GradScaler(rule="dynamic")  # type: ignore[arg-type]
+
+
+def test_the_metric_of_reduce_lr_on_plateau() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for metric in (1.0, 2.0):
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.step_scheduler(plateau, "updates", metric)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match="metrics"):
+        scaler.step_scheduler(plateau)
+
+
+def test_a_disabled_scaler_has_every_loss() -> None:
+    scaler = GradScaler(enabled=False)
+    scaler.scale(torch.ones(()), name="critic")
+    assert scaler.get_scale("critic") == 1.0
+    assert scaler.counts("critic").skipped == 0
+
+
+def test_nothing_of_a_model_that_is_gone_is_kept() -> None:
+    scaler = GradScaler()
+    model = torch.nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    outcome, weight = scaler.outcome(optimizer), weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+    assert outcome.taken
+    assert len(scaler.history()) == 1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep._torch import keep_out_of_graphs
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.gradients.collecting import collect, parameters
 from halfstep.scaling.loops.closures import Closure, drop_gradients, split_closure
@@ -49,6 +51,7 @@ class DisabledGradScaler(GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Do nothing."""
 
+    @keep_out_of_graphs
     def clip_grad_norm_(
         self,
         optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
@@ -113,6 +116,7 @@ class DisabledGradScaler(GradScaler):
         checked_count("times", times, at_least=0)
         return iter([0])
 
+    @keep_out_of_graphs
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return an outcome that was taken, with the gradients as they are now."""
         one = _one(torch.device("cpu"))
@@ -133,13 +137,16 @@ class DisabledGradScaler(GradScaler):
         function()
         return True
 
-    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates") -> bool:
-        """Call ``scheduler.step()``."""
-        return self.after_step(scheduler.optimizer, scheduler.step, count)
+    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates", *args: Any) -> bool:
+        """Call ``scheduler.step(*args)``."""
+        return self.after_step(scheduler.optimizer, lambda: scheduler.step(*args), count)
 
     def get_scale(self, name: str | None = None) -> float:
         """Return 1.0."""
         return 1.0
+
+    def _named(self, name: str | None) -> LossScale:
+        return super()._named(None)  # no loss has been scaled, whatever its name
 
     def is_enabled(self) -> bool:
         """Return False."""
@@ -164,6 +171,7 @@ class DisabledGradScaler(GradScaler):
         """Do nothing: there is no scale to create."""
 
 
+@cache
 def _one(device: torch.device) -> LossScale:
     scale = LossScale(ScaleState.first(1.0, Static()))
     scale.create(device)

@@ -314,7 +314,7 @@ class GradScaler(TorchCalls):
         return gates.after_step(self._engine.journal, optimizer, function, count)
 
     @keep_out_of_graphs
-    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates") -> bool:
+    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates", *args: Any) -> bool:
         """Call ``scheduler.step()`` if the last step of its optimizer was taken.
 
         Whether a schedule moves on at a skipped step is disputed, so it is a choice: ``"updates"``
@@ -324,6 +324,7 @@ class GradScaler(TorchCalls):
         Args:
             scheduler: A learning rate scheduler of PyTorch, or what has ``step`` and ``optimizer``.
             count: ``"updates"`` or ``"attempts"``.
+            *args: What its ``step`` takes: the metric of ``ReduceLROnPlateau``.
 
         Returns:
             Whether the scheduler moved on.
@@ -334,7 +335,7 @@ class GradScaler(TorchCalls):
 
         Sync: as :meth:`after_step`.
         """
-        return gates.step_scheduler(self._engine.journal, scheduler, count)
+        return gates.step_scheduler(self._engine.journal, scheduler, count, args)
 
     def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
         """Skip steps, too, whose norm is far above the running median.

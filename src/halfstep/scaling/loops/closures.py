@@ -58,7 +58,7 @@ def step_with_closure(
 
     Every evaluation starts without gradients: those from before are dropped. One whose gradients
     are not finite ends the step; parameters and state of the optimizer are then as they were
-    before, and so they are if the step raises.
+    before. So they are if the closure raises.
 
     Returns:
         What ``optimizer.step`` returned, None for a skipped step.

@@ -31,15 +31,15 @@ def after_step(
     return True
 
 
-def step_scheduler(journal: Journal, scheduler: Any, count: Count) -> bool:
-    """Call ``scheduler.step()`` if the last step of its optimizer counts."""
-    return after_step(journal, scheduler.optimizer, lambda: _quiet_step(scheduler), count)
+def step_scheduler(journal: Journal, scheduler: Any, count: Count, args: tuple[Any, ...]) -> bool:
+    """Call ``scheduler.step(*args)`` if the last step of its optimizer counts."""
+    return after_step(journal, scheduler.optimizer, lambda: _quiet_step(scheduler, args), count)
 
 
-def _quiet_step(scheduler: Any) -> None:
+def _quiet_step(scheduler: Any, args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         # PyTorch's schedulers count calls of optimizer.step and take a first step that a scaler
         # skipped for one that was forgotten.
         for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
             warnings.filterwarnings("ignore", message, UserWarning)
-        scheduler.step()
+        scheduler.step(*args)

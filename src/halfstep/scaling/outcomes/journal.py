@@ -16,11 +16,23 @@ HISTORY_LENGTH = 10_000
 """So many steps are kept, some hundred bytes each on the device."""
 
 
+class _Slot:
+    """The last outcome of an optimizer."""
+
+    outcome: Outcome | None = None
+
+    def clear(self) -> None:
+        """Let go of its parameters: the optimizer is gone."""
+        if self.outcome is not None:
+            self.outcome.forget_gradients()
+            self.outcome = None
+
+
 class Journal:
     """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`."""
 
     def __init__(self) -> None:
-        self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, Outcome] = (
+        self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Slot] = (
             weakref.WeakKeyDictionary()
         )
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
@@ -28,10 +40,12 @@ class Journal:
 
     def add(self, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
         """Take note of a step."""
-        earlier = self._last.get(optimizer)
-        if earlier is not None:
-            earlier.forget_gradients()
-        self._last[optimizer] = outcome
+        slot = self._last.get(optimizer)
+        if slot is None:
+            slot = self._last[optimizer] = _Slot()
+            weakref.finalize(optimizer, slot.clear).atexit = False
+        slot.clear()
+        slot.outcome = outcome
         self._all.append(outcome)
         self._open.append(outcome)
 
@@ -62,10 +76,10 @@ class Journal:
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the same, None if ``step`` has not been called for it."""
         if optimizer in self._last:
-            return self._last[optimizer]
-        for stepped, outcome in self._last.items():
+            return self._last[optimizer].outcome
+        for stepped, slot in self._last.items():
             if stepped.param_groups is optimizer.param_groups:
-                return outcome
+                return slot.outcome
         return None
 
     def entries(self) -> list[HistoryEntry]:
