@@ -49,6 +49,25 @@ class OneWeightInTwoDtypes:
         assert one_weight_in_two_dtypes(autocast) == FP16
 
 
+def written_by_index(context: Any) -> torch.dtype:
+    x = torch.zeros(2, 2)
+    with context("cpu", dtype=BF16):
+        x[torch.tensor([0, 1])] = F.linear(torch.ones(2, 2), torch.ones(2, 2))
+    return x.dtype
+
+
+@difference("A16")
+class WritingByIndex:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            written_by_index(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert written_by_index(autocast) == FP32
+
+
 def cat_mixed(context: Any) -> torch.dtype:
     with context("cpu", dtype=BF16):
         return torch.cat([torch.ones(1, dtype=FP16), torch.ones(1)]).dtype

@@ -357,8 +357,8 @@ def test_a_rule_can_be_taken_back() -> None:
     [
         (Rule("sotfmax", "fp32"), r"no op 'sotfmax'; did you mean 'softmax'"),
         (Rule("softmax.integer", "fp32"), r"no op 'softmax.integer'; did you mean 'softmax.int'"),
-        (Rule("exp_", "fp32"), r"writes to its arguments"),
-        (Rule("exp.out", "fp32"), r"writes to its arguments"),
+        (Rule("exp_", "fp32"), r"'destination' is the action for ops in place"),
+        (Rule("exp.out", "fp32"), r"'destination' is the action for ops in place"),
         (Rule("exp", "fp32-dtype"), r"optional dtype argument.*use the action 'fp32'"),
     ],
 )

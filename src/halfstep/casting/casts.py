@@ -77,6 +77,16 @@ def cast(value: Any, device: str, dtype: torch.dtype, cache: WeightCache | None 
     return value
 
 
+def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Cast a floating-point tensor on the device, float64 too; anything else comes back as it is.
+
+    Differentiable. Sync: none.
+    """
+    if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == device:
+        return value.to(dtype)
+    return value
+
+
 def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
     """Return the dtype that holds every eligible or float64 tensor in ``values``.
 

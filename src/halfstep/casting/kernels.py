@@ -21,7 +21,7 @@ import torch
 from halfstep import _torch
 from halfstep._torch import Kernel
 from halfstep.casting import op_names, scopes
-from halfstep.casting.casts import cast, is_eligible, widest
+from halfstep.casting.casts import cast, cast_any, is_eligible, widest
 from halfstep.casting.op_names import WITH_DTYPE, overload
 from halfstep.casting.policy import Policy, preset
 from halfstep.casting.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
@@ -74,7 +74,8 @@ class PolicyOnDevice:
         for op in sorted(by_pytorch | self._ruled):
             rule = self.policy.rule(op, self.device, dtype, phase) or Rule(op, "leave")
             theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
-            if rule.action != theirs or (not self._native and rule.action != "leave"):
+            is_native = self._native and _is_native(rule, theirs)
+            if not is_native and (rule.action, theirs) != ("leave", "leave"):
                 plan[op] = _carry_out(rule, op, self.device, dtype)
         return plan
 
@@ -125,6 +126,12 @@ def prepare(policy: Policy, device: str) -> int:
 def prepared(number: int) -> PolicyOnDevice:
     """Return what :func:`prepare` made."""
     return _prepared[number]
+
+
+def _is_native(rule: Rule, theirs: Action) -> bool:
+    """Say whether PyTorch's own kernel does what a rule says."""
+    # PyTorch's promotion refuses the other half precision.
+    return rule.action == theirs and (theirs != "promote" or rule in preset("torch").rules)
 
 
 def _pytorchs_action(op: str, device: str, dtype: torch.dtype) -> Action:
@@ -182,6 +189,8 @@ def _carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel
             return _ask_for_fp32(name, device)
         case "promote":
             return _promote(name, device)
+        case "destination":
+            return _cast_to_destination(name, device)
         case "refuse":
             return _refuse(rule)
         case "leave":
@@ -217,6 +226,26 @@ def _promote(name: str, device: str) -> Kernel:
             )
 
     return promote
+
+
+def _cast_to_destination(name: str, device: str) -> Kernel:
+    op = overload(name)
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def cast_to_destination(
+        _: torch._C.DispatchKeySet, destination: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with _torch.exclude_keys(autocast):
+            if not destination.is_floating_point():
+                return op(destination, *args, **kwargs)
+            dtype = destination.dtype
+            return op(
+                destination,
+                *(cast_any(arg, device, dtype) for arg in args),
+                **{key: cast_any(arg, device, dtype) for key, arg in kwargs.items()},
+            )
+
+    return cast_to_destination
 
 
 def _ask_for_fp32(name: str, device: str) -> Kernel:

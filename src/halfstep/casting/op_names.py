@@ -14,7 +14,7 @@ import torch
 from halfstep import _torch
 from halfstep.casting.names import did_you_mean
 from halfstep.casting.presets import PRESETS, rules_of
-from halfstep.casting.rule import Rule
+from halfstep.casting.rule import Rule, is_in_place
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -27,7 +27,7 @@ def overload(name: str) -> torch._ops.OpOverload:
 
 def meant_by(rules: Iterable[Rule]) -> frozenset[str]:
     """Return the overloads that rules are about."""
-    return frozenset().union(*map(_meant_by, {rule.op for rule in rules}))
+    return frozenset(op for rule in rules for op in _meant_by(rule.op) if rule.names(op))
 
 
 def check(rules: Iterable[Rule]) -> None:
@@ -42,7 +42,7 @@ def check(rules: Iterable[Rule]) -> None:
 
 
 def _check(rule: Rule) -> None:
-    meant = _meant_by(rule.op)
+    meant = meant_by([rule])
     if rule.is_glob and not meant:
         near = did_you_mean(rule.op.replace("*", ""), _table())
         raise ValueError(f"rule {str(rule)!r}: no op that a preset names is like {rule.op!r}{near}")
@@ -50,8 +50,8 @@ def _check(rule: Rule) -> None:
         raise ValueError(f"rule {str(rule)!r}: there is no op {rule.op!r}{_near(rule.op)}")
     if not meant:
         raise ValueError(
-            f"rule {str(rule)!r} names an op that writes to its arguments; a rule casts the inputs "
-            "of ops that return a new value"
+            f"rule {str(rule)!r}: 'destination' is the action for ops in place, such as "
+            "'index_put_', and the only one that casts for them; out= has no rules"
         )
     if rule.action == "fp32-dtype" and not all(map(_takes_dtype, meant)):
         raise ValueError(
@@ -86,15 +86,15 @@ def _of_aten(rule_op: str) -> frozenset[str]:
         return frozenset(name for op in _table() for name in _of_aten(op) if glob.names(name))
     op, _, of_op = rule_op.partition(".")
     if of_op:
-        return frozenset({rule_op} if _exists(rule_op) and not _writes(rule_op) else ())
+        return frozenset({rule_op} if _exists(rule_op) and not _writes_out(rule_op) else ())
     names = (f"{op}.{of_op}" for of_op in _torch.aten_overloads().get(op, ()))
-    return frozenset(n for n in names if not _writes(n) and not _must_name_dtype(n))
+    return frozenset(n for n in names if not _writes_out(n) and not _must_name_dtype(n))
 
 
 def _custom(rule_op: str) -> frozenset[str]:
     glob = Rule(rule_op, "leave")
     names = _torch.overloads_of_namespace(_split(rule_op)[0])
-    return frozenset(name for name in names if glob.names(name) and not _writes(name))
+    return frozenset(name for name in names if glob.names(name) and not _writes_out(name))
 
 
 def _exists(rule_op: str) -> bool:
@@ -126,17 +126,21 @@ def _split(name: str) -> tuple[str, str, str]:
     return namespace or "aten", op, of_op
 
 
-def _writes(name: str) -> bool:
-    """Into ``out=``, or in place."""
-    arguments = overload(name)._schema.arguments
-    return any(arg.alias_info is not None and arg.alias_info.is_write for arg in arguments)
+def _writes_out(name: str) -> bool:
+    """Say whether it writes to something else than its first argument, and in place."""
+    written = [arg.alias_info is not None and arg.alias_info.is_write for arg in _arguments(name)]
+    return any(written[1:]) or (any(written) and not is_in_place(name.rpartition(".")[0]))
+
+
+def _arguments(name: str) -> list[torch.Argument]:
+    return overload(name)._schema.arguments
 
 
 def _must_name_dtype(name: str) -> bool:
     """The caller has decided: ``norm(x, 2, dtype=...)`` is an overload of its own."""
-    arguments = overload(name)._schema.arguments
     return any(
-        arg.name in ("dtype", "out_dtype") and not arg.has_default_value() for arg in arguments
+        arg.name in ("dtype", "out_dtype") and not arg.has_default_value()
+        for arg in _arguments(name)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import torch
 
-Action = Literal["lower", "fp32", "fp32-dtype", "promote", "refuse", "leave"]
+Action = Literal["lower", "fp32", "fp32-dtype", "promote", "destination", "refuse", "leave"]
 Phase = Literal["train", "eval"]
 LOWER_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -48,8 +48,8 @@ class Rule:
     Args:
         op: the name of an ATen op, of a custom op (``"mylib::attention"``), or a glob over the ops
             that some preset names (``"conv*"``). ``"softmax"`` means every overload that takes and
-            returns values (no ``out=``, nothing in place, no overload whose caller must name a
-            dtype); ``"softmax.int"`` or ``"exp.default"`` means that one overload. Names such as
+            returns values (no ``out=``, no overload whose caller must name a dtype);
+            ``"softmax.int"`` or ``"exp.default"`` means that one overload. Names such as
             ``"F.layer_norm"``, ``"torch.linalg.qr"`` and ``"aten::mm"`` are understood and become
             those of ATen.
         action: what to do with the floating-point inputs on the autocast device. Integers,
@@ -61,6 +61,8 @@ class Rule:
             * ``"fp32-dtype"``: ask the op for a float32 result through its ``dtype`` argument,
               unless the caller asked for another; the inputs stay as they are.
             * ``"promote"``: cast them to the widest dtype among them.
+            * ``"destination"``: for an op in place (``"index_put_"``): cast the others to the dtype
+              of the tensor that is written to, float64 included.
             * ``"refuse"``: raise ``RuntimeError`` with ``message``.
             * ``"leave"``: run the op as if it had no rule.
         device: a device type (``"cpu"``, ``"cuda"``, ...), or None for every device.
@@ -122,6 +124,9 @@ class Rule:
     def names(self, op: str) -> bool:
         """Say whether the rule is about ``op``, an overload such as ``"exp.default"``."""
         of_any_overload = op.rpartition(".")[0]
+        casts_in_place, casts = self.action == "destination", self.action not in ("leave", "refuse")
+        if casts and is_in_place(of_any_overload) != casts_in_place:
+            return False  # of what is written to, a copy would be cast
         if self.is_glob:
             return fnmatchcase(op if "." in self.op else of_any_overload, self.op)
         return self.op in (op, of_any_overload)
@@ -163,3 +168,8 @@ def canonical(name: str) -> str:
             name = instead + name.removeprefix(prefix)
             break
     return _ALIASES.get(name, name)
+
+
+def is_in_place(op: str) -> bool:
+    """Say whether the name of an op is that of one which writes to its first argument."""
+    return op.endswith("_") and not op.endswith("__")
