@@ -22,6 +22,7 @@ PUBLIC = {
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "keep",
     "preset",
 }
 

@@ -5,7 +5,7 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 >>> from halfstep import GradScaler, autocast
 """
 
-from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, preset
+from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, keep, preset
 from halfstep.errors import CallOrderError
 from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
 
@@ -25,5 +25,6 @@ __all__ = [
     "autocast",
     "custom_bwd",
     "custom_fwd",
+    "keep",
     "preset",
 ]

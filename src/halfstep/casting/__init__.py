@@ -2,7 +2,8 @@
 
 from halfstep.casting.context import autocast
 from halfstep.casting.custom_function import custom_bwd, custom_fwd
+from halfstep.casting.islands import keep
 from halfstep.casting.policy import Policy, preset
 from halfstep.casting.rule import Rule
 
-__all__ = ["Policy", "Rule", "autocast", "custom_bwd", "custom_fwd", "preset"]
+__all__ = ["Policy", "Rule", "autocast", "custom_bwd", "custom_fwd", "keep", "preset"]
