@@ -226,6 +226,9 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
             r"no op 'nolib::op'; import the library that defines it",
         ),
         ("standard; e xp:fp32", r"rule 'e xp:fp32': a rule names an op such as"),
+        ('standard; pow:refuse "no', r"a double quote is not closed"),
+        ('standard; exp:fp32"; log:fp32', r"a double quote is not closed"),
+        ('standard; pow:refuse "\\x"', r"rule 'pow:refuse .*: Invalid"),
         ('standard; exp:fp32 "why"', r"a message goes with the action 'refuse'"),
     ],
 )

@@ -17,6 +17,7 @@ from itertools import groupby
 
 import torch
 
+from halfstep import _torch
 from halfstep.casting.names import did_you_mean
 from halfstep.casting.presets import PRESETS, rules_of
 from halfstep.casting.rule import ACTIONS, DTYPE_NAMES, PHASES, Phase, Rule
@@ -38,18 +39,18 @@ def parse(text: str) -> tuple[str, list[Rule]]:
     Raises:
         ValueError: The message names the part that is wrong, and what could be there.
     """
-    preset, *parts = [part.strip() for part in _PART.findall(text)] or [""]
+    preset, *parts = _parts(text) or [""]
     if preset not in PRESETS:
         raise ValueError(
             f"policy {text!r}: it starts with a preset, one of {', '.join(PRESETS)}, and not with "
             f"{preset!r}{did_you_mean(preset, PRESETS)}"
         )
-    return preset, parse_rules("; ".join(parts))
+    return preset, [rule for part in parts for rule in _rules(part)]
 
 
 def parse_rules(text: str) -> list[Rule]:
     """Read rules without a preset before them."""
-    return [rule for part in _PART.findall(text) if part.strip() for rule in _rules(part.strip())]
+    return [rule for part in _parts(text) for rule in _rules(part)]
 
 
 def to_text(rules: tuple[Rule, ...]) -> str:
@@ -67,6 +68,13 @@ def base(rules: tuple[Rule, ...]) -> str:
     return max(begun, key=lambda name: len(rules_of(name)))
 
 
+def _parts(text: str) -> list[str]:
+    parts: list[str] = _PART.findall(text)
+    if len("".join(parts)) + text.count(";") < len(text) + sum(p.count(";") for p in parts):
+        raise ValueError(f"policy {text!r}: a double quote is not closed")
+    return [stripped for part in parts if (stripped := part.strip())]
+
+
 def _rules(part: str) -> Iterator[Rule]:
     found = _RULE.fullmatch(part)
     if found is None:
@@ -81,9 +89,9 @@ def _rules(part: str) -> Iterator[Rule]:
             f"is one of {', '.join(ACTIONS)}"
         )
     device, dtype, phase = _limits(part, [limit.strip() for limit in limits if limit.strip()])
-    message = json.loads(found["message"], strict=False) if found["message"] else ""
     for op in found["ops"].split(","):
         try:
+            message = json.loads(found["message"], strict=False) if found["message"] else ""
             yield Rule(op.strip(), action, device, dtype, phase, message)
         except ValueError as error:
             raise ValueError(f"policy rule {part!r}: {error}") from error
@@ -95,7 +103,7 @@ def _limits(
     device: str | None = None
     dtype: torch.dtype | None = None
     phase: Phase | None = None
-    devices = torch._C._autocast_supported_devices()
+    devices = _torch.autocast_devices()
     for limit in limits:
         if limit in DTYPE_NAMES and dtype is None:
             dtype = DTYPE_NAMES[limit]
