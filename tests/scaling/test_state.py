@@ -165,7 +165,7 @@ def test_the_floor_is_no_higher_than_the_first_scale(scale: float, floor: float)
     [
         ({"min_scale": 8.0}, "^min_scale is 8.0, above init_scale, which is 4.0"),
         ({"max_scale": 2.0}, "^init_scale is 4.0, above max_scale, which is 2.0"),
-        ({"min_scale": 3.0, "max_scale": 2.0}, "^init_scale is 4.0, above max_scale"),
+        ({"min_scale": 3.0, "max_scale": 2.0}, "^min_scale is 3.0, above max_scale, which is 2.0"),
         ({"min_scale": 0.0}, "^min_scale is 0.0: a scale must lie"),
         ({"max_scale": math.inf}, "^max_scale is inf"),
     ],

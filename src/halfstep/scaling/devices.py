@@ -9,8 +9,14 @@ def available_device(device: str | torch.device) -> str:
     """Return the name of a device that exists here.
 
     Raises:
+        TypeError: It is something else.
         ValueError: There is no such device type, or PyTorch sees none of it on this machine.
     """
+    if not isinstance(device, str | torch.device):
+        raise TypeError(
+            f"GradScaler(device={device!r}): the device comes first, such as 'cuda'; for the scale "
+            f"write GradScaler(init_scale={device!r})"
+        )
     try:
         device = torch.device(device)
     except RuntimeError as error:

@@ -185,6 +185,7 @@ class ScaleState:
         scale = checked_scale("init_scale", init_scale)
         low = floor_under(scale) if min_scale is None else checked_scale("min_scale", min_scale)
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
+        check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
         return cls(scale, 0, low, high, rule, hysteresis_left=rule.hysteresis)
 

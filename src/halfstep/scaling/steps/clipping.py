@@ -61,7 +61,14 @@ def target(
     if isinstance(optimizer_or_parameters, Tensor):
         return None, [optimizer_or_parameters]
     if isinstance(optimizer_or_parameters, Iterable):
-        return None, list(optimizer_or_parameters)
+        params = list(optimizer_or_parameters)
+        for param in params:
+            if not isinstance(param, Tensor):
+                raise TypeError(
+                    f"clip_grad_norm_() takes an optimizer or parameters, and one of these is a "
+                    f"{type(param).__name__}: pass model.parameters()"
+                )
+        return None, params
     return optimizer_or_parameters, list(parameters(optimizer_or_parameters))
 
 
