@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -71,9 +72,8 @@ class Gradients:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all parameters of an optimizer in the order of its groups."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
+    """Return all parameters of an optimizer in the order of its groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def collect(params: Iterable[Tensor]) -> Gradients:
