@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from halfstep import GradScaler
-from halfstep.demo.gpt import GPT, GPTConfig
 from halfstep.demo.machine import device_name
+from reductions import DTYPES, GRADIENTS, shapes_of
 
 MAX_NORM = 1.0
 WARM_UP = 5
@@ -50,17 +50,7 @@ class Fused(Plain):
     _step_supports_amp_scaling = True
 
 
-def shapes_of(gradients: str) -> list[torch.Size]:
-    if gradients == "GPT 43M":
-        with torch.device("meta"):
-            return [p.shape for p in GPT(GPTConfig.of_size("43m", vocab=256)).parameters()]
-    count, size = {"4096x256": (4096, 256), "1x64M": (1, 1 << 26)}[gradients]
-    return [torch.Size([size])] * count
-
-
 Variant = tuple[Any, Callable[[Any, Plain], object]]
-GRADIENTS = ("4096x256", "GPT 43M", "1x64M")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)

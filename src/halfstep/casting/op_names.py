@@ -70,8 +70,7 @@ WITH_DTYPE = {
 
 def _takes_dtype(name: str) -> bool:
     """Say whether an overload, or the one it stands for, can be asked for a dtype."""
-    arguments = overload(WITH_DTYPE.get(name, name))._schema.arguments
-    return any(argument.name == "dtype" for argument in arguments)
+    return any(arg.name == "dtype" for arg in _arguments(WITH_DTYPE.get(name, name)))
 
 
 def _meant_by(rule_op: str) -> frozenset[str]:
@@ -93,16 +92,18 @@ def _of_aten(rule_op: str) -> frozenset[str]:
 
 def _custom(rule_op: str) -> frozenset[str]:
     glob = Rule(rule_op, "leave")
-    names = _torch.overloads_of_namespace(_split(rule_op)[0])
+    names = _overloads_beside(rule_op)
     return frozenset(name for name in names if glob.names(name) and not _writes_out(name))
+
+
+def _overloads_beside(rule_op: str) -> list[str]:
+    """Return all overloads in the library of a custom op."""
+    return _torch.overloads_of_namespace(_split(rule_op)[0])
 
 
 def _exists(rule_op: str) -> bool:
     if "::" in rule_op:
-        return any(
-            Rule(rule_op, "leave").names(name)
-            for name in _torch.overloads_of_namespace(_split(rule_op)[0])
-        )
+        return any(map(Rule(rule_op, "leave").names, _overloads_beside(rule_op)))
     op, _, of_op = rule_op.partition(".")
     known = _torch.aten_overloads().get(op, [])
     return of_op in known if of_op else bool(known)
@@ -146,7 +147,7 @@ def _must_name_dtype(name: str) -> bool:
 
 def _near(rule_op: str) -> str:
     if "::" in rule_op:
-        custom = _torch.overloads_of_namespace(_split(rule_op)[0])
+        custom = _overloads_beside(rule_op)
         near = did_you_mean(rule_op, [name.rpartition(".")[0] for name in custom])
         return near if custom else "; import the library that defines it first"
     op = rule_op.partition(".")[0]

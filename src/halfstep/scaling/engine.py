@@ -104,13 +104,18 @@ class Engine:
 
     def gather(self, method: str, record: OptimizerRecord) -> Preparation:
         """Find the gradients of an optimizer for ``unscale_``, ``clip_grad_norm_`` or ``step``."""
-        params = list(parameters(record.optimizer))
-        if record.looks:
+        return self._gather(method, record.optimizer, list(parameters(record.optimizer)), record)
+
+    def _gather(
+        self, method: str, owner: object, params: list[Tensor], record: OptimizerRecord | None
+    ) -> Preparation:
+        if record is not None and record.looks:
             scale = record.looks[0].scale
         else:
-            scale = self.scale_of_iteration(method, record.optimizer, params)
+            scale = self.scale_of_iteration(method, owner, params)
         end_blocks(self.iteration, params)
-        refuse = partial(refuse_float16, optimizer=record.optimizer, names=self.names)
+        optimizer = None if record is None else record.optimizer
+        refuse = partial(refuse_float16, optimizer=optimizer, names=self.names)
         return stepping.gather(method, params, self.iteration, record, scale, refuse)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -142,13 +147,7 @@ class Engine:
                 f"clip_grad_norm_({name(optimizer)}): {record.stage.value} since the last "
                 "update(). Clip before step()"
             )
-        if record is not None:
-            ready = self.gather("clip_grad_norm_", record)
-        else:
-            scale = self.scale_of_iteration("clip_grad_norm_", target, params)
-            end_blocks(self.iteration, params)
-            refuse = partial(refuse_float16, optimizer=None, names=self.names)
-            ready = stepping.gather("clip_grad_norm_", params, self.iteration, None, scale, refuse)
+        ready = self._gather("clip_grad_norm_", target, params, record)
         refuse_float16(ready, optimizer, self.names)
         norm = clipping.clip_(
             ready,
@@ -252,7 +251,7 @@ class Engine:
         scale = self.scale_of_iteration("step", optimizer, gradients.params)
         found_inf = passes.multiply_(gradients, torch.ones_like(scale.tensor))
         look = Look(scale, Gradients([], [], []), found_inf)
-        self.iteration.looks.append(look)
+        self.iteration.add(look)
         record.looks = [look]
         self.iteration.keep(record)
         return found_inf

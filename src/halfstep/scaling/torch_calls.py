@@ -167,8 +167,7 @@ class TorchCalls:
             self._engine.end_iteration()
             return
         for scale in self._engine.update():
-            if not torch.compiler.is_compiling():
-                reporting.sound(self._alarm, scale, self._engine.journal)
+            reporting.sound(self._alarm, scale, self._engine.journal)
 
     # --- looking and setting ----------------------------------------------------------------------
 

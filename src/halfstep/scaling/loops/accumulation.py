@@ -174,7 +174,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     # by a loss that no scale can help.
     found = {found_inf.device: torch.full_like(found_inf, float(overflowed))}
     amax = None if is_bad or ready.look is None else ready.look.amax
-    block.root.looks.append(Look(scale, Gradients([], [], []), found, amax))
+    block.root.add(Look(scale, Gradients([], [], []), found, amax))
     return not is_bad
 
 

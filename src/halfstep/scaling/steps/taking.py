@@ -134,11 +134,7 @@ class Steps:
         return result, found_inf
 
     def _is_looking(self, optimizer: torch.optim.Optimizer, ready: Preparation) -> bool:
-        return (
-            ready.scale is not None
-            and not torch.compiler.is_compiling()
-            and self.early_clipping.is_looking(optimizer)
-        )
+        return ready.scale is not None and self.early_clipping.is_looking(optimizer)
 
     def _read(
         self, skip: Tensor, first_steps_of: torch.optim.Optimizer | None, ready: Preparation
