@@ -20,9 +20,12 @@ PUBLIC = {
     "Static",
     "__version__",
     "autocast",
+    "cache_info",
+    "clear_cache",
     "custom_bwd",
     "custom_fwd",
     "keep",
+    "limit_cache",
     "preset",
 }
 

@@ -5,7 +5,18 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 >>> from halfstep import GradScaler, autocast
 """
 
-from halfstep.casting import Policy, Rule, autocast, custom_bwd, custom_fwd, keep, preset
+from halfstep.casting import (
+    Policy,
+    Rule,
+    autocast,
+    cache_info,
+    clear_cache,
+    custom_bwd,
+    custom_fwd,
+    keep,
+    limit_cache,
+    preset,
+)
 from halfstep.errors import CallOrderError
 from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
 
@@ -23,8 +34,11 @@ __all__ = [
     "Static",
     "__version__",
     "autocast",
+    "cache_info",
+    "clear_cache",
     "custom_bwd",
     "custom_fwd",
     "keep",
+    "limit_cache",
     "preset",
 ]

@@ -117,6 +117,56 @@ def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel
         )
 
 
+def callable_of(op: torch._ops.OpOverload) -> Kernel:
+    """Return what calls ``op``, without the Python around it."""
+    call: Kernel = op._op
+    return call
+
+
+# --- autocast: casts of weights -------------------------------------------------------------------
+
+
+_unsafe_view = callable_of(torch.ops.aten._unsafe_view.default)
+
+
+def in_place_of(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return ``values`` as if they had been computed from ``source``, of the same shape.
+
+    The gradient with respect to the result, cast to the dtype of ``source``, goes to ``source``.
+    Neither is copied, and a later write to ``source`` does not count as one to the result.
+    """
+    # The alias is one that autograd does not take for a view; the engine casts its gradient.
+    stand_in: torch.Tensor = _unsafe_view(source, source.shape)
+    stand_in.data = values
+    return stand_in
+
+
+def owns_storage(tensor: torch.Tensor) -> bool:
+    """Say whether no other tensor has the storage of this one."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor and the line above
+
+
+def stream_of(tensor: torch.Tensor) -> int:
+    """Return the current stream of the device of ``tensor``; 0 where there is one only."""
+    if tensor.is_cpu or tensor.is_mps:
+        return 0
+    if tensor.is_cuda:
+        return int(torch._C._cuda_getCurrentRawStream(tensor.device.index))
+    return int(torch.accelerator.current_stream(tensor.device).stream_id)
+
+
+def is_tracing() -> bool:
+    """Say whether ops are not simply carried out: vmap, grad, fake tensors, jit.trace, make_fx."""
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
+        return True
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    keys = torch._C._TorchDispatchModeKey
+    modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+
+
 # --- autocast: recomputation ----------------------------------------------------------------------
 
 

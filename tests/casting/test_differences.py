@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from halfstep.casting import Policy, Rule, autocast, preset
 
@@ -27,6 +27,26 @@ def difference(row: str) -> Callable[[Any], Any]:
         return case
 
     return note
+
+
+def after_a_change_inside(context: Any) -> float:
+    weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+    with context("cpu", dtype=BF16):
+        F.linear(x, weight)
+        with torch.no_grad():
+            weight.fill_(2)
+        return F.linear(x, weight).item()
+
+
+@difference("A13")
+class AWeightChangedInPlace:
+    @staticmethod
+    def pytorch() -> None:
+        assert after_a_change_inside(torch.autocast) == 1
+
+    @staticmethod
+    def halfstep() -> None:
+        assert after_a_change_inside(autocast) == 2
 
 
 def one_weight_in_two_dtypes(context: Any) -> torch.dtype:
@@ -85,6 +105,24 @@ class CatOfAMix:
         assert cat_mixed(autocast) == FP32
 
 
+def float64_and_float32(context: Any) -> list[torch.dtype]:
+    x, weight = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2)
+    with context("cpu", dtype=BF16):
+        return [F.linear(x, weight).dtype, (weight @ x).dtype]
+
+
+@difference("A18")
+class Float64AndFloat32:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            float64_and_float32(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert float64_and_float32(autocast) == [torch.float64, torch.float64]
+
+
 def overflows(context: Any) -> list[bool]:
     with context("cpu", dtype=FP16):
         results = (
@@ -117,6 +155,37 @@ class ChangingARule:
     def halfstep() -> None:
         with autocast("cpu", policy=Policy([Rule("linear", "leave")])):
             assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == FP32
+
+
+def gradient(context: Any, *, compiled: bool) -> Tensor:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8)
+
+    def loss() -> Tensor:
+        with context("cpu", dtype=BF16):
+            hidden = F.linear(x, weight)
+            with context("cpu", enabled=False):
+                hidden = F.linear(hidden.float(), weight)
+            return F.linear(hidden, weight).float().square().sum()
+
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    run().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@difference("A21")
+class OneWeightUsedTwice:
+    @staticmethod
+    def pytorch() -> None:
+        eager, compiled = (gradient(torch.autocast, compiled=c) for c in (False, True))
+        assert not torch.equal(eager, compiled)
+
+    @staticmethod
+    def halfstep() -> None:
+        eager, compiled = (gradient(autocast, compiled=c) for c in (False, True))
+        assert torch.equal(eager, compiled)
 
 
 @difference("C1")

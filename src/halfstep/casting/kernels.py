@@ -13,7 +13,7 @@ the plan does not name its op, does what PyTorch would have done.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from halfstep import _torch
 from halfstep._torch import Kernel
 from halfstep.casting import op_names, scopes
-from halfstep.casting.casts import cast, cast_any, is_eligible, widest
+from halfstep.casting.casts import Float64Met, cast, cast_any, cast_weights, is_eligible, widest
 from halfstep.casting.op_names import WITH_DTYPE, overload
 from halfstep.casting.policy import Policy, preset
 from halfstep.casting.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
@@ -47,20 +47,20 @@ class PolicyOnDevice:
         self._native = native
         self._ruled = op_names.meant_by(policy.rules)
         self._has_phases = any(rule.phase is not None for rule in policy.rules)
-        self._plans: dict[tuple[torch.dtype, Phase], Plan] = {}
+        self._plans: dict[Phase, dict[torch.dtype, Plan]] = {phase: {} for phase in PHASES}
 
     def plan(self) -> Plan:
         """Return the plan for the lower precision and the phase of this thread."""
         dtype = torch.get_autocast_dtype(self.device)
         if self._has_phases and not torch.is_grad_enabled():
             return self.plan_for(dtype, "eval")
-        return self.plan_for(dtype, "train")
+        return self._plans["train"].get(dtype) or self.plan_for(dtype, "train")
 
     def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
         """Return the plan for a lower precision and a phase."""
-        plan = self._plans.get((dtype, phase))
+        plan = self._plans[phase].get(dtype)
         if plan is None:
-            plan = self._plans[dtype, phase] = self._plan(dtype, phase)
+            plan = self._plans[phase][dtype] = self._plan(dtype, phase)
         return plan
 
     def ops(self) -> set[str]:
@@ -76,7 +76,9 @@ class PolicyOnDevice:
             theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
             is_native = self._native and _is_native(rule, theirs)
             if not is_native and (rule.action, theirs) != ("leave", "leave"):
-                plan[op] = _carry_out(rule, op, self.device, dtype)
+                lowers = self._native and rule.action == theirs == "lower"
+                carry_out = _lower if lowers else partial(_carry_out, rule)
+                plan[op] = carry_out(op, self.device, dtype)
         return plan
 
 
@@ -130,8 +132,12 @@ def prepared(number: int) -> PolicyOnDevice:
 
 def _is_native(rule: Rule, theirs: Action) -> bool:
     """Say whether PyTorch's own kernel does what a rule says."""
-    # PyTorch's promotion refuses the other half precision.
-    return rule.action == theirs and (theirs != "promote" or rule in preset("torch").rules)
+    match theirs:
+        case "lower":  # PyTorch's cache may give an old cast of a weight
+            return False
+        case "promote":  # PyTorch's promotion refuses the other half precision
+            return rule in preset("torch").rules
+    return rule.action == theirs
 
 
 def _pytorchs_action(op: str, device: str, dtype: torch.dtype) -> Action:
@@ -158,6 +164,7 @@ def _register(name: str, device: str) -> None:
     _torch.register_kernel(op, key, kernel)
 
 
+@cache  # once our kernel is registered, it would be the answer
 def _pytorch_kernel(name: str, device: str) -> Kernel:
     """Return what PyTorch does at the Autocast key of ``device``: cast, or nothing."""
     op, key = overload(name), _torch.autocast_key(device)
@@ -197,23 +204,44 @@ def _carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel
             return _leave(name, device)
 
 
-def _cast_to(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    op = overload(name)
-    autocast = _torch.key_set(_torch.autocast_key(device))
+def _lower(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """As ``_cast_to``: weights from our cache, the rest by PyTorch's kernel, which is faster."""
+    pytorch = _pytorch_kernel(name, device)
+    in_float64 = _promote(name, device)
 
-    def cast_to(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        weights = scopes.current().cache
+    def lower(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        is_cache_on = torch.is_autocast_cache_enabled()
+        try:
+            casts = [cast_weights(arg, device, dtype) for arg in args]
+            torch.set_autocast_cache_enabled(False)  # PyTorch's, for the rest
+            return pytorch(keys, *casts, **kwargs)
+        except Float64Met:
+            return in_float64(keys, *args, **kwargs)
+        finally:
+            torch.set_autocast_cache_enabled(is_cache_on)
+
+    return lower
+
+
+def _cast_to(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    op = _torch.callable_of(overload(name))
+    autocast = _torch.key_set(_torch.autocast_key(device))
+    in_float64 = _promote(name, device)
+
+    def cast_to(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         with _torch.exclude_keys(autocast):
-            return op(
-                *(cast(arg, device, dtype, weights) for arg in args),
-                **{key: cast(arg, device, dtype, weights) for key, arg in kwargs.items()},
-            )
+            try:
+                casts = [cast(arg, device, dtype) for arg in args]
+                named = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
+            except Float64Met:
+                return in_float64(keys, *args, **kwargs)
+            return op(*casts, **named)
 
     return cast_to
 
 
 def _promote(name: str, device: str) -> Kernel:
-    op = overload(name)
+    op = _torch.callable_of(overload(name))
     autocast = _torch.key_set(_torch.autocast_key(device))
 
     def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +257,7 @@ def _promote(name: str, device: str) -> Kernel:
 
 
 def _cast_to_destination(name: str, device: str) -> Kernel:
-    op = overload(name)
+    op = _torch.callable_of(overload(name))
     autocast = _torch.key_set(_torch.autocast_key(device))
 
     def cast_to_destination(

@@ -52,9 +52,9 @@ class Rule:
             ``"softmax.int"`` or ``"exp.default"`` means that one overload. Names such as
             ``"F.layer_norm"``, ``"torch.linalg.qr"`` and ``"aten::mm"`` are understood and become
             those of ATen.
-        action: what to do with the floating-point inputs on the autocast device. Integers,
-            complex numbers and float64 are never touched, except that ``"promote"`` follows a
-            float64 input.
+        action: what to do with the floating-point inputs on the autocast device. Integers and
+            complex numbers are never touched. Where an input is float64, ``"lower"``, ``"fp32"``
+            and ``"promote"`` run the op in float64.
 
             * ``"lower"``: cast them to the lower precision (float16 or bfloat16).
             * ``"fp32"``: cast them to float32.

@@ -14,7 +14,6 @@ import torch
 
 from halfstep import _torch
 from halfstep.casting import guards
-from halfstep.casting.casts import WeightCache
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ class Scope:
     Attributes:
         policies: the active policies.
         outer: the scope outside this one, None for the scope of a thread outside every context.
-        cache: the casts of weights that this context and those inside it share.
         switches: PyTorch's autocast switches as they were outside.
         nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
             graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
@@ -39,13 +37,12 @@ class Scope:
 
     policies: Policies
     outer: "Scope | None"
-    cache: WeightCache | None
     switches: _torch.Switches | None = None
     nesting: int | None = None
 
 
 class _Thread(threading.local):
-    scope = Scope(policies={}, outer=None, cache=None)
+    scope = Scope(policies={}, outer=None)
 
 
 _thread = _Thread()
@@ -74,8 +71,7 @@ def enter(
         traced: whether torch.compile is tracing the call, or runs what it traced.
     """
     outer = current()
-    cache = outer.cache or WeightCache()
-    _thread.scope = Scope(policies, outer, cache, switches, _nesting() if traced else None)
+    _thread.scope = Scope(policies, outer, switches, _nesting() if traced else None)
     if not traced:
         guards.follow(policies)
 

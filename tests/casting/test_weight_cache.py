@@ -1,0 +1,564 @@
+"""The cache of weight casts: what it keeps, what it sees change, and what it never serves."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import halfstep
+from halfstep import cache_info, clear_cache, limit_cache
+from halfstep.casting import autocast, weight_cache
+from halfstep.casting.weight_cache import WeightCache
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Change = Callable[[nn.Parameter], object]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start with nothing, and keep small weights too."""
+    monkeypatch.setattr(weight_cache, "SMALL", 0)
+    clear_cache()
+    yield
+    limit_cache(None)
+    clear_cache()
+
+
+def weight_of(value: float = 1.0, *shape: int, frozen: bool = False) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape or (2, 2), value), requires_grad=not frozen)
+
+
+def product(weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    with autocast("cpu", dtype):
+        return F.linear(torch.ones(1, weight.shape[1]), weight)
+
+
+def kept(weight: nn.Parameter, *, grad: bool = True, dtype: torch.dtype = BF16) -> nn.Parameter:
+    """Use a weight until its cast is kept."""
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            product(weight, dtype)
+    return weight
+
+
+# --- what is kept, and when -----------------------------------------------------------------------
+
+
+def test_a_cast_is_kept_from_the_second_use_on_and_survives_contexts() -> None:
+    weight = weight_of()
+    entries = []
+    for _ in range(5):
+        product(weight)
+        entries.append(cache_info().entries)
+
+    assert entries == [0, 1, 1, 1, 1]
+    assert cache_info()[:5] == (1, 8, 3, 2, 0)
+
+
+def test_training_with_one_forward_pass_per_step_keeps_nothing() -> None:
+    weight = weight_of()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(4):
+        product(weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert cache_info().entries == 0
+
+
+def test_micro_batches_share_one_cast_per_step() -> None:
+    weight = weight_of()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    misses = []
+    for _ in range(4):
+        before = cache_info().misses
+        for _ in range(4):
+            product(weight).sum().backward()
+        optimizer.step()
+        misses.append(cache_info().misses - before)
+
+    assert misses == [2, 1, 1, 1]  # the first step learns that weights are used again
+
+
+def test_grad_modes_share_one_cast_and_only_one_has_a_gradient() -> None:
+    weight = kept(weight_of(), grad=False)
+
+    assert product(weight).requires_grad
+    with torch.no_grad():
+        assert not product(weight).requires_grad
+    assert cache_info().entries == 1
+    assert cache_info().misses == 2
+
+
+def test_each_dtype_has_its_cast() -> None:
+    weight = kept(weight_of())
+
+    assert product(weight, FP16).dtype == FP16
+    assert product(weight, FP16).dtype == FP16
+    assert cache_info().entries == 2
+    assert product(weight).dtype == BF16
+
+
+def test_small_weights_are_cast_anew_where_they_have_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    small = weight_of()
+    large = weight_of(1.0, weight_cache.SMALL // 8, 2)
+    for weight in (small, large):
+        for _ in range(3):
+            product(weight)
+    assert cache_info().hits == 1
+    kept(small, grad=False)
+    assert cache_info().hits == 2
+
+
+def test_frozen_weights_are_kept_while_others_train() -> None:
+    frozen, trained = weight_of(frozen=True), weight_of()
+    optimizer = torch.optim.SGD([trained], lr=0.1)
+    kept(frozen)
+    for _ in range(3):
+        before = cache_info().hits
+        (product(frozen) * product(trained)).sum().backward()
+        optimizer.step()
+        assert cache_info().hits == before + 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2, 2),
+        lambda: torch.ones(2, 2, requires_grad=True),  # nobody says that it is a weight
+        lambda: weight_of() * 1,
+        lambda: nn.Parameter(torch.ones(4, 2)[:2]),  # a part of a tensor that lives no more
+        lambda: nn.Parameter(ALIASED),
+    ],
+)
+def test_what_is_not_kept(make: Callable[[], Tensor], request: pytest.FixtureRequest) -> None:
+    tensor = make()
+    for _ in range(3):
+        assert product(tensor).dtype == BF16
+
+    alone_in_storage = isinstance(tensor, nn.Parameter) and tensor.data_ptr() != ALIASED.data_ptr()
+    assert cache_info().entries == int(alone_in_storage)
+
+
+ALIASED = torch.ones(2, 2)
+
+
+def test_a_weight_made_in_inference_mode_is_not_kept() -> None:
+    with torch.inference_mode():
+        weight = weight_of()
+        for _ in range(3):
+            assert product(weight).dtype == BF16
+    assert cache_info().entries == 0
+
+
+def test_a_cast_made_in_inference_mode_serves_training() -> None:
+    weight = weight_of()
+    with torch.inference_mode():
+        kept(weight)
+    product(weight).sum().backward()
+
+    assert cache_info().hits == 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_nothing_is_kept_or_served_when_the_cache_is_switched_off() -> None:
+    weight = kept(weight_of())
+    before = cache_info()
+    with autocast("cpu", BF16, cache_enabled=False):
+        F.linear(torch.ones(1, 2), weight)
+
+    assert cache_info() == before
+
+
+@pytest.mark.parametrize("rule", ["linear:lower", "conv1d:lower", "mm,addmm:lower", "matmul:lower"])
+def test_no_rule_goes_past_the_cache(rule: str) -> None:
+    op, _, _ = rule.partition(":")
+    weight = weight_of(1.0, 2, 2, 1) if op == "conv1d" else weight_of()
+    calls = {
+        "linear": lambda: F.linear(torch.ones(1, 2), weight),
+        "conv1d": lambda: F.conv1d(torch.ones(1, 2, 1), weight),
+        "mm,addmm": lambda: torch.mm(torch.ones(1, 2), weight),
+        "matmul": lambda: torch.ones(1, 2) @ weight,
+    }
+    for _ in range(3):
+        with autocast("cpu", BF16, policy="torch"):
+            calls[op]()
+    assert cache_info().hits == 1
+
+
+# --- what it sees change --------------------------------------------------------------------------
+
+
+def in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.fill_(3)
+
+
+def load(weight: nn.Parameter) -> None:
+    module = nn.Module()
+    module.weight = weight
+    module.load_state_dict({"weight": torch.full((2, 2), 3.0)})
+
+
+def replace_data(weight: nn.Parameter) -> None:
+    weight.data = torch.full((2, 2), 3.0)
+
+
+def by_an_optimizer(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Change:
+    def change(weight: nn.Parameter) -> None:
+        weight.grad = torch.full((2, 2), -2.0)
+        make([weight]).step()
+
+    return change
+
+
+class WritesThroughData(torch.optim.Optimizer):
+    """As optimizers were written before there was torch.no_grad."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad.data)
+
+
+CHANGES: dict[str, Change] = {
+    "in place": in_place,
+    "load_state_dict": load,
+    "data = tensor": replace_data,
+    "plain": by_an_optimizer(lambda p: torch.optim.SGD(p, lr=1.0, foreach=False)),
+    "foreach": by_an_optimizer(lambda p: torch.optim.SGD(p, lr=1.0, foreach=True)),
+    "fused": by_an_optimizer(lambda p: torch.optim.SGD(p, lr=1.0, fused=True)),
+    "adam": by_an_optimizer(lambda p: torch.optim.Adam(p, lr=2.0, eps=0, fused=True)),
+    "old optimizer": by_an_optimizer(WritesThroughData),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_change_is_seen(change: Change, grad: bool) -> None:
+    weight = kept(weight_of(), grad=grad)
+    change(weight)
+
+    with torch.set_grad_enabled(grad):
+        assert product(weight).tolist() == [[6, 6]]
+        assert product(weight).tolist() == [[6, 6]]
+    assert cache_info().stale == 1
+
+
+def test_a_change_inside_the_context_is_seen() -> None:
+    """Fact A13."""
+    weight = weight_of()
+    with autocast("cpu", BF16):
+        for value in (1.0, 2.0, 3.0):
+            with torch.no_grad():
+                weight.fill_(value)
+            for _ in range(3):
+                assert F.linear(torch.ones(1, 2), weight).tolist() == [[2 * value, 2 * value]]
+
+
+def test_a_write_through_data_outside_of_an_optimizer_needs_clear_cache() -> None:
+    """The one change that PyTorch does not count; docs/autocast.md says so."""
+    weight = kept(weight_of())
+    weight.data.fill_(3)
+    clear_cache()
+
+    assert product(weight).tolist() == [[6, 6]]
+
+
+def test_a_weight_whose_storage_gets_a_second_owner_is_not_kept_again() -> None:
+    weight = weight_of()
+    flat = torch.full((4,), 2.0)
+    weight.data = flat.view(2, 2)  # as in flat buffers of all parameters
+    for value in (2.0, 3.0, 4.0):
+        flat.fill_(value)
+        assert product(weight).tolist() == [[2 * value, 2 * value]]
+
+
+def test_another_parameter_in_the_place_of_one() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    kept(layer.weight)
+    layer.weight = weight_of(3.0)
+    with autocast("cpu", BF16):
+        assert layer(torch.ones(1, 2)).tolist() == [[6, 6]]
+
+
+def test_a_new_weight_at_the_address_of_an_old_one() -> None:
+    for value in range(50):
+        weight = weight_of(float(value))
+        for _ in range(2):
+            assert product(weight).tolist() == [[2 * value, 2 * value]]
+        del weight
+    assert cache_info().entries == 0
+
+
+def test_pruning_and_parametrization() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False))
+    with autocast("cpu", BF16):
+        before = layer(torch.ones(1, 2))
+        with torch.no_grad():
+            layer.parametrizations.weight.original0.mul_(2)
+        assert torch.equal(layer(torch.ones(1, 2)), before * 2)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_cast_does_not_keep_its_weight_alive(grad: bool) -> None:
+    weight = kept(weight_of(), grad=grad)
+    alive = weakref.ref(weight)
+    del weight
+    gc.collect()
+
+    assert alive() is None
+    assert cache_info()[:2] == (0, 0)
+
+
+def test_no_growth_over_a_thousand_iterations_without_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    sizes = set()
+    with torch.no_grad():
+        for i in range(1000):
+            with autocast("cpu", BF16):
+                model(torch.ones(1, 4))
+            if i > 0:
+                sizes.add(cache_info()[:2])
+    assert sizes == {(4, 2 * (4 * 4 + 4) * 2)}
+
+
+def test_the_limit() -> None:
+    first, second = weight_of(), weight_of()
+    limit_cache(8)
+    kept(first)
+    for _ in range(3):
+        product(second)
+    assert cache_info()[:2] == (1, 8)
+
+    limit_cache(4)
+    assert cache_info()[:2] == (0, 0)
+    limit_cache(None)
+    for _ in range(3):
+        product(second)
+    assert cache_info().entries == 1
+
+
+@pytest.mark.parametrize(("limit", "error"), [(-1, ValueError), ("1 GB", TypeError)])
+def test_limits_that_cannot_be(limit: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="limit_cache"):
+        limit_cache(limit)
+
+
+# --- autograd -------------------------------------------------------------------------------------
+
+
+def gradients(steps: int, *, cache_enabled: bool, twice: bool) -> list[Tensor]:
+    """Train a small network and return its gradients in the last step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 4, 1), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(5, 3, 2)
+    for _ in range(steps):
+        model.zero_grad()
+        for _ in range(1 + twice):
+            with autocast("cpu", BF16, cache_enabled=cache_enabled):
+                loss = model(x).float().pow(2).sum()
+            loss.backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_are_those_without_a_cache(twice: bool) -> None:
+    with_cache = gradients(4, cache_enabled=True, twice=twice)
+    hits = cache_info().hits
+    without = gradients(4, cache_enabled=False, twice=twice)
+
+    assert hits > 0
+    assert len(without) == 6
+    for ours, reference in zip(with_cache, without, strict=True):
+        assert ours.dtype == FP32
+        assert torch.equal(ours, reference)
+
+
+def test_second_derivatives() -> None:
+    weight, x = kept(weight_of()), torch.full((1, 2), 2.0, dtype=BF16, requires_grad=True)
+    with autocast("cpu", BF16):
+        y = F.linear(x, weight).float().pow(2).sum()
+    (gradient,) = torch.autograd.grad(y, weight, create_graph=True)
+    gradient.sum().backward()
+
+    assert cache_info().hits == 2
+    assert x.grad is not None
+    assert x.grad.tolist() == [[32, 32]]  # of 4 (x0 + x1) ** 2
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[16, 16], [16, 16]]
+
+
+def test_a_weight_may_change_between_forward_and_backward() -> None:
+    weight, x = kept(weight_of()), torch.ones(1, 2, requires_grad=True)
+    with autocast("cpu", BF16):
+        y = F.linear(x, weight).sum()
+    with torch.no_grad():
+        weight.fill_(7)
+    y.backward()
+
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2, 2]]  # of the weight as it was
+
+
+def test_whether_a_cast_is_kept_changes_no_gradient() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(8, 4, 2), torch.randn(3, 5, 8)  # its gradients come in float32
+    runs = []
+    for _ in range(4):
+        layer.zero_grad()
+        with autocast("cpu", BF16):
+            loss = layer(x)[0].float().sum()
+        loss.backward()
+        runs.append([param.grad for param in layer.parameters()])
+
+    assert cache_info().hits > 0
+    assert all(map(torch.equal, runs[0], runs[-1]))
+
+
+def test_tied_weights_add_up_in_float32() -> None:
+    """Fact A21's cause: a shared cast adds the gradients of its uses in bfloat16."""
+    weight = kept(weight_of())
+    with autocast("cpu", BF16):
+        y = F.linear(torch.full((1, 2), 256.0), weight) + F.linear(torch.ones(1, 2), weight)
+    y.sum().backward()
+
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[257, 257], [257, 257]]  # bfloat16 has 256 and 258
+
+
+def test_hooks_of_weights_are_called_once_per_backward() -> None:
+    weight, seen = kept(weight_of()), []
+    weight.register_hook(lambda grad: seen.append(grad.dtype))
+    product(weight).sum().backward()
+    assert seen == [FP32]
+
+
+def test_checkpointing_and_saved_tensor_hooks() -> None:
+    weight = kept(weight_of())
+
+    def block(x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(F.linear, x, weight, use_reentrant=False)
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu(), autocast("cpu", BF16):
+        block(x).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[1, 1], [1, 1]]
+
+
+# --- where it is off, or beside others ------------------------------------------------------------
+
+
+def test_inside_functorch_nothing_is_kept_or_served() -> None:
+    weight = kept(weight_of())
+    before = cache_info()
+    with autocast("cpu", BF16):
+        torch.vmap(lambda x: F.linear(x, weight))(torch.ones(3, 2))
+        gradient = torch.func.grad(lambda w: F.linear(torch.ones(1, 2), w).sum())(weight)
+
+    assert gradient.tolist() == [[1, 1], [1, 1]]
+    assert cache_info() == before
+
+
+def test_while_tracing_nothing_is_kept_or_served() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    kept(layer.weight)
+    before = cache_info()
+    with autocast("cpu", BF16):
+        with pytest.warns(DeprecationWarning, match="trace"):
+            traced = torch.jit.trace(layer, torch.ones(1, 2), check_trace=False)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        compiled(torch.ones(1, 2))
+    assert cache_info() == before
+    with torch.no_grad():
+        layer.weight.fill_(3)
+    with autocast("cpu", BF16):
+        assert traced(torch.ones(1, 2)).tolist() == [[6, 6]]
+        assert compiled(torch.ones(1, 2)).tolist() == [[6, 6]]
+
+
+def test_a_counting_mode_changes_nothing() -> None:
+    weight = kept(weight_of())
+    with FlopCounterMode(display=False):
+        product(weight)
+    assert cache_info().hits == 2
+
+
+def test_a_copy_of_the_model_has_casts_of_its_own() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    kept(layer.weight)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.weight.fill_(3)
+    assert product(other.weight).tolist() == [[6, 6]]
+
+
+def test_many_threads() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x = torch.randn(2, 8)
+    with torch.no_grad(), autocast("cpu", BF16, cache_enabled=False):
+        expected = model(x)
+    wrong = []
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(50):
+                with autocast("cpu", BF16):
+                    if not torch.equal(model(x), expected):
+                        wrong.append(1)
+                if threading.current_thread().name.endswith("0"):
+                    clear_cache()
+
+    threads = [threading.Thread(target=run, name=f"t{i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_caches_are_apart() -> None:
+    cache, weight = WeightCache(), weight_of()
+    for _ in range(3):
+        cache.cast(weight, BF16)
+    assert cache.info().entries == 1
+    assert halfstep.cache_info().entries == 0
+
+
+def test_gathered_weights_of_fsdp2_are_not_kept(tmp_path: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for layer in model:
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        with torch.no_grad():
+            for _ in range(3):
+                with autocast("cpu", BF16):
+                    model(torch.ones(1, 4))
+    finally:
+        dist.destroy_process_group()
+    assert cache_info().misses == 3 * 4
+    assert cache_info().entries == 0
