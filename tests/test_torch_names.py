@@ -37,6 +37,26 @@ def test_tensors_inside_functorch_are_known() -> None:
     assert not _torch.is_inside_functorch(torch.ones(2))
 
 
+def test_the_keys_of_functorch_are_there_inside_it_only() -> None:
+    front, batched = _torch.FUNCTORCH_KEYS
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        active = torch._C._dispatch_tls_local_include_set().has(front)
+        seen.append((active, torch._C._dispatch_keys(x).has(batched)))
+        return x.sum()
+
+    function(torch.ones(2))
+    torch.func.grad(function)(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(2, 2))
+    assert seen == [(False, False), (True, False), (True, True)]
+
+
+def test_composites_are_known() -> None:
+    assert _torch.is_composite(torch.ops.aten.linear.default)
+    assert not _torch.is_composite(torch.ops.aten.mm.default)
+
+
 def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
     seen = []
 

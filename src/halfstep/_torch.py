@@ -37,6 +37,13 @@ update_scale_ = torch._amp_update_scale_
 # be written to.
 is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 
+# Where the dispatcher looks first inside a transform of torch.func, once for each transform around
+# the op; and where it looks when vmap is that transform, also for the ops inside a composite.
+FUNCTORCH_KEYS = (
+    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+    torch._C.DispatchKey.FuncTorchBatched,
+)
+
 
 # --- autocast: the dispatcher ---------------------------------------------------------------------
 
@@ -94,6 +101,11 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
             f"aten::{op}" + ("" if overload == "default" else f".{overload}"), key
         )
     )
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Say whether ``op`` is made of other ops, which autograd and vmap see instead of it."""
+    return has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:

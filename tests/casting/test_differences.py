@@ -69,6 +69,23 @@ class OneWeightInTwoDtypes:
         assert one_weight_in_two_dtypes(autocast) == FP16
 
 
+def batched(context: Any) -> set[torch.dtype]:
+    x = torch.ones(2, 3, 4)
+    with context("cpu", dtype=BF16):
+        return {torch.vmap(layer)(x).dtype for layer in (nn.Linear(4, 2), nn.Conv1d(3, 2, 1))}
+
+
+@difference("A15")
+class InsideVmap:
+    @staticmethod
+    def pytorch() -> None:
+        assert batched(torch.autocast) == {FP32}
+
+    @staticmethod
+    def halfstep() -> None:
+        assert batched(autocast) == {BF16}
+
+
 def written_by_index(context: Any) -> torch.dtype:
     x = torch.zeros(2, 2)
     with context("cpu", dtype=BF16):
@@ -247,6 +264,41 @@ class BceInBfloat16:
             assert F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2)).isfinite()
         with autocast("cpu", FP16), pytest.raises(RuntimeError, match="with_logits"):
             F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2))
+
+
+def determinant(context: Any) -> torch.Tensor:
+    with context("cpu", dtype=BF16):
+        return torch.linalg.det(F.linear(torch.eye(2), torch.eye(2)))
+
+
+@difference("C5")
+class WithoutAKernelInLowerPrecision:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="not implemented for 'BFloat16'"):
+            determinant(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert determinant(autocast) == 1
+
+
+def lstm(context: Any) -> torch.Tensor:
+    with context("cpu", dtype=FP16):
+        return nn.LSTM(8, 6)(torch.ones(2, 8))[0]
+
+
+@difference("C6")
+class LstmInFloat16OnTheCpu:
+    @staticmethod
+    def pytorch() -> None:
+        """On a CPU that computes in float16 it works."""
+        with pytest.raises(RuntimeError, match="could not create a primitive"):
+            lstm(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert lstm(autocast).isfinite().all()
 
 
 @pytest.mark.parametrize("row", DIFFERENCES)

@@ -20,7 +20,7 @@ import torch
 
 from halfstep import _torch
 from halfstep._torch import Kernel
-from halfstep.casting import op_names, scopes
+from halfstep.casting import functorch, op_names, scopes
 from halfstep.casting.casts import Float64Met, cast, cast_any, cast_weights, is_eligible, widest
 from halfstep.casting.op_names import WITH_DTYPE, overload
 from halfstep.casting.policy import Policy, preset
@@ -48,6 +48,7 @@ class PolicyOnDevice:
         self._ruled = op_names.meant_by(policy.rules)
         self._has_phases = any(rule.phase is not None for rule in policy.rules)
         self._plans: dict[Phase, dict[torch.dtype, Plan]] = {phase: {} for phase in PHASES}
+        self._casts: dict[tuple[torch.dtype, Phase], Plan] = {}
 
     def plan(self) -> Plan:
         """Return the plan for the lower precision and the phase of this thread."""
@@ -55,6 +56,16 @@ class PolicyOnDevice:
         if self._has_phases and not torch.is_grad_enabled():
             return self.plan_for(dtype, "eval")
         return self._plans["train"].get(dtype) or self.plan_for(dtype, "train")
+
+    def casts(self) -> Plan:
+        """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
+        is_eval = self._has_phases and not torch.is_grad_enabled()
+        now: tuple[torch.dtype, Phase]
+        now = torch.get_autocast_dtype(self.device), "eval" if is_eval else "train"
+        casts = self._casts.get(now)
+        if casts is None:
+            casts = self._casts[now] = self._all_casts(*now)
+        return casts
 
     def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
         """Return the plan for a lower precision and a phase."""
@@ -68,10 +79,22 @@ class PolicyOnDevice:
         phases = PHASES if self._has_phases else PHASES[:1]
         return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
 
+    def table(self) -> frozenset[str]:
+        """Return the overloads that the policy rules or PyTorch casts."""
+        return _torch.overloads_with_autocast_kernel(self.device) | self._ruled
+
+    def _all_casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        rules = {op: self.policy.rule(op, self.device, dtype, phase) for op in self._ruled}
+        return {
+            op: _carry_out(rule, op, self.device, dtype)
+            for op, rule in rules.items()
+            if rule is not None and rule.action != "leave"
+        }
+
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         plan: Plan = {}
         by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
-        for op in sorted(by_pytorch | self._ruled):
+        for op in sorted(self.table()):
             rule = self.policy.rule(op, self.device, dtype, phase) or Rule(op, "leave")
             theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
             is_native = self._native and _is_native(rule, theirs)
@@ -119,6 +142,7 @@ def prepare(policy: Policy, device: str) -> int:
             on_device = PolicyOnDevice(policy, device, native=_native, number=len(_prepared))
             for op in sorted(on_device.ops()):
                 _register(op, device)
+            functorch.register(on_device.table())
             _torch.wrap_recomputed(scopes.carry)
             _prepared.append(on_device)
             _numbers[key] = on_device.number
