@@ -65,6 +65,7 @@ EXPECTED = {
     "two_optimizers": Expected(
         "--steps 600", r"off the circle by (\S+)", 3, "scale step scale step update"
     ),
+    "why_is_it_slow": Expected("--steps 100", r"step +\d+ +loss +(\S+)", 2, "", torch.bfloat16),
 }
 
 

@@ -24,6 +24,76 @@ def test_keys_and_kernels_of_the_dispatcher() -> None:
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
+def test_temporary_kernels_are_taken_back() -> None:
+    op, key = torch.ops.aten.mm.default, _torch.autocast_key("cpu")
+    x = torch.ones(2, 2)
+    kernels = _torch.TemporaryKernels()
+    kernels.register(op, key, lambda *_: torch.zeros(()))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.mm(x, x).shape == ()
+        kernels.remove()
+        assert torch.mm(x, x).dtype == torch.bfloat16
+
+
+def test_nodes_of_autograd_have_numbers() -> None:
+    numbers: list[int | None] = []
+    passes: list[int] = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            numbers.append(_torch.next_sequence_number() - 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            numbers.append(_torch.running_sequence_number())
+            passes.append(_torch.backward_number())
+            return grad
+
+    Noting.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    assert numbers[0] == numbers[1]
+    assert passes[0] >= 0 > _torch.backward_number()
+    assert _torch.running_sequence_number() is None
+
+
+def test_a_mode_sees_the_switches_of_its_caller() -> None:
+    seen = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(
+                (
+                    torch.is_autocast_enabled("cpu"),
+                    _torch.autocast_switches_of_caller("cpu").enabled,
+                )
+            )
+            return func(*args, **kwargs or {})
+
+    x = torch.ones(2)
+    with Mode():
+        x + 1
+        with torch.autocast("cpu"):
+            x + 1
+    assert seen == [(False, False), (False, True)]
+
+
+def test_a_storage_that_is_gone_does_not_give_its_number_away() -> None:
+    references = [_torch.storage_reference(torch.ones(2).untyped_storage()) for _ in range(9)]
+    assert len({reference.cdata for reference in references}) == 9
+    x = torch.ones(2)
+    one, other = (_torch.storage_reference(y.untyped_storage()) for y in (x, x[1:]))
+    assert one.cdata == other.cdata
+
+
+def test_compiled_modules_are_known() -> None:
+    module = torch.nn.Linear(2, 2)
+    assert not _torch.is_compiled(module)
+    assert _torch.is_compiled(torch.compile(module, backend="eager"))
+    module.compile(backend="eager")
+    assert _torch.is_compiled(module)
+
+
 def test_tensors_inside_functorch_are_known() -> None:
     seen = []
 

@@ -19,6 +19,7 @@ from halfstep.casting import (
 )
 from halfstep.errors import CallOrderError
 from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
+from halfstep.tracing import trace
 
 __version__ = "0.1.0.dev0"
 
@@ -41,4 +42,5 @@ __all__ = [
     "keep",
     "limit_cache",
     "preset",
+    "trace",
 ]

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.amp.autocast_mode
 import torch.compiler.config
+import torch.multiprocessing.reductions
 import torch.utils.checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -121,10 +123,19 @@ def _library(namespace: str) -> torch.library.Library:
 
 def register_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel) -> None:
     """Make ``kernel(keys, *args, **kwargs)`` what the dispatcher calls for ``op`` at ``key``."""
+    _implement(_library(op.namespace), op, key, kernel)
+
+
+def _implement(
+    library: torch.library.Library,
+    op: torch._ops.OpOverload,
+    key: torch._C.DispatchKey,
+    kernel: Kernel,
+) -> None:
     with warnings.catch_warnings():
         # PyTorch says once per process that a kernel was overridden; here that is the purpose.
         warnings.simplefilter("ignore")
-        _library(op.namespace).impl(  # type: ignore[no-untyped-call]
+        library.impl(  # type: ignore[no-untyped-call]
             op, kernel, key.name, with_keyset=True, allow_override=True
         )
 
@@ -133,6 +144,27 @@ def callable_of(op: torch._ops.OpOverload) -> Kernel:
     """Return what calls ``op``, without the Python around it."""
     call: Kernel = op._op
     return call
+
+
+class TemporaryKernels:
+    """Kernels that the dispatcher calls until they are removed, and then those of before again."""
+
+    def __init__(self) -> None:
+        self._libraries: dict[str, torch.library.Library] = {}
+
+    def register(
+        self, op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel
+    ) -> None:
+        """Do what :func:`register_kernel` does, for a while."""
+        if op.namespace not in self._libraries:
+            library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+            self._libraries[op.namespace] = library
+        _implement(self._libraries[op.namespace], op, key, kernel)
+
+    def remove(self) -> None:
+        """Take them all back."""
+        for library in self._libraries.values():
+            library._destroy()  # type: ignore[no-untyped-call]
 
 
 # --- autocast: casts of weights -------------------------------------------------------------------
@@ -326,3 +358,56 @@ def forget_compiled_code() -> None:
     """Drop everything that torch.compile has compiled in this process."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+# A node of autograd has a number, given in order in the thread that makes it.
+
+# (): the number that the next node of this thread gets.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+# (): which backward pass runs in this thread, -1 for none.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the node whose backward runs in this thread, None if none does."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode whose ``__torch_dispatch__`` sees every op of a thread, below autocast and autograd.
+
+    PyTorch's own imports all of torch.compile with the first op, to keep out of its graphs.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+def autocast_switches_of_caller(device_type: str) -> Switches:
+    """In a dispatch mode: read the switches under which the program called the op.
+
+    The mode itself runs with all keys above its own excluded, and with them autocast.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return autocast_switches(device_type)
+
+
+def storage_reference(storage: torch.UntypedStorage) -> Any:
+    """Return a weak reference, whose ``cdata`` tells the storage from all others while it is held.
+
+    The memory of the tensor is freed as always; only its address is not used again.
+    """
+    return torch.multiprocessing.reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Say whether calls of a module run what torch.compile made of it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -452,3 +452,14 @@ def test_nothing_is_registered_before_the_first_context() -> None:
     )
 
     assert in_a_fresh_process(code).split() == ["False", "False", "True"]
+
+
+def test_numbers_are_left_alone_after_another_policy_had_a_rule() -> None:
+    """``x * 2`` calls ``mul(Tensor, Tensor)``: a kernel is given the number itself."""
+    with autocast("cpu", BF16, policy="standard; add,mul:lower"):
+        assert (torch.ones(2) * 2).dtype is BF16
+    with autocast("cpu", BF16):
+        assert (2 * torch.ones(2)).dtype is FP32
+        assert (torch.ones(2) + 2.5).tolist() == [3.5, 3.5]
+        assert (torch.ones((), dtype=BF16) * 2.5).dtype is BF16
+        assert torch.add(torch.ones(2), 1, alpha=2).tolist() == [3, 3]

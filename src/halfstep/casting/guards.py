@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from halfstep import _torch
 
 if TYPE_CHECKING:
-    from halfstep.casting.kernels import PolicyOnDevice
+    from halfstep.casting.plans import PolicyOnDevice
 
 
 class _Mark(NamedTuple):

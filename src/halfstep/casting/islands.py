@@ -185,7 +185,7 @@ def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None) -> Any:
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     if not patterns:
         raise ValueError("keep(model): say which modules to keep, such as keep(model, '*.norm')")
-    names = {_WRAPPERS.sub("", name).lstrip("."): m for name, m in model.named_modules() if name}
+    names = {without_wrappers(name): m for name, m in model.named_modules() if name}
     for pattern in patterns:
         found = [name for name in names if fnmatchcase(name, pattern)]
         if not found:
@@ -195,6 +195,11 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> Iterator[tuple[str
             )
         for name in found:
             yield name, names[name]
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name that a module has before it, or one around it, is wrapped."""
+    return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def _require_parameters(name: str, module: nn.Module, dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from halfstep.casting import guards
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
-    from halfstep.casting.kernels import PolicyOnDevice
+    from halfstep.casting.plans import PolicyOnDevice
 
 Policies = Mapping[str, "PolicyOnDevice"]
 """The active policy of each device type that has one."""

@@ -1,0 +1,50 @@
+"""What an op that a dispatch mode is called for does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.tracing.rows import Value, dtype_name
+
+# What they return is not computed.
+_ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def op_name(func: Any) -> str:
+    """Return the name of an op, without its overload."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::")
+
+
+def device_of(given: list[Tensor], kwargs: dict[str, Any]) -> str:
+    """Return the device type that an op runs on."""
+    if given:
+        return given[0].device.type
+    return torch.device(kwargs.get("device") or torch.get_default_device()).type
+
+
+def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the dtype if an op casts from a floating dtype to another, else None."""
+    if func is torch.ops.aten._to_copy.default:
+        source, to = args[0].dtype, kwargs.get("dtype") or args[0].dtype
+    elif func is torch.ops.aten.copy_.default:
+        source, to = args[1].dtype, args[0].dtype
+    else:
+        return None
+    is_cast = to is not source and to.is_floating_point and source.is_floating_point
+    return dtype_name(to) if is_cast else None
+
+
+def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> bool:
+    """Say whether an op only allocates, or returns another view of what it got."""
+    if func.is_view or op_name(func) in _ALLOCATE:
+        return True
+    memories = {value.storage for value in inputs}
+    return (
+        bool(outputs)
+        and not func._schema.is_mutable
+        and all(value.storage in memories for value in outputs)
+    )

@@ -1,0 +1,96 @@
+"""What a trace has seen, and the questions it answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from halfstep.tracing import comparison, table, waste
+from halfstep.tracing.comparison import TraceDiff
+from halfstep.tracing.rows import Row, from_data, to_data
+from halfstep.tracing.waste import Waste
+
+SCHEMA = "halfstep.trace/1"
+
+
+class Recording:
+    """Ops that ran, in order; read back from JSON, or one that is being traced.
+
+    Attributes:
+        environment: Versions, device and policy: ``halfstep``, ``torch``, ``device``, ``policy``.
+        notes: What a reader must know of how it was made.
+    """
+
+    def __init__(
+        self, ops: tuple[Row, ...], environment: Mapping[str, str], notes: tuple[str, ...] = ()
+    ) -> None:
+        self._ops = ops
+        self.environment = dict(environment)
+        self.notes = notes
+
+    @property
+    def ops(self) -> tuple[Row, ...]:
+        """The ops, each with the tensors it read and wrote as plain data."""
+        return self._ops
+
+    def table(self) -> str:
+        """Return the ops by phase and module as text; calls that are alike share a line."""
+        return table.table(self.ops, self.environment, self.notes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dictionary of plain values for each op: ``pandas.DataFrame(t.rows())``.
+
+        Keys: ``module``, ``call``, ``phase``, ``op``, ``input_dtypes``, ``input_shapes``,
+        ``compute_dtype``, ``output_dtype``, ``output_shapes``, ``rule``, ``autocast`` (the lower
+        precision, None where autocast was off), ``casts`` (each with ``from``, ``to``, ``bytes``,
+        ``source``, ``by_hand``, ``seconds``), ``num_casts``, ``cast_bytes``, ``device``,
+        ``seconds`` (without the casts), ``cast_seconds``.
+        """
+        return [row.plain() for row in self.ops]
+
+    def to_json(self) -> str:
+        """Return everything as JSON, which :meth:`from_json` reads."""
+        ops = [to_data(row) for row in self.ops]
+        data = {"schema": SCHEMA, "environment": self.environment, "notes": self.notes, "ops": ops}
+        return json.dumps(data)
+
+    @staticmethod
+    def from_json(text: str) -> Recording:
+        """Return the recording of a text that :meth:`to_json` made.
+
+        Raises:
+            ValueError: It is no JSON, or of something else.
+        """
+        data = json.loads(text)
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise ValueError(
+                f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
+                f"{SCHEMA!r}; this text has {schema!r}"
+            )
+        ops = tuple(map(from_data, data["ops"]))
+        return Recording(ops, data["environment"], tuple(data["notes"]))
+
+    def diff(self, other: Recording) -> TraceDiff:
+        """Return what ran otherwise in ``other``; it prints as a table.
+
+        Args:
+            other: A trace of the same model under another policy, on another device or with
+                another version (:meth:`from_json`).
+
+        Raises:
+            TypeError: ``other`` is no trace.
+        """
+        if not isinstance(other, Recording):
+            raise TypeError(
+                f"diff({type(other).__name__}): pass another trace, or trace.from_json(text)"
+            )
+        return comparison.diff(self.ops, other.ops)
+
+    def casts(self) -> Waste:
+        """Return the casts that a policy or a line of code would save, and what costs speed.
+
+        A sequence of findings, the most bytes first; it prints as text.
+        """
+        return waste.find(self.ops, self.environment.get("policy", "standard"))

@@ -1,0 +1,72 @@
+"""Tensors as plain data, told apart by their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep import _torch
+from halfstep.casting.islands import without_wrappers
+from halfstep.tracing.rows import Value, dtype_name
+
+
+class Memories:
+    """Numbers and names for the memory of tensors. Keeps no tensor alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._numbers: dict[int, int] = {}
+        self._references: list[object] = []
+        self._count = count()
+        self._names: dict[int, str] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.name(self.number(tensor), without_wrappers(name))
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the number of the memory of a tensor; a new one if it has no memory of its own."""
+        try:
+            reference = _torch.storage_reference(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
+            return next(self._count)
+        found = self._numbers.get(reference.cdata)
+        if found is None:
+            found = self._numbers[reference.cdata] = next(self._count)
+            self._references.append(reference)
+        return found
+
+    def name(self, number: int, name: str) -> None:
+        """Give a memory a name, if it has none."""
+        self._names.setdefault(number, name)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of a memory, empty if it has none."""
+        return self._names.get(number, "")
+
+    def value(self, tensor: Tensor) -> Value:
+        """Return a tensor as plain data."""
+        number = self.number(tensor)
+        return Value(
+            storage=number,
+            version=0 if tensor.is_inference() else tensor._version,
+            offset=int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            name=self.name_of(number),
+            requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
+            is_weight=type(tensor) is nn.Parameter,
+        )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments, or the results, of an op."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)

@@ -1,0 +1,128 @@
+"""The context manager that records what runs in its block."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import _torch
+from halfstep.casting.kernels import observed_by
+from halfstep.errors import CallOrderError
+from halfstep.tracing.recording import Recording
+from halfstep.tracing.rows import Row
+from halfstep.tracing.tracer import Tracer
+
+_EAGER = "compiled code ran eager for the trace: no op of it can be seen when it runs compiled"
+
+
+class trace(Recording):
+    """Record every op of a block: its module, dtypes, rule, casts and time.
+
+    Autocast may be entered inside the block or around it, or not at all. Results and random numbers
+    are those without a trace, bit for bit. Ops of other threads are not seen (the threads in which
+    autograd runs the backward pass are). Compiled code runs eager meanwhile. One trace at a time
+    runs in a process.
+
+    One row is one ATen op that computes something; ops that only return a view have none. Casts
+    belong to the row of the op they are made for. An op of the backward pass has the module and
+    rule of the op whose gradient it computes. What activation checkpointing computes again has the
+    phase ``"recompute"``.
+
+    Times are those under tracing, which adds some tens of microseconds to each op: compare them
+    with each other, not with a run without it. On a CPU they are of the host's clock around the op,
+    on CUDA of events.
+
+    Args:
+        model: The model, whose names the rows give.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        CallOrderError: A trace is running already, or this one has run before.
+
+    Sync: none in the block; the methods wait for the ops on CUDA.
+
+    Example:
+        >>> import halfstep
+        >>> model, x = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)), torch.ones(2, 8)
+        >>> with trace(model) as t, halfstep.autocast("cpu", torch.bfloat16):
+        ...     y = model(x)
+        >>> for row in t.rows():
+        ...     print(row["module"], row["op"], row["compute_dtype"], row["rule"])
+        0 addmm bfloat16 linear:lower
+        1 _softmax float32 softmax:fp32-dtype
+        >>> [cast["bytes"] for cast in t.rows()[1]["casts"]]  # 2 x 4 elements, 2 and 4 bytes each
+        [48]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names tell "
+                "where an op belongs"
+            )
+        notes = (_EAGER,) if any(map(_torch.is_compiled, model.modules())) else ()
+        super().__init__((), {}, notes)
+        self._model: nn.Module | None = model
+        self._tracer: Tracer | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._model is None:
+            raise CallOrderError(
+                "this trace has run; make another: with halfstep.trace(model) as t"
+            )
+        tracer = Tracer(self._model)
+        with ExitStack() as stack:
+            stack.enter_context(observed_by(tracer.observe))
+            stack.enter_context(tracer.modules.watched())
+            if self.notes:  # a compiled module warns of the hooks that watch all modules
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message=".*when there are global hooks")
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(tracer)
+            self._stack = stack.pop_all()
+        self._model, self._tracer = None, tracer
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+        self._read()
+        self._tracer = None  # and with it the model
+
+    @property
+    def ops(self) -> tuple[Row, ...]:
+        """The ops, each with the tensors it read and wrote as plain data."""
+        self._read()
+        return self._ops
+
+    def _read(self) -> None:
+        if self._tracer is not None:
+            self._ops = self._tracer.rows()
+            self.environment = _environment(self._ops, self._tracer.policy)
+
+
+def _environment(ops: tuple[Row, ...], policy: str | None) -> dict[str, str]:
+    devices = dict.fromkeys(row.device for row in ops)
+    names = {"cpu": platform.machine()}
+    if "cuda" in devices:
+        names["cuda"] = torch.cuda.get_device_name()
+    found = {
+        "halfstep": halfstep.__version__,
+        "torch": torch.__version__,
+        "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
+    }
+    return found | {"policy": policy} if policy else found

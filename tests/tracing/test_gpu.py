@@ -1,0 +1,78 @@
+"""What is different on CUDA: events take the times, autograd has a thread of its own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = (nn.Linear(16, 16), nn.Softmax(-1), nn.Linear(16, 16), nn.Dropout(0.5))
+    return nn.Sequential(*layers).cuda()
+
+
+def test_modules_rules_and_times(model: nn.Sequential) -> None:
+    x = torch.ones(8, 16, device="cuda")
+    with halfstep.trace(model) as t:
+        with halfstep.autocast("cuda", torch.bfloat16):
+            loss = model(x).sum()
+        loss.backward()
+    for phase in ("forward", "backward"):
+        found = {(row.module, row.rule) for row in t.ops if row.phase == phase}
+        assert {("0", "linear:lower"), ("1", "softmax:fp32-dtype"), ("2", "linear:lower")} <= found
+    assert all(row.seconds > 0 for row in t.ops if row.outputs)
+    assert torch.cuda.get_device_name() in t.environment["device"]
+
+
+def test_no_sync_in_the_block(model: nn.Sequential) -> None:
+    x = torch.ones(8, 16, device="cuda")
+    with halfstep.trace(model):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with halfstep.autocast("cuda", torch.bfloat16):
+                loss = model(x).sum()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_in_the_thread_of_the_backward_pass(
+    model: nn.Sequential, reentrant: bool
+) -> None:
+    outer = nn.Sequential(nn.Linear(16, 16), model, nn.Linear(16, 16)).cuda()
+    x = torch.ones(8, 16, device="cuda", requires_grad=True)
+    with halfstep.trace(outer) as t:
+        with halfstep.autocast("cuda", torch.bfloat16):
+            hidden = checkpoint(outer[1], outer[0](x), use_reentrant=reentrant)
+            loss = outer[2](hidden).sum()
+        loss.backward()
+    again = [row.module for row in t.ops if row.phase == "recompute" and row.op == "addmm"]
+    assert again == ["1.0", "1.2"]
+    products = [row.module for row in t.ops if row.phase == "backward" and row.op == "mm"]
+    assert products == ["2", "2", "1.2", "1.2", "1.0", "1.0", "0", "0"]
+
+
+def test_results_are_the_same_bit_for_bit(model: nn.Sequential) -> None:
+    x = torch.ones(8, 16, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        with halfstep.autocast("cuda", torch.float16):
+            y = model(x)
+        y.float().square().sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return [y, *grads, torch.cuda.get_rng_state()]
+
+    plain = run()
+    with halfstep.trace(model):
+        seen = run()
+    for one, other in zip(plain, seen, strict=True):
+        assert torch.equal(one, other)
