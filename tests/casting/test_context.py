@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep.casting import Policy, Rule, autocast, preset
-from halfstep.casting.context import current_policy, default_device
+from halfstep.casting.context import default_device
+from halfstep.casting.region import current_policy
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -184,6 +184,14 @@ rules = st.builds(
     st.sampled_from([None, "cpu", "cuda"]),
     st.sampled_from([None, FP16, BF16, torch.float32]),
     st.sampled_from([None, "train", "eval"]),
+    module=st.sampled_from([None, "head", "blocks.*.attn", "*-?"]),
+)
+whole_modules = st.builds(
+    Rule,
+    st.just(""),
+    st.sampled_from(["fp32", "leave"]),
+    st.sampled_from([None, "cpu"]),
+    module=st.sampled_from(["head", "*.norm"]),
 )
 refusals = st.builds(
     Rule,
@@ -193,7 +201,7 @@ refusals = st.builds(
 )
 
 
-@given(st.sampled_from(PRESETS), st.lists(rules | refusals, max_size=6))
+@given(st.sampled_from(PRESETS), st.lists(rules | whole_modules | refusals, max_size=6))
 def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None:
     policy = preset(name) | more
     assert Policy.parse(str(policy)) == policy
@@ -208,7 +216,11 @@ def test_text_and_file_give_back_the_policy(name: str, more: list[Rule]) -> None
         ("", r"starts with a preset, one of standard, torch, .* and not with ''"),
         ("softmax:lower", r"starts with a preset.* not with 'softmax:lower'"),
         ("standart; exp:fp32", r"not with 'standart'; did you mean 'standard'\?"),
-        ("standard; exp", r"rule 'exp' is not of the form op,op\[condition,\.\.\.\]:action"),
+        ("standard; exp", r"rule 'exp' is not of the form op,op@module\[condition,\.\.\.\]:action"),
+        ("standard; @head:lower", r"as a whole it can be an island, 'fp32', or 'leave'"),
+        ("standard; exp@a..b:fp32", r"a module is a name such as .*got 'a\.\.b'"),
+        ("standard; exp@:fp32", r"is not of the form"),
+        ("standard; :fp32", r"a rule names an op such as"),
         ("standard; exp:fp23", r"rule 'exp:fp23': unknown action 'fp23'; did you mean 'fp32'"),
         ("standard; exp[cud]:fp32", r"'cud' in the brackets; did you mean 'cuda'"),
         ("standard; exp[fp16,bf16]:fp32", r"'bf16' in the brackets.*one of fp16 and bf16"),

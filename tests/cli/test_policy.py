@@ -18,6 +18,9 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert out == "fp32; exp,log[fp16]:fp32\n  exp[fp16]:fp32\n  log[fp16]:fp32\n"
     code, out, _ = run(capsys, "show", "standard; exp:leave", "--op", "torch.exp")
     assert (code, out) == (0, "exp.default\n  leave: by exp:leave\n  overruled: exp:fp32\n")
+    text = "standard; exp@head:leave"
+    code, out, _ = run(capsys, "show", text, "--op", "exp", "--module", "head.proj")
+    assert (code, "by exp@head:leave" in out) == (0, True)
 
 
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from halfstep.casting import op_names
-from halfstep.casting.rule import PHASES, Action, Phase, Rule
+from halfstep.casting.rule import PHASES, Action, Phase, Rule, around
 
 if TYPE_CHECKING:
     from halfstep.casting.policy import Policy
@@ -53,23 +53,29 @@ class PolicyDiff:
     """What :meth:`halfstep.Policy.diff` returns; its ``str()`` is a table.
 
     Attributes:
-        differences: By op.
+        differences: By op, outside of modules that have rules.
         devices: The device types that were compared.
+        only_before: Rules about modules that only the first policy has.
+        only_after: And only the second.
     """
 
     differences: tuple[Difference, ...]
     devices: tuple[str, ...]
+    only_before: tuple[Rule, ...]
+    only_after: tuple[Rule, ...]
 
     def __bool__(self) -> bool:
-        return bool(self.differences)
+        return bool(self.differences or self.only_before or self.only_after)
 
     def __str__(self) -> str:
         width = max((len(each.op) for each in self.differences), default=0)
-        return "\n".join(
+        lines = [
             f"{each.op:{width}}  {each.before:>10} -> {each.after:10}"
             f"  {_where(each.cases, self.devices)}".rstrip()
             for each in self.differences
-        )
+        ]
+        lines += [f"- {rule}" for rule in self.only_before]
+        return "\n".join([*lines, *(f"+ {rule}" for rule in self.only_after)])
 
 
 def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
@@ -95,7 +101,12 @@ def diff(before: Policy, after: Policy, devices: Sequence[str]) -> PolicyDiff:
         if one != other:
             found.setdefault((op, one, other), []).append(case)
     differences = [Difference(*key, tuple(cases)) for key, cases in found.items()]
-    return PolicyDiff(tuple(_merged(differences, ops)), tuple(devices))
+    return PolicyDiff(
+        tuple(_merged(differences, ops)),
+        tuple(devices),
+        tuple(rule for rule in before.module_rules if rule not in after.module_rules),
+        tuple(rule for rule in after.module_rules if rule not in before.module_rules),
+    )
 
 
 def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
@@ -149,16 +160,31 @@ class Explanation:
 
     Attributes:
         decisions: For every overload that the name means.
+        islands: The rules by which the module, or one around it, is an island, where autocast is
+            off and nothing else decides.
     """
 
     decisions: tuple[Decision, ...]
+    islands: tuple[tuple[Case, Rule], ...]
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.decisions))
+        by_rule: dict[Rule, list[Case]] = {}
+        for case, rule in self.islands:
+            by_rule.setdefault(rule, []).append(case)
+        devices = list(dict.fromkeys(case.device for d in self.decisions for case, _ in d.rules))
+        return "\n".join(
+            [
+                *(
+                    f"on an island in float32: by {rule}  {_where(cases, devices)}".rstrip()
+                    for rule, cases in by_rule.items()
+                ),
+                *map(str, self.decisions),
+            ]
+        )
 
 
-def explain(policy: Policy, op: str, devices: Sequence[str]) -> Explanation:
-    """Say which rule decides, for every overload that a name means.
+def explain(policy: Policy, op: str, devices: Sequence[str], module: str) -> Explanation:
+    """Say which rule decides in a module, for every overload that a name means.
 
     Raises:
         ValueError: There is no such op, or it has no overload that a rule could be about.
@@ -168,11 +194,21 @@ def explain(policy: Policy, op: str, devices: Sequence[str]) -> Explanation:
     alike: dict[tuple[object, ...], list[str]] = {}
     for overload in sorted(op_names.meant_by([asked])):
         rules = tuple(
-            (case, policy.rule(overload, case.device, _DTYPES[case.dtype], case.phase))
+            (case, policy.rule(overload, case.device, _DTYPES[case.dtype], case.phase, module))
             for case in _cases(devices)
         )
         deciding = {rule for _, rule in rules}
-        about = [rule for rule in reversed(policy.rules) if rule.names(overload)]
+        named = (rule for rule in reversed(policy.rules) if rule.names(overload))
+        about = [rule for rule in named if rule.holds_within(module)]
         overruled = tuple(rule for rule in about if rule not in deciding)
         alike.setdefault((rules, overruled), []).append(overload)
-    return Explanation(tuple(Decision(tuple(o), *key) for key, o in alike.items()))  # type: ignore[arg-type]
+    decisions = tuple(Decision(tuple(o), *key) for key, o in alike.items())  # type: ignore[arg-type]
+    return Explanation(decisions, tuple(_islands(policy, devices, module)))
+
+
+def _islands(policy: Policy, devices: Sequence[str], module: str) -> Iterator[tuple[Case, Rule]]:
+    for case in _cases(devices):
+        where = (case.device, _DTYPES[case.dtype], case.phase)
+        rules = (policy.island(name, *where) for name in around(module))
+        if (rule := next(filter(None, rules), None)) is not None:
+            yield case, rule

@@ -2,67 +2,20 @@
 
 import functools
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from halfstep import _torch
-from halfstep.casting import kernels, scopes
+from halfstep.casting import kernels
+from halfstep.casting.named_modules import name_modules
 from halfstep.casting.policy import Policy, preset
+from halfstep.casting.region import Region, Settings
 from halfstep.casting.rule import LOWER_PRECISIONS
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
-
-
-class Settings(NamedTuple):
-    """What a context switches on. Constants all, so that torch.compile can carry them in a graph.
-
-    Attributes:
-        switches: what PyTorch's switches are set to.
-        policy: the number of the policy (see :func:`kernels.prepare`), None where autocast is off.
-        inherit: whether the policy of a context outside this one goes before it.
-    """
-
-    switches: _torch.Switches
-    policy: int | None
-    inherit: bool
-
-
-class Region:
-    """The context manager behind :class:`autocast`, with everything settled."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._traced: list[object] = []
-
-    @_torch.do_not_compile_alone
-    def __enter__(self) -> None:
-        switches, policy, inherit = self._settings
-        if switches.enabled and torch.compiler.is_exporting():
-            raise RuntimeError(
-                "torch.export cannot keep a halfstep policy in the exported program: export the "
-                "model without autocast and run the program under it, or use torch.autocast there"
-            )
-        if torch.compiler.is_compiling():
-            self._traced.append(_torch.enter_traced(switches))
-            enter_scope_in_graph(self._settings)
-        else:
-            _enter(switches, policy, inherit)
-
-    @_torch.do_not_compile_alone
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if torch.compiler.is_compiling():
-            leave_scope_in_graph()
-            _torch.exit_traced(self._traced.pop())
-        else:
-            _exit()
 
 
 class autocast(Region):
@@ -86,9 +39,13 @@ class autocast(Region):
         policy: a :class:`Policy` or its text: a preset (``"standard"``, ``"torch"``, ...) and
             rules, ``"standard; softmax:lower"``. None for ``"standard"``, or, inside another
             context for the device, for the policy there.
+        module: the model, where the policy has rules for modules (``"standard; @head:fp32"``): it
+            is by its names that they are meant. Modules that have rules get a class derived from
+            theirs, of the same name, for good; outside of this policy they run as they did.
 
     Raises:
-        ValueError: the device is not there, or the dtype or the policy is not one of the above.
+        ValueError: the device is not there; the dtype or the policy is not one of the above; the
+            policy has rules for modules and there is no model, or none of its modules is meant.
         TypeError: an argument has the wrong type.
 
     Sync: none.
@@ -111,8 +68,9 @@ class autocast(Region):
         cache_enabled: bool | None = None,
         *,
         policy: Policy | str | None = None,
+        module: nn.Module | None = None,
     ) -> None:
-        super().__init__(_settle(device_type, dtype, enabled, cache_enabled, policy))
+        super().__init__(_settle(device_type, dtype, enabled, cache_enabled, policy, module))
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         """Return ``function`` with its calls run under this autocast."""
@@ -137,80 +95,6 @@ class autocast(Region):
         return functools.partial(autocast, policy=policy), tuple(switches)
 
 
-def current_policy(device_type: str) -> Policy | None:
-    """Return the policy that decides for ops on ``device_type`` in this thread, None for PyTorch's.
-
-    Sync: none.
-    """
-    active = scopes.current().policies.get(device_type)
-    return None if active is None else active.policy
-
-
-@_torch.run_while_tracing
-def current_settings(device_type: str) -> Settings:
-    """Return what a :class:`Region` must be given to run a block as it would run now."""
-    active = scopes.current().policies.get(device_type)
-    switches = _torch.autocast_switches(device_type)
-    if active is not None:
-        return Settings(switches, active.number, inherit=False)
-    number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
-    return Settings(switches, number, inherit=False)
-
-
-# --- entering and leaving -------------------------------------------------------------------------
-
-
-def _enter(switches: _torch.Switches, policy: int | None, inherit: bool) -> None:
-    outside = _torch.autocast_switches(switches.device)
-    if outside.dtype is not switches.dtype:
-        torch.clear_autocast_cache()  # what PyTorch's kernels keep does not know its dtype
-    scopes.enter(_policies(switches.device, policy, inherit), outside)
-    _torch.set_autocast_switches(switches)
-    torch.autocast_increment_nesting()
-
-
-def _exit() -> None:
-    outside = scopes.leave()
-    assert outside is not None
-    nesting = torch.autocast_decrement_nesting()
-    # As in torch.autocast, what PyTorch's kernels keep ends with the outermost context.
-    if nesting == 0 or outside.dtype is not torch.get_autocast_dtype(outside.device):
-        torch.clear_autocast_cache()
-    _torch.set_autocast_switches(outside)
-
-
-def _policies(device: str, number: int | None, inherit: bool) -> scopes.Policies:
-    """Return what is to be active inside: what is active outside, and the policy of ``device``."""
-    outside = scopes.current().policies
-    if number is None or (inherit and device in outside):
-        return outside
-    return {**outside, device: kernels.prepared(number)}
-
-
-def enter_scope_in_graph(settings: Settings) -> None:
-    """While torch.compile traces: make a graph in which the policy of ``settings`` is active."""
-    _allow_in_graph()
-    _enter_scope_in_graph(settings.switches.device, settings.policy, settings.inherit)
-
-
-# torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
-# kernels that run meanwhile then see the scope. (For clearing the cache see _enter.)
-def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
-    torch.clear_autocast_cache()
-    scopes.enter(_policies(device, number, inherit), traced=True)
-
-
-def leave_scope_in_graph() -> None:
-    """Undo :func:`enter_scope_in_graph`."""
-    torch.clear_autocast_cache()
-    scopes.leave()
-
-
-@_torch.run_while_tracing
-def _allow_in_graph() -> None:
-    _torch.allow_in_graph(_enter_scope_in_graph, leave_scope_in_graph)
-
-
 # --- checking what the user asks for --------------------------------------------------------------
 
 
@@ -221,6 +105,7 @@ def _settle(
     enabled: bool,
     cache_enabled: bool | None,
     policy: Policy | str | None,
+    module: nn.Module | None,
 ) -> Settings:
     device = _device(device_type)
     if dtype is None:
@@ -238,7 +123,10 @@ def _settle(
     number = None
     if enabled:
         _check_device(device, dtype)
-        number = kernels.prepare(_policy(policy), device)
+        settled = _policy(policy)
+        if settled.module_rules:
+            name_modules(module, settled)
+        number = kernels.prepare(settled, device)
     switches = _torch.Switches(device, dtype, bool(enabled), bool(cache_enabled))
     return Settings(switches, number, inherit=policy is None)
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from halfstep.casting.casts import is_eligible
-from halfstep.casting.context import (
+from halfstep.casting.context import autocast, default_device
+from halfstep.casting.region import (
     Region,
     Settings,
-    autocast,
     current_settings,
-    default_device,
     enter_scope_in_graph,
     leave_scope_in_graph,
 )

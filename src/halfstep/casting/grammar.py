@@ -2,9 +2,10 @@
 
 A preset to start from, then rules, later ones win; parts end with ``;``. A rule is
 
-    op , op ... [ condition , ... ] : action
+    op , op ... @ module [ condition , ... ] : action
 
-where the brackets, which may be left out, hold a device type, ``fp16`` or ``bf16``, and ``train``
+where the module, a glob over names, may be left out, or the ops for the module as a whole, and the
+brackets, which may be left out, hold a device type, ``fp16`` or ``bf16``, and ``train``
 or ``eval``. The action ``refuse`` is followed by its message in double quotes, as in JSON.
 """
 
@@ -24,7 +25,8 @@ from halfstep.casting.rule import ACTIONS, DTYPE_NAMES, PHASES, Phase, Rule
 
 _PART = re.compile(r'(?:[^;"]|"(?:[^"\\]|\\.)*")+')
 _RULE = re.compile(
-    r"""(?P<ops>[^\[\]"]+?) \s* (?:\[(?P<limits>[^\]]*)\])? \s* (?<!:):(?!:) \s*
+    r"""(?P<ops>[^\[\]"@]*?) \s* (?:@(?P<module>[^\[\]":\s]+))? \s*
+    (?:\[(?P<limits>[^\]]*)\])? \s* (?<!:):(?!:) \s*
     (?P<action>[\w-]+) \s* (?P<message>"(?:[^"\\]|\\.)*")?""",
     re.VERBOSE,
 )
@@ -58,7 +60,9 @@ def to_text(rules: tuple[Rule, ...]) -> str:
     name = base(rules)
     parts = [name]
     for rest, group in groupby(rules[len(rules_of(name)) :], lambda rule: rule.limits_and_action):
-        parts.append(",".join(rule.op for rule in group) + rest)
+        for is_whole, alike in groupby(group, lambda rule: rule.is_for_whole_module):
+            ops = [rule.op for rule in alike]
+            parts += [rest for _ in ops] if is_whole else [",".join(ops) + rest]
     return "; ".join(parts)
 
 
@@ -79,8 +83,8 @@ def _rules(part: str) -> Iterator[Rule]:
     found = _RULE.fullmatch(part)
     if found is None:
         raise ValueError(
-            f"policy rule {part!r} is not of the form op,op[condition,...]:action, such as "
-            "'softmax:fp32' or 'conv*,linear[cuda,fp16]:lower'"
+            f"policy rule {part!r} is not of the form op,op@module[condition,...]:action, such "
+            "as 'softmax:fp32', 'conv*,linear[cuda,fp16]:lower' or '@blocks.*.norm:fp32'"
         )
     action, limits = found["action"], (found["limits"] or "").split(",")
     if action not in ACTIONS:
@@ -89,10 +93,11 @@ def _rules(part: str) -> Iterator[Rule]:
             f"is one of {', '.join(ACTIONS)}"
         )
     device, dtype, phase = _limits(part, [limit.strip() for limit in limits if limit.strip()])
+    module = found["module"]
     for op in found["ops"].split(","):
         try:
             message = json.loads(found["message"], strict=False) if found["message"] else ""
-            yield Rule(op.strip(), action, device, dtype, phase, message)
+            yield Rule(op.strip(), action, device, dtype, phase, message, module)
         except ValueError as error:
             raise ValueError(f"policy rule {part!r}: {error}") from error
 

@@ -47,7 +47,7 @@ def _mark(policies: "Mapping[str, PolicyOnDevice]") -> _Mark:
     key = frozenset(map(id, policies.values()))  # they are kept for good, so are their ids
     mark = _marks.get(key)
     if mark is None:
-        tag = ",".join(f"{d}:{policies[d].policy.fingerprint}" for d in sorted(policies))
+        tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
         with _lock:
             if len(_marks) == _torch.NUM_GUARD_VALUES:
                 _torch.forget_compiled_code()

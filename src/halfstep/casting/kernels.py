@@ -45,13 +45,19 @@ def only_our_kernels() -> Iterator[None]:
 
 
 _native = True
-_numbers: dict[tuple[Policy, str, bool], int] = {}
+_numbers: dict[tuple[Policy, str, bool, tuple[Rule, ...]], int] = {}
 _prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
 
 
-def prepare(policy: Policy, device: str) -> int:
+def prepare(policy: Policy, device: str, module: str = "") -> int:
     """Make ``policy`` ready on ``device``: register every kernel that it needs.
+
+    Args:
+        policy: the policy.
+        device: the device type.
+        module: the name of the module in which it is to be active. Modules in which the same rules
+            hold share a number.
 
     Returns:
         The number by which :func:`prepared` finds it.
@@ -59,17 +65,18 @@ def prepare(policy: Policy, device: str) -> int:
     Raises:
         ValueError: a rule names an op that does not exist.
     """
-    key = (policy, device, _native)
+    key = (policy, device, _native, policy.rules_within(module))
     with _lock:
         if key not in _numbers:
             op_names.check(policy.rules)
-            on_device = PolicyOnDevice(policy, device, native=_native, number=len(_prepared))
+            number = len(_prepared)
+            on_device = PolicyOnDevice(policy, device, native=_native, number=number, module=module)
             for op in sorted(on_device.ops()):
                 _register(op, device)
             functorch.register(on_device.table())
             _torch.wrap_recomputed(scopes.carry)
             _prepared.append(on_device)
-            _numbers[key] = on_device.number
+            _numbers[key] = number
             if _observed_kernels is not None:
                 _register_observed(on_device, _observed_kernels)
         return _numbers[key]

@@ -23,17 +23,28 @@ class PolicyOnDevice:
         device: the device type.
         native: whether PyTorch's own kernels carry out the rules that they agree with.
         number: what :func:`prepared` finds it by.
+        module: the module in which it is active: some rules may hold there only. Empty outside of
+            modules that have rules.
     """
 
-    def __init__(self, policy: Policy, device: str, *, native: bool, number: int) -> None:
+    def __init__(
+        self, policy: Policy, device: str, *, native: bool, number: int, module: str
+    ) -> None:
         self.policy = policy
         self.device = device
         self.number = number
+        self.module = module
         self._native = native
         self._ruled = op_names.meant_by(policy.rules)
         self._has_phases = any(rule.phase is not None for rule in policy.rules)
         self._plans: dict[Phase, dict[torch.dtype, Plan]] = {phase: {} for phase in PHASES}
         self._casts: dict[tuple[torch.dtype, Phase], Plan] = {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is the same in every process for the same rules in force."""
+        within = self.policy.rules_within(self.module)
+        return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
 
     def plan(self) -> Plan:
         """Return the plan for the lower precision and the phase of this thread."""
@@ -43,7 +54,7 @@ class PolicyOnDevice:
     def rule(self, op: str) -> Rule | None:
         """Return the rule that decides an overload in this thread, None if none does."""
         dtype = torch.get_autocast_dtype(self.device)
-        return self.policy.rule(op, self.device, dtype, self._phase())
+        return self.policy.rule(op, self.device, dtype, self._phase(), self.module)
 
     def casts(self) -> Plan:
         """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
@@ -52,6 +63,11 @@ class PolicyOnDevice:
         if casts is None:
             casts = self._casts[now] = self._all_casts(*now)
         return casts
+
+    def island(self, module: str) -> Rule | None:
+        """Return the rule by which a module is an island in this thread, None if none is."""
+        dtype = torch.get_autocast_dtype(self.device)
+        return self.policy.island(module, self.device, dtype, self._phase())
 
     def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
         """Return the plan for a lower precision and a phase."""
@@ -70,7 +86,9 @@ class PolicyOnDevice:
         return _torch.overloads_with_autocast_kernel(self.device) | self._ruled
 
     def _all_casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        rules = {op: self.policy.rule(op, self.device, dtype, phase) for op in self._ruled}
+        rules = {
+            op: self.policy.rule(op, self.device, dtype, phase, self.module) for op in self._ruled
+        }
         return {
             op: carry_out(rule, op, self.device, dtype)
             for op, rule in rules.items()
@@ -80,7 +98,9 @@ class PolicyOnDevice:
     @cached_property
     def observed(self) -> "PolicyOnDevice":
         """The same policy with every rule carried out by our kernels, so that each can be told."""
-        return PolicyOnDevice(self.policy, self.device, native=False, number=self.number)
+        return PolicyOnDevice(
+            self.policy, self.device, native=False, number=self.number, module=self.module
+        )
 
     def ruled_ops(self) -> set[str]:
         """Return the overloads that some plan names, or some rule, if only to leave them alone."""
@@ -93,7 +113,7 @@ class PolicyOnDevice:
         plan: Plan = {}
         by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
         for op in sorted(self.table()):
-            rule = self.policy.rule(op, self.device, dtype, phase) or Rule(op, "leave")
+            rule = self.policy.rule(op, self.device, dtype, phase, self.module) or Rule(op, "leave")
             theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
             is_native = self._native and _is_native(rule, theirs)
             if is_native or (rule.action, theirs) == ("leave", "leave"):

@@ -68,9 +68,10 @@ class Policy:
     def parse(text: str) -> Policy:
         """Return the policy of a text such as ``"standard; softmax:lower"``.
 
-        A preset to start from, then rules, later ones win: ``op,op[conditions]:action``, where the
+        A preset to start from, then rules, later ones win: ``op,op@module[conditions]:action``. The
         conditions, which may be left out, are a device type, ``fp16`` or ``bf16``, and ``train`` or
-        ``eval``. docs/policies.md has the grammar.
+        ``eval``; the module, a glob, too, and so may the ops before it. docs/policies.md has the
+        grammar.
 
         Raises:
             ValueError: It says which part is wrong, and the nearest name that would be right.
@@ -123,19 +124,45 @@ class Policy:
 
     # --- deciding ---------------------------------------------------------------------------------
 
-    def rule(self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train") -> Rule | None:
+    def rule(
+        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
+    ) -> Rule | None:
         """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
-        holding = (rule for rule in self._about(op) if rule.holds(op, device, dtype, phase))
-        return next(holding, None)
+        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, phase, module))
+        return next(about, None)
 
-    def action(self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train") -> Action:
+    def island(
+        self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
+    ) -> Rule | None:
+        """Return the rule that makes a module, named as in the model, an island, or None."""
+        for rule in reversed(self.module_rules):
+            is_meant = rule.is_for_whole_module and rule.is_about(module)
+            if is_meant and rule.holds_where(device, dtype, phase):
+                return rule if rule.action == "fp32" else None
+        return None
+
+    @cached_property
+    def module_rules(self) -> tuple[Rule, ...]:
+        """The rules that hold in some modules only."""
+        return tuple(rule for rule in self.rules if rule.module is not None)
+
+    def rules_within(self, module: str) -> tuple[Rule, ...]:
+        """Return the rules about ops that hold in a module, but not everywhere."""
+        ops = (rule for rule in self.module_rules if not rule.is_for_whole_module)
+        return tuple(rule for rule in ops if rule.holds_within(module))
+
+    def action(
+        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
+    ) -> Action:
         """Return what happens to ``op`` on ``device`` with the lower precision ``dtype``.
+
+        ``module``: the name of the module that calls it, as in ``model.named_modules()``.
 
         Example:
             >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
             'lower'
         """
-        rule = self.rule(op, device, dtype, phase)
+        rule = self.rule(op, device, dtype, phase, module)
         return "leave" if rule is None else rule.action
 
     def _about(self, op: str) -> list[Rule]:
@@ -167,12 +194,15 @@ class Policy:
         """
         return comparison.diff(self, other, devices)
 
-    def explain(self, op: str, devices: Sequence[str] = DEVICES) -> Explanation:
+    def explain(
+        self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
+    ) -> Explanation:
         """Return which rule decides for an op, and which are overruled; it prints as text.
 
         Args:
             op: The name of an op as in a :class:`Rule`.
             devices: The device types to ask for.
+            module: The name of the module that calls the op, as in ``model.named_modules()``.
 
         Raises:
             ValueError: There is no such op; the message names those like it.
@@ -183,7 +213,7 @@ class Policy:
               fp16: fp32: by exp:fp32
               bf16: leave: by exp[bf16]:leave
         """
-        return comparison.explain(self, op, devices)
+        return comparison.explain(self, op, devices, module)
 
     # --- being a value ----------------------------------------------------------------------------
 

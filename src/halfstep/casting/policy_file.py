@@ -8,6 +8,7 @@ action = "fp32"
 device = "cuda"      # or a list of them
 dtype = "float16"
 phase = "train"
+module = "blocks.*"  # without ops: the module as a whole
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from halfstep.casting.names import did_you_mean
 from halfstep.casting.rule import ACTIONS, PHASES, Rule
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-_KEYS = ("ops", "action", "device", "dtype", "phase", "message")
+_KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")
 
 
 def parse(text: str, source: str) -> tuple[str, list[Rule]]:
@@ -59,12 +60,14 @@ def parse(text: str, source: str) -> tuple[str, list[Rule]]:
 def to_toml(preset: str, rules: Iterable[Rule]) -> str:
     """Return what :func:`parse` reads as the same preset and rules."""
     parts = [f'preset = "{preset}"\n']
-    for (action, *rest), group in groupby(rules, lambda rule: (rule.action, *_limits(rule))):
-        ops = ", ".join(_quoted(rule.op) for rule in group)
-        lines = ["[[rules]]", f"ops = [{ops}]", f'action = "{action}"']
-        named = zip(("device", "dtype", "phase", "message"), rest, strict=True)
-        lines += [f"{key} = {_quoted(value)}" for key, value in named if value]
-        parts.append("\n".join(lines) + "\n")
+    for limits, group in groupby(rules, _limits):
+        named = [f"{key} = {_quoted(value)}" for key, value in limits.items() if value]
+        for is_whole, alike in groupby(group, lambda rule: rule.is_for_whole_module):
+            ops = [_quoted(rule.op) for rule in alike]
+            heads: list[list[str]] = (
+                [[] for _ in ops] if is_whole else [[f"ops = [{', '.join(ops)}]"]]
+            )
+            parts += ["\n".join(["[[rules]]", *head, *named]) + "\n" for head in heads]
     return "\n".join(parts)
 
 
@@ -73,9 +76,17 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _limits(rule: Rule) -> tuple[str | None, str, str | None, str]:
-    dtype = "" if rule.dtype is None else str(rule.dtype).removeprefix("torch.")
-    return rule.device, dtype, rule.phase, rule.message
+def _limits(rule: Rule) -> dict[str, str | None]:
+    """Return what stands in a table beside the ops."""
+    dtype = None if rule.dtype is None else str(rule.dtype).removeprefix("torch.")
+    return {
+        "action": rule.action,
+        "device": rule.device,
+        "dtype": dtype,
+        "phase": rule.phase,
+        "message": rule.message,
+        "module": rule.module,
+    }
 
 
 class _Place:
@@ -102,9 +113,10 @@ class _Place:
 def _rules(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
     for key in table.keys() - set(_KEYS):
         raise place.error(key, f"unknown key {key!r}{did_you_mean(key, _KEYS)}")
-    ops, devices = table.get("ops"), table.get("device")
+    module, devices = table.get("module"), table.get("device")
+    ops = table.get("ops", [""] if module else None)
     if not isinstance(ops, list) or not ops:
-        raise place.error("ops", 'a table of rules needs ops = ["softmax", ...]')
+        raise place.error("ops", 'a table of rules needs ops = ["softmax", ...], or a module')
     for key, known in (("action", ACTIONS), ("dtype", tuple(_DTYPES)), ("phase", PHASES)):
         value = table.get(key)
         if value not in known and (value is not None or key == "action"):
@@ -116,6 +128,6 @@ def _rules(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
     for device in devices if isinstance(devices, list) else [devices]:
         for op in ops:
             try:
-                yield Rule(op, table["action"], device, dtype, table.get("phase"), message)
+                yield Rule(op, table["action"], device, dtype, table.get("phase"), message, module)
             except ValueError as error:
-                raise place.error(op, str(error)) from error
+                raise place.error(op or module, str(error)) from error

@@ -39,6 +39,7 @@ _ALIASES = {
     "sdpa": "scaled_dot_product_attention",
 }
 _OP = re.compile(r"(\w+::)?[\w*?]+(\.[\w*?]+)?")
+_MODULE = re.compile(r"[\w*?-]+(\.[\w*?-]+)*")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Rule:
             returns values (no ``out=``, no overload whose caller must name a dtype);
             ``"softmax.int"`` or ``"exp.default"`` means that one overload. Names such as
             ``"F.layer_norm"``, ``"torch.linalg.qr"`` and ``"aten::mm"`` are understood and become
-            those of ATen.
+            those of ATen. ``""``, with a module, means the module as a whole: ``"fp32"`` makes it
+            an island (see :func:`halfstep.keep`), ``"leave"`` overrules an earlier such rule.
         action: what to do with the floating-point inputs on the autocast device. Integers and
             complex numbers are never touched. Where an input is float64, ``"lower"``, ``"fp32"``
             and ``"promote"`` run the op in float64.
@@ -70,6 +72,9 @@ class Rule:
         phase: ``"train"`` where gradients are recorded (``torch.is_grad_enabled()``), ``"eval"``
             where they are not, or None for both.
         message: for ``"refuse"``: why, and what to use instead.
+        module: a glob over the names of ``model.named_modules()`` (``"blocks.*.attn"``; a ``*``
+            stands for dots too): the rule holds in these modules and in their submodules. None for
+            everywhere.
 
     Raises:
         ValueError: An argument is not one of the above.
@@ -85,9 +90,21 @@ class Rule:
     dtype: torch.dtype | None = None
     phase: Phase | None = None
     message: str = ""
+    module: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.op, str) or not _OP.fullmatch(name := canonical(self.op)):
+        if self.module is not None and not _MODULE.fullmatch(str(self.module)):
+            raise ValueError(
+                f"rule for {self.op!r}: a module is a name such as 'blocks.0.attn' or a glob such "
+                f"as '*.norm', got {self.module!r}"
+            )
+        if self.is_for_whole_module and self.action not in ("fp32", "leave"):
+            raise ValueError(
+                f"rule for the module {self.module!r}: as a whole it can be an island, 'fp32', or "
+                f"'leave' an earlier rule, not {self.action!r}; name ops to give them other actions"
+            )
+        name = canonical(self.op) if isinstance(self.op, str) else ""
+        if not _OP.fullmatch(name) and not self.is_for_whole_module:
             raise ValueError(
                 f"a rule names an op such as 'softmax', 'softmax.int', 'F.layer_norm', 'conv*' or "
                 f"'mylib::myop', got {self.op!r}"
@@ -116,6 +133,11 @@ class Rule:
                 f"rule for {self.op!r}: a message goes with the action 'refuse', and only with it"
             )
 
+    @property
+    def is_for_whole_module(self) -> bool:
+        """Whether it is about modules, not about ops in them."""
+        return self.op == "" and self.module is not None
+
     @cached_property
     def is_glob(self) -> bool:
         """Whether it may name several ops."""
@@ -131,22 +153,38 @@ class Rule:
             return fnmatchcase(op if "." in self.op else of_any_overload, self.op)
         return self.op in (op, of_any_overload)
 
-    def holds(self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train") -> bool:
+    def holds(
+        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
+    ) -> bool:
         """Say whether the rule decides ``op``, an overload such as ``"exp.default"``."""
+        return (
+            self.holds_where(device, dtype, phase) and self.names(op) and self.holds_within(module)
+        )
+
+    def holds_where(self, device: str, dtype: torch.dtype, phase: Phase) -> bool:
+        """Say whether its conditions are met."""
         return (
             self.device in (None, device)
             and self.dtype in (None, dtype)
             and self.phase in (None, phase)
-            and self.names(op)
         )
+
+    def holds_within(self, module: str) -> bool:
+        """Say whether it holds in a module: by its name, or that of one around it."""
+        return self.module is None or any(map(self.is_about, around(module)))
+
+    def is_about(self, module: str) -> bool:
+        """Say whether it names this very module."""
+        return self.module is not None and fnmatchcase(module, self.module)
 
     @property
     def limits_and_action(self) -> str:
-        """What comes after the name of the op in the text form: ``"[cuda,fp16]:fp32"``."""
+        """What comes after the op in the text form: ``"@blocks.*[cuda,fp16]:fp32"``."""
         dtype = next((name for name, dtype in DTYPE_NAMES.items() if dtype is self.dtype), None)
         limits = ",".join(limit for limit in (self.device, dtype, self.phase) if limit)
+        module = f"@{self.module}" if self.module else ""
         message = f" {json.dumps(self.message, ensure_ascii=False)}" if self.message else ""
-        return f"{f'[{limits}]' if limits else ''}:{self.action}{message}"
+        return f"{module}{f'[{limits}]' if limits else ''}:{self.action}{message}"
 
     def __str__(self) -> str:
         """Return the text form, as in :meth:`halfstep.Policy.parse`."""
@@ -155,7 +193,7 @@ class Rule:
     def __repr__(self) -> str:
         extra = "".join(
             f", {name}={value!r}"
-            for name in ("device", "dtype", "phase", "message")
+            for name in ("device", "dtype", "phase", "message", "module")
             if (value := getattr(self, name))
         )
         return f"Rule({self.op!r}, {self.action!r}{extra})"
@@ -168,6 +206,12 @@ def canonical(name: str) -> str:
             name = instead + name.removeprefix(prefix)
             break
     return _ALIASES.get(name, name)
+
+
+def around(module: str) -> list[str]:
+    """Return the names of the modules around one, and its own: a, a.b and a.b.c for a.b.c."""
+    names = module.split(".")
+    return [".".join(names[: end + 1]) for end in range(len(names))] if module else []
 
 
 def is_in_place(op: str) -> bool:

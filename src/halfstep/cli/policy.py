@@ -18,6 +18,7 @@ of a policy: a preset and rules, "standard; softmax[bf16]:lower".
 examples:
   halfstep policy show standard                       every rule of the default
   halfstep policy show "standard; exp:leave" --op exp     which rule decides for exp, and why
+  halfstep policy show my.toml --op exp --module head     the same in one module
   halfstep policy diff torch-cuda standard            what differs, op by op
   halfstep policy check my.toml                       says which line is wrong (exit code 1)
 """
@@ -37,6 +38,9 @@ def add_parser(subcommands: Any) -> None:
     show = verbs.add_parser("show", help="print the rules, or what is decided for one op")
     show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
     show.add_argument("--op", metavar="NAME", help="only this op: softmax, F.layer_norm, conv*")
+    show.add_argument(
+        "--module", metavar="NAME", default="", help="with --op, in this module: blocks.0.attn"
+    )
     show.set_defaults(run=_show)
 
     diff = verbs.add_parser("diff", help="print what two policies do differently")
@@ -57,7 +61,7 @@ def _show(arguments: argparse.Namespace) -> int:
             print(f"  {rule}")
         return 0
     try:
-        print(policy.explain(arguments.op))
+        print(policy.explain(arguments.op, module=arguments.module))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0

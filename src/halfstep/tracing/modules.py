@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from halfstep import _torch
-from halfstep.casting.islands import without_wrappers
+from halfstep.casting.module_names import without_wrappers
 
 
 @dataclass(frozen=True)

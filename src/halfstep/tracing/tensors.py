@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep.casting.islands import without_wrappers
+from halfstep.casting.module_names import without_wrappers
 from halfstep.tracing.rows import Value, dtype_name
 
 

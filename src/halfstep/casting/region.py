@@ -1,0 +1,151 @@
+"""Entering and leaving autocast, with everything settled; in torch.compile's graphs too."""
+
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from halfstep import _torch
+from halfstep.casting import kernels, scopes
+from halfstep.casting.policy import Policy, preset
+
+
+class Settings(NamedTuple):
+    """What a context switches on. Constants all, so that torch.compile can carry them in a graph.
+
+    Attributes:
+        switches: what PyTorch's switches are set to.
+        policy: the number of the policy (see :func:`kernels.prepare`), None where autocast is off.
+        inherit: whether the policy of a context outside this one goes before it.
+    """
+
+    switches: _torch.Switches
+    policy: int | None
+    inherit: bool
+
+
+class Region:
+    """The context manager behind :class:`autocast`, with everything settled."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._traced: list[object] = []
+
+    @_torch.do_not_compile_alone
+    def __enter__(self) -> None:
+        switches, policy, inherit = self._settings
+        if switches.enabled and torch.compiler.is_exporting():
+            raise RuntimeError(
+                "torch.export cannot keep a halfstep policy in the exported program: export the "
+                "model without autocast and run the program under it, or use torch.autocast there"
+            )
+        if torch.compiler.is_compiling():
+            self._traced.append(_torch.enter_traced(switches))
+            enter_scope_in_graph(self._settings)
+        else:
+            _enter(switches, policy, inherit)
+
+    @_torch.do_not_compile_alone
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            leave_scope_in_graph()
+            _torch.exit_traced(self._traced.pop())
+        else:
+            _exit()
+
+
+def current_policy(device_type: str) -> Policy | None:
+    """Return the policy that decides for ops on ``device_type`` in this thread, None for PyTorch's.
+
+    Sync: none.
+    """
+    active = scopes.current().policies.get(device_type)
+    return None if active is None else active.policy
+
+
+@_torch.run_while_tracing
+def current_settings(device_type: str) -> Settings:
+    """Return what a :class:`Region` must be given to run a block as it would run now."""
+    active = scopes.current().policies.get(device_type)
+    switches = _torch.autocast_switches(device_type)
+    if active is not None:
+        return Settings(switches, active.number, inherit=False)
+    number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
+    return Settings(switches, number, inherit=False)
+
+
+@_torch.run_while_tracing
+def settings_within(module: str, device_type: str) -> Settings | None:
+    """Return how a module is to run under the policy of this thread, None for as what is around it.
+
+    Args:
+        module: Its name in the model.
+        device_type: That of what it computes with; autocast is on for it.
+    """
+    active = scopes.current().policies.get(device_type)
+    if active is None:
+        return None
+    switches = _torch.autocast_switches(device_type)
+    if active.island(module) is not None:
+        return Settings(switches._replace(enabled=False), None, inherit=False)
+    number = kernels.prepare(active.policy, device_type, module)
+    return None if number == active.number else Settings(switches, number, inherit=False)
+
+
+# --- entering and leaving -------------------------------------------------------------------------
+
+
+def _enter(switches: _torch.Switches, policy: int | None, inherit: bool) -> None:
+    outside = _torch.autocast_switches(switches.device)
+    if outside.dtype is not switches.dtype:
+        torch.clear_autocast_cache()  # what PyTorch's kernels keep does not know its dtype
+    scopes.enter(_policies(switches.device, policy, inherit), outside)
+    _torch.set_autocast_switches(switches)
+    torch.autocast_increment_nesting()
+
+
+def _exit() -> None:
+    outside = scopes.leave()
+    assert outside is not None
+    nesting = torch.autocast_decrement_nesting()
+    # As in torch.autocast, what PyTorch's kernels keep ends with the outermost context.
+    if nesting == 0 or outside.dtype is not torch.get_autocast_dtype(outside.device):
+        torch.clear_autocast_cache()
+    _torch.set_autocast_switches(outside)
+
+
+def _policies(device: str, number: int | None, inherit: bool) -> scopes.Policies:
+    """Return what is to be active inside: what is active outside, and the policy of ``device``."""
+    outside = scopes.current().policies
+    if number is None or (inherit and device in outside):
+        return outside
+    return {**outside, device: kernels.prepared(number)}
+
+
+def enter_scope_in_graph(settings: Settings) -> None:
+    """While torch.compile traces: make a graph in which the policy of ``settings`` is active."""
+    _allow_in_graph()
+    _enter_scope_in_graph(settings.switches.device, settings.policy, settings.inherit)
+
+
+# torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
+# kernels that run meanwhile then see the scope. (For clearing the cache see _enter.)
+def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
+    torch.clear_autocast_cache()
+    scopes.enter(_policies(device, number, inherit), traced=True)
+
+
+def leave_scope_in_graph() -> None:
+    """Undo :func:`enter_scope_in_graph`."""
+    torch.clear_autocast_cache()
+    scopes.leave()
+
+
+@_torch.run_while_tracing
+def _allow_in_graph() -> None:
+    _torch.allow_in_graph(_enter_scope_in_graph, leave_scope_in_graph)
