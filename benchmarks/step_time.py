@@ -5,6 +5,7 @@ else the machine does hits them alike. What counts is the median of the ratios w
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --size small --rounds 50 --dtype float16
+    python benchmarks/step_time.py --size small --rounds 200 --compile
 """
 
 import argparse
@@ -39,10 +40,12 @@ def variants(device: str, dtype: torch.dtype) -> dict[str, Variant]:
 class Training:
     """A GPT, a batch of random tokens and AdamW; ``step`` is what gets timed."""
 
-    def __init__(self, size: str, batch: int, length: int, device: str) -> None:
+    def __init__(self, size: str, batch: int, length: int, device: str, *, compiled: bool) -> None:
         torch.manual_seed(0)
         config = GPTConfig.of_size(size, vocab=256)
         self.model = GPT(config).to(device)
+        if compiled:
+            self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         shape = (batch, min(length, config.context) + 1)
         self.tokens = torch.randint(config.vocab, shape, device=device)
@@ -97,13 +100,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="the model, with torch.compile")
     args = parser.parse_args()
 
-    training = Training(args.size, args.batch, args.length, args.device)
+    training = Training(args.size, args.batch, args.length, args.device, compiled=args.compile)
     contexts = variants(args.device, getattr(torch, args.dtype))
     print(
         f"{training.model.num_parameters() / 1e6:.1f} M parameters, {args.batch} x {args.length} "
-        f"tokens, {args.dtype}; {device_name(args.device)}, PyTorch {torch.__version__}"
+        f"tokens, {args.dtype}{', compiled' * args.compile}; {device_name(args.device)}, "
+        f"PyTorch {torch.__version__}"
     )
     times = measure(training, contexts, args.rounds)
     print(f"{'':36}{'ms':>8}   {'to torch.autocast':^20}   {'to float32':^20}")

@@ -105,6 +105,11 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     )
 
 
+def takes_numbers(op: torch._ops.OpOverload) -> bool:
+    """Say whether a number may stand where ``op`` takes a tensor, as in ``x * 2``."""
+    return bool(torch._C._should_allow_numbers_as_tensors(op._schema.name.rpartition("::")[2]))
+
+
 def is_composite(op: torch._ops.OpOverload) -> bool:
     """Say whether ``op`` is made of other ops, which autograd and vmap see instead of it."""
     return has_kernel(op, torch._C.DispatchKey.CompositeImplicitAutograd)
@@ -185,10 +190,9 @@ def in_place_of(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return stand_in
 
 
-def owns_storage(tensor: torch.Tensor) -> bool:
-    """Say whether no other tensor has the storage of this one."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor and the line above
+def is_used_once(storage: torch.UntypedStorage) -> bool:
+    """Say whether one tensor has this storage, apart from the one reference of the caller."""
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def stream_of(tensor: torch.Tensor) -> int:
@@ -201,14 +205,17 @@ def stream_of(tensor: torch.Tensor) -> int:
 
 
 def is_tracing() -> bool:
-    """Say whether ops are not simply carried out: vmap, grad, fake tensors, jit.trace, make_fx."""
+    """Say whether ops are not simply carried out, once each.
+
+    So it is under vmap, grad and the like, forward-mode AD, fake tensors, jit.trace, make_fx, and
+    under dispatch modes: some replay ops, or look at their order. Ours only look on.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
         return True
-    if not torch._C._len_torch_dispatch_stack():
-        return False
-    keys = torch._C._TorchDispatchModeKey
-    modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in modes)
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    return not all(isinstance(mode, DispatchMode) for mode in modes)
 
 
 # --- autocast: recomputation ----------------------------------------------------------------------

@@ -32,3 +32,7 @@ def test_the_widest_dtype() -> None:
     assert widest(tensors(FP64, BF16), "cpu") == FP64
     assert widest([*tensors(BF16), torch.ones(1, device="meta")], "cpu") == BF16
     assert widest([1, None, *tensors(torch.int64)], "cpu") is None
+    number = torch.tensor(2.0, dtype=FP64)
+    assert widest([*tensors(BF16), number], "cpu") == BF16
+    assert widest([number], "cpu") == FP64
+    assert cast(number, "cpu", BF16) is number

@@ -1,5 +1,6 @@
 """A policy inside torch.func: every result beside that of a loop over the samples."""
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -286,3 +287,24 @@ def test_outside_nothing_changes() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "False", "False", "True"]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_numbers_where_ops_take_tensors(inside: bool) -> None:
+    """PyTorch gives them to kernels in a form that none can pass on."""
+    context = autocast("cpu", BF16, policy="standard; mul,add,div,sub:fp32")
+    x = torch.rand(3)
+
+    def run(a: Tensor) -> Tensor:
+        return 1 / (a * 2 + 1 - 3)
+
+    with context if inside else contextlib.nullcontext():
+        assert torch.equal(torch.vmap(run)(x), run(x))
+    gradient = torch.func.grad(lambda a: run(a).sum())(x)  # inside: see docs/autocast.md
+    torch.testing.assert_close(gradient, -2 * run(x) ** 2)
+
+
+def test_a_rule_for_an_op_that_takes_numbers_holds_under_vmap() -> None:
+    x = torch.rand(3, dtype=BF16)
+    with autocast("cpu", BF16, policy="standard; mul:fp32"):
+        assert torch.vmap(lambda a: a * a)(x).dtype == FP32

@@ -1,16 +1,27 @@
 """The cache of weight casts: what it keeps, what it sees change, and what it never serves."""
 
 import copy
+import functools
 import gc
+import multiprocessing
+import pickle
+import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 import halfstep
@@ -288,6 +299,102 @@ def test_a_weight_whose_storage_gets_a_second_owner_is_not_kept_again() -> None:
         assert product(weight).tolist() == [[2 * value, 2 * value]]
 
 
+def test_data_replaced_twice_between_two_uses() -> None:
+    """The second tensor may lie where the first one lay."""
+    weight = kept(weight_of(0.0, 64, 64, frozen=True))
+    for value in range(1, 20):
+        weight.data = weight.data + 0.5
+        weight.data = weight.data + 0.5
+        assert product(weight)[0, 0] == 64 * value
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w.t(), lambda w: w[:1], lambda w: w.flip(0), lambda w: w.view(1, -1)]
+)
+def test_data_replaced_by_another_view_of_it(change: Callable[[Tensor], Tensor]) -> None:
+    weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), requires_grad=False)
+    kept(weight)
+    weight.data = change(weight.data)
+    for _ in range(3):
+        assert torch.equal(product(weight).float(), weight.sum(1)[None])
+
+
+def written_by_numpy(weight: nn.Parameter) -> None:
+    weight.detach().numpy()[:] = 3
+
+
+def written_through_an_alias(weight: nn.Parameter) -> Tensor:
+    alias = weight.data
+    alias.fill_(3)
+    return alias  # lives on
+
+
+def written_as_another_parameter(weight: nn.Parameter) -> nn.Parameter:
+    other = nn.Parameter(weight.data)
+    with torch.no_grad():
+        other.fill_(3)
+    return other
+
+
+@pytest.mark.parametrize("write", [written_through_an_alias, written_as_another_parameter])
+def test_a_cast_is_not_served_while_others_have_the_memory(write: Change) -> None:
+    weight = kept(weight_of())
+    other = write(weight)
+    assert product(weight).tolist() == [[6, 6]]
+    del other
+
+
+def test_weights_in_the_memory_of_arrays_are_not_kept() -> None:
+    array = np.ones((2, 2), dtype=np.float32)
+    weight = nn.Parameter(torch.from_numpy(array))
+    for value in (1, 2, 3):
+        array[:] = value
+        assert product(weight).tolist() == [[2 * value, 2 * value]]
+
+
+def fill_with_three(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.fill_(3)
+
+
+def test_weights_in_shared_memory_are_not_kept() -> None:
+    weight = weight_of().share_memory_()
+    for _ in range(3):
+        product(weight)
+    worker = multiprocessing.get_context("fork").Process(target=fill_with_three, args=(weight,))
+    worker.start()
+    worker.join()
+    assert product(weight).tolist() == [[6, 6]]
+
+
+def test_an_optimizer_that_writes_through_data_and_weights_that_are_frozen_in_turns() -> None:
+    weight = kept(weight_of(frozen=True))
+    weight.requires_grad_(True)
+    weight.grad = torch.full((2, 2), -2.0)
+    WritesThroughData([weight]).step()
+    weight.requires_grad_(False)
+    assert product(weight).tolist() == [[6, 6]]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0), WritesThroughData])
+def test_a_compiled_step(make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> None:
+    weight = kept(weight_of())
+    weight.grad = torch.full((2, 2), -2.0)
+    optimizer = make([weight])
+    torch.compile(lambda: optimizer.step(), backend="aot_eager")()
+    assert product(weight).tolist() == [[6, 6]]
+
+
+def test_an_optimizer_leaves_the_casts_of_others_alone() -> None:
+    teacher, student = kept(weight_of()), weight_of()
+    student.grad = torch.ones(2, 2)
+    torch.optim.SGD([student], lr=0.1).step()
+    before = cache_info().hits
+    product(teacher)
+    assert cache_info().hits == before + 1
+
+
 def test_another_parameter_in_the_place_of_one() -> None:
     layer = nn.Linear(2, 2, bias=False)
     kept(layer.weight)
@@ -314,6 +421,48 @@ def test_pruning_and_parametrization() -> None:
         assert torch.equal(layer(torch.ones(1, 2)), before * 2)
 
 
+def test_nobody_can_write_to_a_kept_cast() -> None:
+    weight = kept(weight_of(), grad=False)
+    with torch.no_grad(), autocast("cpu", BF16, policy="standard; t,reshape,dropout:lower"):
+        for change in (
+            lambda: torch.einsum("ij->ji", weight),
+            lambda: torch.einsum("ii->i", weight),
+            lambda: weight.t(),
+            lambda: weight.reshape(4),
+            lambda: F.dropout(weight, training=False),
+            lambda: torch.linalg.multi_dot([weight, weight]),
+        ):
+            for _ in range(3):
+                change().mul_(5)
+            assert product(weight).tolist() == [[2, 2]]
+    assert cache_info().hits > 0
+
+
+def test_other_layouts_run_as_under_torch_autocast() -> None:
+    x = torch.ones(4, 2)
+    for weight in (nn.Parameter(torch.eye(4).to_sparse()), nn.Parameter(torch.tensor(2.0))):
+        for _ in range(3):
+            with autocast("cpu", BF16, policy="torch"):
+                ours = torch.mm(weight, x) if weight.dim() else torch.mm(x.t(), x) * weight
+            with torch.autocast("cpu", BF16):
+                theirs = torch.mm(weight, x) if weight.dim() else torch.mm(x.t(), x) * weight
+            assert torch.equal(ours, theirs)
+    assert cache_info().entries == 0
+
+
+def test_weights_can_be_swapped_converted_copied_and_saved(tmp_path: Any) -> None:
+    one, other = kept(weight_of()), weight_of(3.0)
+    torch.utils.swap_tensors(one, other)
+    assert product(one).tolist() == [[6, 6]]
+    assert product(other).tolist() == [[2, 2]]
+    for same in (copy.copy(other), copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+        assert product(same).tolist() == [[2, 2]]
+    torch.save(other, tmp_path / "weight.pt")
+    loaded = torch.load(tmp_path / "weight.pt", weights_only=True)
+    assert product(loaded).tolist() == [[2, 2]]
+    assert (tmp_path / "weight.pt").read_bytes().find(b"halfstep.") == -1
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -338,6 +487,46 @@ def test_no_growth_over_a_thousand_iterations_without_gradient() -> None:
             if i > 0:
                 sizes.add(cache_info()[:2])
     assert sizes == {(4, 2 * (4 * 4 + 4) * 2)}
+
+
+def test_clearing_frees_at_once() -> None:
+    weight = kept(weight_of())
+    (casts,) = (v for k, v in vars(weight).items() if k.startswith("_halfstep"))
+    alive = weakref.ref(casts[BF16].kept.cast)
+    gc.disable()
+    try:
+        clear_cache()
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_bytes_are_the_sum_of_what_is_kept() -> None:
+    limit, rng = 64, random.Random(0)
+    limit_cache(limit)
+    weights = [weight_of(1.0, 2, n + 1) for n in range(8)]
+    for _ in range(2000):
+        weight = rng.choice(weights)
+        match rng.randrange(20):
+            case 0:
+                in_place(weight)
+            case 1:
+                weights[rng.randrange(8)] = weight_of(1.0, 2, rng.randrange(1, 9))
+            case 2:
+                clear_cache()
+            case _:
+                product(weight, rng.choice([BF16, FP16]))
+        del weight
+        kept_casts = [
+            entry.kept.cast
+            for weight in weights
+            for name, casts in vars(weight).items()
+            if name.startswith("_halfstep")
+            for entry in casts.values()
+            if entry.kept is not None
+        ]
+        assert cache_info().entries == len(kept_casts)
+        assert cache_info().bytes == sum(cast.nbytes for cast in kept_casts) <= limit
 
 
 def test_the_limit() -> None:
@@ -451,11 +640,24 @@ def test_hooks_of_weights_are_called_once_per_backward() -> None:
     assert seen == [FP32]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_mode() -> None:
+    weight = kept(weight_of(), grad=False)
+    with forward_ad.dual_level():
+        with torch.no_grad():
+            weight.copy_(forward_ad.make_dual(torch.ones(2, 2), torch.ones(2, 2)))
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                tangent = forward_ad.unpack_dual(product(weight)).tangent
+                assert tangent is not None
+                assert tangent.tolist() == [[2, 2]]
+
+
 def test_checkpointing_and_saved_tensor_hooks() -> None:
     weight = kept(weight_of())
 
     def block(x: Tensor) -> Tensor:
-        return torch.utils.checkpoint.checkpoint(F.linear, x, weight, use_reentrant=False)
+        return checkpoint(F.linear, x, weight, use_reentrant=False)
 
     x = torch.ones(1, 2, requires_grad=True)
     with torch.autograd.graph.save_on_cpu(), autocast("cpu", BF16):
@@ -495,11 +697,38 @@ def test_while_tracing_nothing_is_kept_or_served() -> None:
         assert compiled(torch.ones(1, 2)).tolist() == [[6, 6]]
 
 
-def test_a_counting_mode_changes_nothing() -> None:
+def test_under_a_dispatch_mode_nothing_is_kept_or_served() -> None:
     weight = kept(weight_of())
+    before = cache_info()
     with FlopCounterMode(display=False):
         product(weight)
-    assert cache_info().hits == 2
+    assert cache_info() == before
+
+
+def test_selective_checkpointing() -> None:
+    """It replays ops by their order: those of the forward pass, a cast of a weight among them."""
+    must, may = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+    def policy(_: object, op: object, *__: object, **___: object) -> CheckpointPolicy:
+        return must if op is torch.ops.aten._to_copy.default else may
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+    x = torch.randn(4, 4)
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        model.zero_grad()
+        with autocast("cpu", BF16):
+            y = run(x)
+        y.float().square().mean().backward()
+        return [param.grad for param in model.parameters()]
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    for _ in range(3):
+        expected = gradients(model)
+        got = gradients(lambda x: checkpoint(model, x, use_reentrant=False, context_fn=contexts))
+        for ours, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 def test_a_copy_of_the_model_has_casts_of_its_own() -> None:

@@ -12,6 +12,7 @@ from halfstep import _torch
 from halfstep._torch import Kernel
 from halfstep.casting.casts import Float64Met, cast, cast_any, cast_weights, is_eligible, widest
 from halfstep.casting.op_names import WITH_DTYPE, overload
+from halfstep.casting.presets import rules_of
 from halfstep.casting.rule import Rule
 
 
@@ -45,7 +46,7 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return the kernel that carries out ``rule`` for the overload ``name``."""
     match rule.action:
         case "lower":
-            return _cast_to(name, device, dtype)
+            return _cast_to(name, device, dtype, use_cache=_is_product(name))
         case "fp32":
             return _cast_to(name, device, torch.float32)
         case "fp32-dtype":
@@ -61,7 +62,7 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
 
 
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """As ``_cast_to``: weights from our cache, the rest by PyTorch's kernel, which is faster."""
+    """Return a kernel that leaves to PyTorch's, which is faster, all but the cache of weights."""
     pytorch = pytorch_kernel(name, device)
     in_float64 = _promote(name, device)
 
@@ -79,7 +80,17 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     return lower
 
 
-def _cast_to(name: str, device: str, dtype: torch.dtype) -> Kernel:
+def _is_product(name: str) -> bool:
+    """Say whether an op is one of those that lower precision is for, or a custom one.
+
+    The results of these share no memory with their inputs: nobody can write to a kept cast.
+    """
+    if "::" in name:
+        return all(result.alias_info is None for result in overload(name)._schema.returns)
+    return any(rule.action == "lower" and rule.names(name) for rule in rules_of("standard"))
+
+
+def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op = _torch.callable_of(overload(name))
     autocast = _torch.key_set(_torch.autocast_key(device))
     in_float64 = _promote(name, device)
@@ -87,6 +98,8 @@ def _cast_to(name: str, device: str, dtype: torch.dtype) -> Kernel:
     def cast_to(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         with _torch.exclude_keys(autocast):
             try:
+                if use_cache:
+                    args = tuple(cast_weights(arg, device, dtype) for arg in args)
                 casts = [cast(arg, device, dtype) for arg in args]
                 named = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
             except Float64Met:

@@ -1,6 +1,6 @@
 """Casting the arguments of an op."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,21 +39,21 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
         dtype: the dtype to cast to.
 
     Returns:
-        The value with eligible tensors in ``dtype``; the casts of weights are kept (see
-        :mod:`halfstep.casting.weight_cache`). Differentiable. Sync: none.
+        The value with eligible tensors in ``dtype``. Differentiable. Sync: none.
 
     Raises:
-        Float64Met: there is a float64 tensor on the device. The op is to run in float64 then, and
-            this is the only pass over its arguments.
+        Float64Met: there is a float64 tensor on the device, not one without dimensions. The op is
+            to run in float64 then, and this is the only pass over its arguments.
     """
     if isinstance(value, Tensor):
         has = value.dtype
         if has is dtype or not has.is_floating_point or value.device.type != device:
             return value
-        if has is torch.float64:
+        if has is not torch.float64:
+            return _TO[dtype](value)
+        if value.dim() > 0:
             raise Float64Met
-        kept = weights.cast(value, dtype) if type(value) is nn.Parameter else None
-        return _TO[dtype](value) if kept is None else kept
+        return value
     if isinstance(value, (list, tuple)):
         return type(value)(cast(item, device, dtype) for item in value)
     return value
@@ -67,17 +67,17 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     Raises:
         Float64Met: as :func:`cast`.
     """
-    kind = type(value)
-    if kind is Tensor or kind is nn.Parameter:
+    if isinstance(value, Tensor):
         has = value.dtype
-        if has is torch.float64 and value.device.type == device:
+        if has is torch.float64 and value.device.type == device and value.dim() > 0:
             raise Float64Met
-        if kind is Tensor or has is dtype or not has.is_floating_point:
+        if type(value) is not nn.Parameter or has is dtype or not has.is_floating_point:
             return value
         # No look at the device, which takes as long as all else: an op has its weights on its own.
         kept = weights.cast(value, dtype)
         return value if kept is None else kept
-    if kind is list or kind is tuple:
+    # A product of one factor, einsum("ij->ji", weight) say, is a view of it.
+    if isinstance(value, (list, tuple)) and len(value) > 1:
         return [cast_weights(item, device, dtype) for item in value]
     return value
 
@@ -95,20 +95,20 @@ def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:
 def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
     """Return the dtype that holds every eligible or float64 tensor in ``values``.
 
-    Two different half precisions meet in float32. None if there is no such tensor.
+    Two different half precisions meet in float32. Tensors without dimensions count where there is
+    no other, as in PyTorch. None if there is no such tensor.
     """
-    found: torch.dtype | None = None
+    dtypes: dict[bool, torch.dtype] = {}  # of those without dimensions and of those with some
+    for tensor in _tensors(values):
+        if tensor.is_floating_point() and tensor.device.type == device:
+            key, dtype = tensor.dim() > 0, tensor.dtype
+            dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
+    return dtypes.get(True, dtypes.get(False))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
-            if not value.is_floating_point() or value.device.type != device:
-                continue
-            dtype: torch.dtype | None = value.dtype
+            yield value
         elif isinstance(value, (list, tuple)):
-            dtype = widest(value, device)
-        else:
-            continue
-        if found is None:
-            found = dtype
-        elif dtype is not None and dtype is not found:
-            found = torch.promote_types(found, dtype)
-    return found
+            yield from _tensors(value)

@@ -6,6 +6,9 @@ was called; and what autocast has switched off inside an op is on again in the n
 each op of a policy's table gets a kernel of ours at the keys of functorch too. It does to the op
 what the policy says, with autocast off for every transform below, and goes on to the kernel that
 was there.
+
+Not so ``mul``, ``add`` and their like, to whose kernels PyTorch gives ``x * 2`` in a form that none
+can pass on. They are no composites: below vmap they come to the Autocast keys as they are.
 """
 
 from collections.abc import Iterable
@@ -23,8 +26,9 @@ from halfstep.casting.op_names import overload
 def register(ops: Iterable[str]) -> None:
     """Register our kernels for overloads at the keys of functorch, each once and for good."""
     for op in sorted(ops):
-        for key in _torch.FUNCTORCH_KEYS:
-            _register(op, key)
+        if not _torch.takes_numbers(overload(op)):
+            for key in _torch.FUNCTORCH_KEYS:
+                _register(op, key)
 
 
 @cache

@@ -9,13 +9,14 @@ each use of a weight adds its own gradient to it, in the weight's dtype.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from functools import cache
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
@@ -31,7 +32,7 @@ class CacheInfo(NamedTuple):
         entries: Casts that are kept.
         bytes: Their size.
         hits: How often a kept cast was used.
-        misses: How often a weight was cast.
+        misses: How often a weight was cast that the cache has a say in.
         stale: How often a kept cast was of no use, since its weight had changed.
         max_bytes: The limit, None for none.
     """
@@ -45,136 +46,185 @@ class CacheInfo(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """What a weight is known to be unchanged by.
+    """What shows that a weight is still what it was.
 
     Attributes:
-        version: Counts writes in place, except those through ``.data`` or another storage.
-        address: Changes with ``weight.data = ...``.
-        steps: Counts steps of optimizers, which may write through ``.data``. Frozen weights: -1.
+        version: Counts writes in place, except those through ``.data`` or to the storage itself.
+        storage: Where the storage is described; it and the rest change with ``weight.data = ...``.
+        offset: Where in the storage the weight begins.
+        shape: Its shape.
+        stride: Its strides.
         stream: Which stream of the device made the cast; another one does not wait for it.
     """
 
     version: int
-    address: int
-    steps: int
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     stream: int
 
 
+class _Kept(NamedTuple):
+    """A cast, and what its weight was then."""
+
+    marks: _Marks
+    cast: Tensor
+    storage: StorageWeakRef  # while it lives, no other storage gets the same address
+
+
 class _Entry:
-    """A weight: its marks when it was last needed, and its cast if that is kept."""
+    """A weight and a dtype."""
 
-    __slots__ = ("is_reused", "kept", "marks", "weight")
+    __slots__ = ("kept", "last", "was_needed_again")
 
-    def __init__(self, weight: weakref.ref[Tensor]) -> None:
-        self.weight = weight
-        self.marks: _Marks | None = None
-        self.is_reused = False  # with these marks
-        self.kept: Tensor | None = None
+    def __init__(self) -> None:
+        self.kept: _Kept | None = None
+        self.last: _Marks | None = None  # when it was last cast
+        self.was_needed_again = False  # with these marks
+
+
+class _Casts(dict[torch.dtype, _Entry]):
+    """What is known of a weight; it is an attribute of the weight, and dies with it.
+
+    (A weak reference to the weight would stop ``torch.utils.swap_tensors``.)
+
+    Attributes:
+        is_captured: Whether a CUDA graph reads the weight; it may write to it as well, unseen.
+    """
+
+    is_captured = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
 
 
 class WeightCache:
-    """Casts of weights; safe to use from several threads.
+    """Casts of weights; safe to use from several threads (the counts may then miss some).
 
     A cast is kept when its weight is needed a second time unchanged, or was so before its last
     change: training with one forward pass per step keeps nothing, and so needs no more memory than
     without a cache. Nothing is kept of what is no ``nn.Parameter``, of a weight that shares its
-    storage with other tensors (they may write to it unseen), of one made in inference mode (it has
-    no version), inside ``vmap`` and its like, and while a graph is traced or captured.
+    memory with others (they may write to it unseen), of one made in inference mode (it has no
+    version), inside ``vmap`` and its like, under a dispatch mode (selective checkpointing replays
+    ops by their order), and while a graph is traced or captured.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
-        self._lock = threading.RLock()  # whoever holds it may free a weight, which calls _forget
-        self._bytes = self._hits = self._misses = self._stale = 0
+        self._attribute = f"_halfstep_casts_{id(self)}"
+        self._all: dict[int, weakref.ref[_Casts]] = {}
+        self._hits = self._misses = self._stale = 0
         self._max_bytes: int | None = None
+        self._is_watching = False
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return ``weight`` in ``dtype``, or None where the caller is to cast it.
 
-        Differentiable; gradients are not rounded to ``dtype`` on their way, whether the cast was
-        kept or is new. (After ``weight.to(dtype)`` autograd would round them, and add up those of
-        several uses rounded.) Sync: none.
+        Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on
+        their way, whether the cast was kept or is new. (After ``weight.to(dtype)`` autograd would
+        round them, and add up those of several uses rounded.) Sync: none.
         """
+        if weight.layout is not torch.strided or weight.is_nested:
+            return None
         has_gradient = weight.requires_grad and torch.is_grad_enabled()
         if has_gradient and weight.nbytes < SMALL and weight.is_cpu:
             return None
-        if not _is_usable(weight):
+        if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
             return None
-        entry = self._entries.get((id(weight), dtype))
-        # The weak reference tells a weight from a later one at the same address.
-        if entry is None or entry.weight() is not weight:
-            if weight.is_inference() or weight.dim() == 0:
+        casts = weight.__dict__.get(self._attribute)
+        if type(casts) is not _Casts:  # none yet, or what was saved of it
+            if weight.is_inference() or weight.is_meta:
                 return None
-            entry = self._add(weight, dtype)
-        marks = _marks(weight)
-        if (cast := entry.kept) is not None and entry.marks == marks:
-            entry.is_reused = True
+            casts = self._add(weight)
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            casts.is_captured = True
+            casts.clear()
+        if casts.is_captured:
+            return None
+        entry = casts.get(dtype) or casts.setdefault(dtype, _Entry())
+        storage = weight.untyped_storage()
+        marks = _marks(weight, storage)
+        kept = entry.kept
+        if kept is not None and kept.marks == marks and _torch.is_used_once(storage):
+            entry.was_needed_again = True
             self._hits += 1
+            cast = kept.cast
         else:
-            cast = self._miss(entry, weight, dtype, marks)
+            cast = self._miss(entry, weight, storage, dtype, marks)
         return _torch.in_place_of(weight, cast) if has_gradient else cast
 
     def info(self) -> CacheInfo:
         """Return the counts."""
-        with self._lock:
-            entries = sum(entry.kept is not None for entry in self._entries.values())
-            return CacheInfo(
-                entries, self._bytes, self._hits, self._misses, self._stale, self._max_bytes
-            )
+        kept = [entry.kept for entry in self._entries() if entry.kept is not None]
+        num_bytes = sum(each.cast.nbytes for each in kept)
+        return CacheInfo(
+            len(kept), num_bytes, self._hits, self._misses, self._stale, self._max_bytes
+        )
 
     def clear(self) -> None:
         """Forget all weights; the counts of hits, misses and stale casts start again."""
-        with self._lock:
-            self._entries.clear()
-            self._bytes = self._hits = self._misses = self._stale = 0
+        for entry in self._entries():
+            entry.kept, entry.last, entry.was_needed_again = None, None, False
+        self._hits = self._misses = self._stale = 0
 
     def limit(self, max_bytes: int | None) -> None:
         """Keep no more than ``max_bytes``; what is kept is dropped if it is more."""
-        with self._lock:
-            self._max_bytes = max_bytes
-            if max_bytes is not None and self._bytes > max_bytes:
-                for entry in self._entries.values():
-                    self._drop(entry)
+        self._max_bytes = max_bytes
+        if max_bytes is not None and self.info().bytes > max_bytes:
+            for entry in self._entries():
+                entry.kept = None
 
-    def _add(self, weight: Tensor, dtype: torch.dtype) -> _Entry:
-        _watch_optimizers()
-        key = (id(weight), dtype)
-        with self._lock:
-            entry = _Entry(weakref.ref(weight, lambda _: self._forget(key, entry)))
-            self._entries[key] = entry
-        return entry
+    def _add(self, weight: Tensor) -> _Casts:
+        if not self._is_watching:
+            self._is_watching = True
+            register_optimizer_step_post_hook(self._after_step)
+        casts = weight.__dict__[self._attribute] = _Casts()
+        key = id(casts)
+        self._all[key] = weakref.ref(casts, lambda _: self._all.pop(key, None))
+        return casts
 
-    def _miss(self, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks) -> Tensor:
+    def _miss(
+        self,
+        entry: _Entry,
+        weight: Tensor,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        marks: _Marks,
+    ) -> Tensor:
         """Cast without gradient, and decide whether to keep the cast."""
-        with self._lock:
-            self._misses += 1
-            self._stale += entry.kept is not None
-            self._drop(entry)
-            is_reused = entry.marks == marks
-            is_worth_it = is_reused or entry.is_reused
-            entry.marks, entry.is_reused = marks, is_reused
-            if not (is_worth_it and self._has_room(weight, dtype) and _torch.owns_storage(weight)):
-                return weight.detach().to(dtype)
-            with torch.inference_mode(False):  # what is made in it autograd cannot use later
-                entry.kept = weight.detach().to(dtype)
-            self._bytes += entry.kept.nbytes
-            return entry.kept
+        self._misses += 1
+        self._drop(entry)
+        is_needed_again = entry.last == marks
+        is_worth_it = is_needed_again or entry.was_needed_again
+        entry.last, entry.was_needed_again = marks, is_needed_again
+        if not (is_worth_it and self._has_room(weight, dtype) and _is_its_own(storage)):
+            return weight.detach().to(dtype)
+        with torch.inference_mode(False):  # what is made in it autograd cannot use later
+            cast = weight.detach().to(dtype)
+        entry.kept = _Kept(marks, cast, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return cast
 
     def _has_room(self, weight: Tensor, dtype: torch.dtype) -> bool:
         if self._max_bytes is None:
             return True
-        return self._bytes + weight.numel() * dtype.itemsize <= self._max_bytes
+        return self.info().bytes + weight.numel() * dtype.itemsize <= self._max_bytes
 
     def _drop(self, entry: _Entry) -> None:
-        if entry.kept is not None:
-            self._bytes -= entry.kept.nbytes
-            entry.kept = None
+        self._stale += entry.kept is not None
+        entry.kept = None
 
-    def _forget(self, key: tuple[int, torch.dtype], entry: _Entry) -> None:
-        with self._lock:
-            if self._entries.get(key) is entry:
-                self._drop(entry)
-                del self._entries[key]
+    def _entries(self) -> Iterator[_Entry]:
+        for casts in [ref() for ref in list(self._all.values())]:
+            yield from list((casts or {}).values())
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
+            return
+        # Most optimizers do. Some write through .data.
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                for entry in list(vars(param).get(self._attribute, {}).values()):
+                    self._drop(entry)
 
 
 weights = WeightCache()
@@ -201,11 +251,11 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Forget all casts of weights: after writing to weights through ``.data``, or to free memory.
+    """Forget all casts of weights: after writing to weights unseen, or to free memory.
 
-    The cache sees changes by optimizers, ``load_state_dict``, writes in place and
-    ``weight.data = ...`` by itself. ``weight.data.copy_(...)``, outside of an optimizer's step,
-    is the one that PyTorch does not count.
+    The cache sees by itself what PyTorch counts (writes in place, ``load_state_dict``), steps of
+    optimizers, and ``weight.data = ...``. It cannot see ``weight.data.copy_(...)``, and writes
+    through arrays or other views that are gone when the weight is used again.
 
     Sync: none.
 
@@ -242,28 +292,18 @@ def limit_cache(max_bytes: int | None) -> None:
     weights.limit(max_bytes)
 
 
-def _is_usable(weight: Tensor) -> bool:
-    # A captured CUDA graph reads the weights anew in each replay.
-    return (
-        torch.is_autocast_cache_enabled()
-        and not _torch.is_tracing()
-        and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+def _marks(weight: Tensor, storage: torch.UntypedStorage) -> _Marks:
+    return _Marks(
+        weight._version,
+        storage._cdata,
+        int(weight.storage_offset()),
+        weight.shape,
+        weight.stride(),
+        _torch.stream_of(weight),
     )
 
 
-def _marks(weight: Tensor) -> _Marks:
-    steps = _steps if weight.requires_grad else -1
-    return _Marks(weight._version, weight.data_ptr(), steps, _torch.stream_of(weight))
-
-
-_steps = 0
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-def _count_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
+def _is_its_own(storage: torch.UntypedStorage) -> bool:
+    """Say whether nothing but the weight has its memory: no tensor, no array, no process."""
+    # Memory of others, such as that of arrays, cannot be resized.
+    return _torch.is_used_once(storage) and storage.resizable() and not storage.is_shared()
