@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.casting import Policy, Rule, autocast, preset
+from halfstep.casting import Policy, Rule, autocast, cache_info, clear_cache, preset
 from halfstep.casting.kernels import only_our_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deprecated")]
@@ -101,3 +101,89 @@ def test_the_device_is_inferred() -> None:
         assert (torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")).dtype == (
             torch.float16
         )
+
+
+# --- the cache of weight casts --------------------------------------------------------------------
+
+
+def product(weight: nn.Parameter) -> Tensor:
+    with autocast("cuda", torch.float16):
+        return F.linear(torch.ones(1, weight.shape[1], device="cuda"), weight)
+
+
+def kept_weight() -> nn.Parameter:
+    clear_cache()
+    weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    for _ in range(3):
+        product(weight)
+    assert cache_info()[:4] == (1, 2 * 64 * 64, 1, 2)
+    return weight
+
+
+def test_a_cast_is_kept_and_a_change_is_seen() -> None:
+    weight = kept_weight()
+    with torch.no_grad():
+        weight.fill_(3)
+    assert product(weight)[0, 0].item() == 192
+    weight.grad = torch.full_like(weight, -1.0)
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+    assert product(weight)[0, 0].item() == 256
+
+
+def test_a_capturable_optimizer_in_a_graph() -> None:
+    weight = kept_weight()
+    optimizer = torch.optim.Adam([weight], lr=0.5, capturable=True)
+    weight.grad = torch.ones_like(weight)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            product(weight)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(weight)
+        optimizer.step()
+    for _ in range(3):
+        before = weight.detach().half().sum(1)[0].item()
+        graph.replay()
+        assert out[0, 0].item() == pytest.approx(before, rel=1e-2)
+        now = weight.detach().half().sum(1)[0].item()
+        assert product(weight)[0, 0].item() == pytest.approx(now, rel=1e-2)
+
+
+def test_another_stream_makes_its_own_cast() -> None:
+    weight = kept_weight()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        product(weight)
+    assert cache_info().hits == 1
+    torch.cuda.synchronize()
+
+
+def test_clearing_frees_memory() -> None:
+    weight = kept_weight()
+    before = torch.cuda.memory_allocated()
+    clear_cache()
+    assert before - torch.cuda.memory_allocated() >= weight.numel() * 2
+
+
+# --- modules and torch.func -----------------------------------------------------------------------
+
+
+def test_rules_for_modules() -> None:
+    run, x = model(), torch.ones(2, 64, device="cuda")
+    with autocast("cuda", torch.float16, policy="standard; softmax@4:lower", module=run):
+        assert run(x).dtype == torch.float16
+    with autocast("cuda", torch.float16, policy="standard; @3:fp32", module=run):
+        assert run[:4](x).dtype == torch.float32
+
+
+def test_inside_vmap() -> None:
+    layer, x = nn.Linear(8, 4).cuda(), torch.randn(5, 3, 8, device="cuda")
+    with autocast("cuda", torch.float16):
+        batched = torch.vmap(layer)(x)
+        torch.testing.assert_close(batched, torch.stack([layer(each) for each in x]))
+    assert batched.dtype == torch.float16

@@ -82,6 +82,16 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
         return _numbers[key]
 
 
+def number_within(active: PolicyOnDevice, module: str, dtype: torch.dtype) -> int | None:
+    """Return the number of the policy of ``active`` in a module, None if that is an island."""
+    key = (module, dtype, active.phase())
+    if key not in active.numbers_within:
+        is_island = active.policy.island(module, active.device, dtype, active.phase())
+        number = None if is_island else prepare(active.policy, active.device, module)
+        active.numbers_within[key] = number
+    return active.numbers_within[key]
+
+
 def prepared(number: int) -> PolicyOnDevice:
     """Return what :func:`prepare` made."""
     return _prepared[number]

@@ -38,6 +38,7 @@ class PolicyOnDevice:
         self._ruled = op_names.meant_by(policy.rules)
         self._has_phases = any(rule.phase is not None for rule in policy.rules)
         self._plans: dict[Phase, dict[torch.dtype, Plan]] = {phase: {} for phase in PHASES}
+        self.numbers_within: dict[tuple[str, torch.dtype, Phase], int | None] = {}
         self._casts: dict[tuple[torch.dtype, Phase], Plan] = {}
 
     @cached_property
@@ -48,26 +49,21 @@ class PolicyOnDevice:
 
     def plan(self) -> Plan:
         """Return the plan for the lower precision and the phase of this thread."""
-        phase = self._phase() if self._has_phases else "train"
+        phase = self.phase() if self._has_phases else "train"
         return self.plan_for(torch.get_autocast_dtype(self.device), phase)
 
     def rule(self, op: str) -> Rule | None:
         """Return the rule that decides an overload in this thread, None if none does."""
         dtype = torch.get_autocast_dtype(self.device)
-        return self.policy.rule(op, self.device, dtype, self._phase(), self.module)
+        return self.policy.rule(op, self.device, dtype, self.phase(), self.module)
 
     def casts(self) -> Plan:
         """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
-        now = torch.get_autocast_dtype(self.device), self._phase()
+        now = torch.get_autocast_dtype(self.device), self.phase()
         casts = self._casts.get(now)
         if casts is None:
             casts = self._casts[now] = self._all_casts(*now)
         return casts
-
-    def island(self, module: str) -> Rule | None:
-        """Return the rule by which a module is an island in this thread, None if none is."""
-        dtype = torch.get_autocast_dtype(self.device)
-        return self.policy.island(module, self.device, dtype, self._phase())
 
     def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
         """Return the plan for a lower precision and a phase."""
@@ -106,7 +102,8 @@ class PolicyOnDevice:
         """Return the overloads that some plan names, or some rule, if only to leave them alone."""
         return self.ops() | self._ruled
 
-    def _phase(self) -> Phase:
+    def phase(self) -> Phase:
+        """Return the phase of this thread: "train" where no rule asks for it."""
         return "eval" if self._has_phases and not torch.is_grad_enabled() else "train"
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:

@@ -90,11 +90,11 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     active = scopes.current().policies.get(device_type)
     if active is None:
         return None
+    number = kernels.number_within(active, module, torch.get_autocast_dtype(device_type))
+    if number == active.number:
+        return None
     switches = _torch.autocast_switches(device_type)
-    if active.island(module) is not None:
-        return Settings(switches._replace(enabled=False), None, inherit=False)
-    number = kernels.prepare(active.policy, device_type, module)
-    return None if number == active.number else Settings(switches, number, inherit=False)
+    return Settings(switches._replace(enabled=number is not None), number, inherit=False)
 
 
 # --- entering and leaving -------------------------------------------------------------------------
@@ -102,8 +102,6 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 
 def _enter(switches: _torch.Switches, policy: int | None, inherit: bool) -> None:
     outside = _torch.autocast_switches(switches.device)
-    if outside.dtype is not switches.dtype:
-        torch.clear_autocast_cache()  # what PyTorch's kernels keep does not know its dtype
     scopes.enter(_policies(switches.device, policy, inherit), outside)
     _torch.set_autocast_switches(switches)
     torch.autocast_increment_nesting()
@@ -113,8 +111,8 @@ def _exit() -> None:
     outside = scopes.leave()
     assert outside is not None
     nesting = torch.autocast_decrement_nesting()
-    # As in torch.autocast, what PyTorch's kernels keep ends with the outermost context.
-    if nesting == 0 or outside.dtype is not torch.get_autocast_dtype(outside.device):
+    # As in torch.autocast: its kernels for other devices may have kept casts of weights.
+    if nesting == 0:
         torch.clear_autocast_cache()
     _torch.set_autocast_switches(outside)
 
@@ -134,15 +132,13 @@ def enter_scope_in_graph(settings: Settings) -> None:
 
 
 # torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
-# kernels that run meanwhile then see the scope. (For clearing the cache see _enter.)
+# kernels that run meanwhile then see the scope.
 def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
-    torch.clear_autocast_cache()
     scopes.enter(_policies(device, number, inherit), traced=True)
 
 
 def leave_scope_in_graph() -> None:
     """Undo :func:`enter_scope_in_graph`."""
-    torch.clear_autocast_cache()
     scopes.leave()
 
 
