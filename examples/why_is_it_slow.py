@@ -53,7 +53,7 @@ def main() -> None:
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         with trace(model) if step <= 2 else nullcontext() as t:
-            with autocast(DEVICE, dtype=torch.bfloat16, policy=policy):
+            with autocast(DEVICE, dtype=torch.bfloat16, policy=policy, module=model):
                 loss = F.mse_loss(model(inputs), targets)
             loss.backward()
         optimizer.step()

@@ -57,6 +57,45 @@ def test_nodes_of_autograd_have_numbers() -> None:
     assert _torch.running_sequence_number() is None
 
 
+def test_a_backward_pass_tells_which_gradient_it_adds_to() -> None:
+    found = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found.append((func._schema.name, _torch.accumulated_into() is weight))
+            return func(*args, **kwargs or {})
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    loss = (weight * 2 + weight * 3).sum()
+    loss.backward(retain_graph=True)
+    with Mode():
+        loss.backward()
+    assert found[-1] == ("aten::add_", True)
+    assert not any(is_it for _, is_it in found[:-1])
+
+
+def test_composites_can_be_taken_apart_in_a_mode() -> None:
+    ops = torch.ops.aten
+    assert _torch.is_made_of_others(ops.linear.default, "cpu")
+    assert not _torch.is_made_of_others(ops.addmm.default, "cpu")
+    seen = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func._schema.name)
+            if _torch.is_made_of_others(func, "cpu"):
+                with _torch.autocast_again("cpu"), self:
+                    return _torch.decompose(func, args, kwargs or {})
+            return func(*args, **kwargs or {})
+
+    x, target = torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor([0, 1])
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), Mode():
+        loss = ops.cross_entropy_loss(x, target)
+    assert loss.dtype == torch.float32  # nll_loss, inside, is one that autocast casts
+    assert "aten::cross_entropy_loss" in seen
+    assert seen[-1] == "aten::nll_loss_forward"
+
+
 def test_a_mode_sees_the_switches_of_its_caller() -> None:
     seen = []
 

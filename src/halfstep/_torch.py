@@ -384,6 +384,32 @@ def running_sequence_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def accumulated_into() -> torch.Tensor | None:
+    """Return the tensor whose ``grad`` a backward pass adds to in this thread, None for none."""
+    node: Any = torch._C._current_autograd_node()
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+@cache
+def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
+    """Say whether ``op`` runs on a device as other ops, and by no kernel of that device."""
+    key = torch._C.DispatchKey.__members__[torch._C._dispatch_key_for_device(device_type)]
+    return is_composite(op) and not has_kernel(op, key)
+
+
+def decompose(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a composite op as the ops that it is made of.
+
+    ``op.decompose`` prefers what ``torch._decomp`` has for some ops, which rounds otherwise.
+    """
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def autocast_again(device_type: str) -> Any:
+    """In a dispatch mode: return a context in which autocast casts, as it does in the program."""
+    return torch._C._SetExcludeDispatchKeyGuard(autocast_key(device_type), False)
+
+
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode whose ``__torch_dispatch__`` sees every op of a thread, below autocast and autograd.
 

@@ -147,9 +147,15 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
     if rule is None:
         return kernel
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    names = [argument.name for argument in overload(name)._schema.arguments]
+
+    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # Such a rule stands aside where the caller asked for a dtype, as cross_entropy does.
+        asked = (dict(zip(names, args, strict=False)) | kwargs).get("dtype")
+        if rule.action == "fp32-dtype" and asked is not None:
+            return kernel(keys, *args, **kwargs)
         with observer(name, rule, policy):
-            return kernel(*args, **kwargs)
+            return kernel(keys, *args, **kwargs)
 
     return run
 

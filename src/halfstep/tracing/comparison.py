@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from halfstep.tracing.rows import Phase, Row
-from halfstep.tracing.table import aligned, bytes_text, in_short, seconds_text, total
+from halfstep.tracing.rows import Phase, Row, grouped
+from halfstep.tracing.table import Line, aligned, bytes_text, cut, in_short, seconds_text, total
 
 _HEAD = ("phase", "module", "op", "n", "compute", "rule", "casts", "cast bytes", "time")
 
@@ -35,7 +35,7 @@ class Side:
     def of(rows: Sequence[Row]) -> Side:
         """Return what some rows did together."""
         return Side(
-            num=sum(bool(row.outputs) for row in rows),
+            num=sum(not row.is_cast_only for row in rows),
             compute=tuple(sorted({row.compute for row in rows if row.compute})),
             rules=tuple(sorted({row.rule for row in rows if row.rule})),
             num_casts=sum(len(row.casts) for row in rows),
@@ -72,6 +72,11 @@ class TraceDifference:
         """Whether the same ran, and only the time is another."""
         return self.before.what == self.after.what
 
+    @property
+    def seconds_apart(self) -> float:
+        """By how much the times differ."""
+        return abs(self.after.seconds - self.before.seconds)
+
     def _cells(self) -> tuple[str, ...]:
         def both(text: Callable[[Side], str]) -> str:
             one, other = text(self.before) or "-", text(self.after) or "-"
@@ -80,7 +85,7 @@ class TraceDifference:
         return (
             self.phase,
             self.module or "-",
-            "cast" if self.op == "_to_copy" else self.op,
+            "cast" if self.op == "_to_copy" else cut(self.op),
             both(lambda side: str(side.num or "")),
             both(lambda side: in_short(side.compute)),
             both(lambda side: ", ".join(side.rules)),
@@ -117,9 +122,8 @@ class TraceDiff:
             sum(each.before.seconds for each in self.every),
             sum(each.after.seconds for each in self.every),
         )
-        apart = {id(each): abs(each.after.seconds - each.before.seconds) for each in alike}
-        found = [each for each in alike if apart[id(each)] > 0.01 * all_time]
-        return tuple(sorted(found, key=lambda each: -apart[id(each)]))
+        found = [each for each in alike if each.seconds_apart > 0.01 * all_time]
+        return tuple(sorted(found, key=lambda each: -each.seconds_apart))
 
     def __bool__(self) -> bool:
         return bool(self.differences)
@@ -128,7 +132,7 @@ class TraceDiff:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        lines: list[str | tuple[str, ...]] = [_HEAD]
+        lines: list[Line] = [_HEAD]
         lines += [each._cells() for each in self.differences]
         if self.slower_or_faster:
             lines.append("only the time differs:")
@@ -151,7 +155,5 @@ def diff(before: Sequence[Row], after: Sequence[Row]) -> TraceDiff:
 
 
 def _sides(rows: Sequence[Row]) -> dict[tuple[Phase, str, str], Side]:
-    groups: dict[tuple[Phase, str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.phase, row.module, row.op), []).append(row)
+    groups = grouped(rows, lambda row: (row.phase, row.module, row.op))
     return {key: Side.of(group) for key, group in groups.items()}

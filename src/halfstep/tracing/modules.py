@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -17,24 +16,21 @@ from torch.nn.modules.module import (
 
 from halfstep import _torch
 from halfstep.casting.module_names import without_wrappers
+from halfstep.tracing.rows import grouped
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of a module that has not returned yet.
 
     Attributes:
         module: The path of the module.
-        index: How many calls of it there were before.
+        number: How many calls of it there were before.
         in_backward: Whether it was called in a backward pass, to recompute something.
     """
 
     module: str
-    index: int
+    number: int
     in_backward: bool
-
-
-OUTSIDE = Call("", 0, False)
 
 
 class _Stack(threading.local):
@@ -50,6 +46,11 @@ class RunningModules:
         self._names = {m: without_wrappers(name) for name, m in model.named_modules()}
         self._counts: Counter[nn.Module] = Counter()
         self._stack = _Stack()
+
+    @property
+    def have_run(self) -> bool:
+        """Whether any of them was called."""
+        return bool(self._counts)
 
     def innermost(self) -> Call | None:
         """Return the last call, None outside the model."""
@@ -85,3 +86,14 @@ class RunningModules:
         if any(running is module for running, _ in calls):
             while calls.pop()[0] is not module:
                 pass
+
+
+def pattern(module: str) -> str:
+    """Return the glob that a path shares with those that differ from it in an index only."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def folded(modules: Iterable[str]) -> list[str]:
+    """Return paths, with one glob for those that differ in an index only."""
+    alike = grouped(dict.fromkeys(modules), pattern)
+    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]

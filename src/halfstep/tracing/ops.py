@@ -38,9 +38,17 @@ def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     return dtype_name(to) if is_cast else None
 
 
+def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an op writes to."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [given[name] for name in written if name in given]
+
+
 def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> bool:
-    """Say whether an op only allocates, or returns another view of what it got."""
-    if func.is_view or op_name(func) in _ALLOCATE:
+    """Say whether an op only allocates, returns another view of what it got, or has no tensors."""
+    if func.is_view or op_name(func) in _ALLOCATE or not (inputs or outputs):
         return True
     memories = {value.storage for value in inputs}
     return (

@@ -2,63 +2,79 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from halfstep.casting.rule import Action
-from halfstep.tracing.rows import Cast, Row, Value, cast_bytes, is_float, promoted
+from halfstep.casting.weight_cache import SMALL
+from halfstep.tracing.rows import Cast, Row, Value, cast_bytes, is_float, itemsize, promoted
 
 # Asked for float32, their backward gives the input's dtype by itself; that of others casts.
 _GIVE_INPUT_DTYPE = ("softmax", "log_softmax")
 # They take inputs of different dtypes, and autograd casts the gradient to that of each input.
-_PROMOTE_BY_THEMSELVES = ("add", "sub", "mul", "div")
+_PROMOTE_BY_THEMSELVES = ("add", "sub", "mul", "div", "cat", "stack", "where")
 
 
 class Prediction:
     """The casts of a trace in which some ops had another rule.
 
     What is not known is left as it was: an op whose output has another dtype than its widest input
-    keeps that, and a weight that was cast once is cast once.
+    keeps that, and what was cast once, or not at all, is cast as often.
 
     Args:
         rows: The trace.
-        actions: For names of ops, what their rule is to say: ``"lower"`` or ``"leave"``.
     """
 
-    def __init__(self, rows: Sequence[Row], actions: Mapping[str, Action]) -> None:
-        self.bytes = 0
-        self._actions = actions
-        self._dtypes: dict[int, str] = {}
-        self._kept: set[tuple[int, int, str]] = set()
-        self._forward = [row for row in rows if row.phase != "backward"]
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.forward = [row for row in rows if row.phase != "backward"]
+        self.has_backward = len(self.forward) < len(rows)
         backward = [cast for row in rows if row.phase == "backward" for cast in row.casts]
-        self._has_backward = any(row.phase == "backward" for row in rows)
-        self._gradients: dict[int, int] = {}
-        for cast in backward:
-            if cast.gradient_of is None:
-                self.bytes += cast.bytes
-            else:
-                self._gradients[cast.gradient_of] = cast.bytes
-        self._caches = not any_weight_cast_again(rows)
+        self.gradients = {c.gradient_of: c.bytes for c in backward if c.gradient_of is not None}
+        self.other_bytes = sum(cast.bytes for cast in backward if cast.gradient_of is None)
         # Whether an op that is asked for float32 copies its input first depends on its kernel.
-        self._copies = {
-            row.name for row in self._forward if row.action == "fp32-dtype" and row.casts
-        }
-        for row in self._forward:
-            self._run(row)
+        self.copies = {row.name for row in self.forward if row.action == "fp32-dtype" and row.casts}
 
-    def _run(self, row: Row) -> None:
+    def bytes(self, actions: Mapping[int, Action], dtypes: Mapping[int, str] | None = None) -> int:
+        """Return what all casts would have read and written.
+
+        Args:
+            actions: For numbers of rows what their rule is to say: ``"lower"`` or ``"leave"``. A
+                cast by hand that is to be left is not made.
+            dtypes: Other dtypes of tensors that no op made, by the numbers of their memories.
+        """
+        replay = _Replay(self, actions, dtypes or {})
+        for row in self.forward:
+            replay.run(row)
+        return replay.bytes
+
+
+class _Replay:
+    """One pass through the ops of a trace."""
+
+    def __init__(
+        self, trace: Prediction, actions: Mapping[int, Action], dtypes: Mapping[int, str]
+    ) -> None:
+        self.bytes = trace.other_bytes
+        self._trace = trace
+        self._actions = actions
+        self._dtypes = dict(dtypes)
+        self._cast_anew: Counter[tuple[object, ...]] = Counter()
+
+    def run(self, row: Row) -> None:
         recorded = {cast.source.storage: cast for cast in row.casts}
         before, after = [], []
-        is_changed = row.name in self._actions and not row.is_cast_only and row.autocast is not None
-        to = self._target(row, is_changed)
+        is_changed = row.number in self._actions
+        to = self._target(row) if is_changed or not row.is_cast_only else None
         for value in dict.fromkeys(row.inputs):
             cast = recorded.get(value.storage)
-            dtype = self._dtypes.get(value.storage, value.dtype)
+            dtype = self._dtype(value)
             target = to if is_float(dtype) and dtype != "float64" else None
             if cast is not None and not is_changed:
                 target = cast.to
             if target and target != dtype:
-                self._cast(row, value, dtype, target, cast if cast and cast.to == target else None)
+                made = cast if cast and cast.to == target else None
+                self._cast(row, value, dtype, target, made)
             if cast is not None:
                 self._dtypes[cast.result] = target or dtype
             before.append((cast.to if cast else value.dtype, value.shape))
@@ -73,21 +89,21 @@ class Prediction:
             if follows and (is_changed or value.dtype == promoted(before)):
                 self._dtypes[value.storage] = promoted(after) or value.dtype
 
-    def _target(self, row: Row, is_changed: bool) -> str | None:
+    def _dtype(self, value: Value) -> str:
+        model = value.storage if value.like is None else value.like
+        return self._dtypes.get(value.storage) or self._dtypes.get(model, value.dtype)
+
+    def _target(self, row: Row) -> str | None:
         """Return the dtype that the rule of an op casts its inputs to, None for none."""
-        action = self._actions[row.name] if is_changed else row.action
-        if row.is_cast_only:
-            return None
-        match action:
+        match self._actions.get(row.number, row.action):
             case "lower":
                 return row.autocast
             case "fp32":
                 return "float32"
             case "fp32-dtype":
-                return "float32" if row.name in self._copies else None
+                return "float32" if row.name in self._trace.copies else None
             case "promote":
-                dtypes = [(self._dtypes.get(v.storage, v.dtype), (1,)) for v in row.inputs]
-                return promoted(dtypes) or None
+                return promoted((self._dtype(value), (1,)) for value in row.inputs) or None
             case _:
                 return None
 
@@ -98,11 +114,14 @@ class Prediction:
         """
         if row.name in _PROMOTE_BY_THEMSELVES and row.action != "fp32-dtype":
             computes = promoted(inputs)
-        elif row.action == "fp32-dtype" and row.name not in (*_GIVE_INPUT_DTYPE, *self._copies):
+        elif row.action == "fp32-dtype" and row.name not in (
+            *_GIVE_INPUT_DTYPE,
+            *self._trace.copies,
+        ):
             computes = "float32"
         else:
             return 0
-        if not self._has_backward or row.phase != "forward":
+        if not self._trace.has_backward or row.phase != "forward":
             return 0
         return sum(
             cast_bytes(shape, dtype, computes)
@@ -111,27 +130,19 @@ class Prediction:
         )
 
     def _cast(self, row: Row, value: Value, dtype: str, to: str, recorded: Cast | None) -> None:
-        key = (value.storage, value.version, to)
-        if value.is_weight and self._caches:
-            if key in self._kept:
-                return
-            self._kept.add(key)
         size = cast_bytes(value.shape, dtype, to)
-        self.bytes += size
         if recorded is not None:
-            self.bytes += size if recorded.number in self._gradients else 0
-        elif self._has_backward and value.requires_grad and row.phase == "forward":
-            self.bytes += size
+            self.bytes += size * (2 if recorded.number in self._trace.gradients else 1)
+            return
+        if value.is_weight and row.cache and not is_small(value):
+            key = (value.storage, value.version, value.offset, value.shape, to)
+            self._cast_anew[key] += 1
+            if self._cast_anew[key] > 2:  # the cache keeps the second cast
+                return
+        has_gradient = self._trace.has_backward and value.requires_grad and row.phase == "forward"
+        self.bytes += size * (2 if has_gradient else 1)
 
 
-def any_weight_cast_again(rows: Sequence[Row]) -> bool:
-    """Say whether a weight was cast to one dtype twice though it did not change."""
-    seen = set()
-    for row in rows:
-        for cast in row.casts:
-            key = (cast.source.storage, cast.source.version, cast.to)
-            if row.phase != "backward" and cast.source.is_weight and not cast.by_hand:
-                if key in seen:
-                    return True
-                seen.add(key)
-    return False
+def is_small(weight: Value) -> bool:
+    """Say whether the cache leaves a weight alone, since to cast it is faster."""
+    return math.prod(weight.shape) * itemsize(weight.dtype) < SMALL

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from halfstep.tracing import comparison, table, waste
+from halfstep.tracing import comparison, search, table
 from halfstep.tracing.comparison import TraceDiff
-from halfstep.tracing.rows import Row, from_data, to_data
-from halfstep.tracing.waste import Waste
+from halfstep.tracing.findings import Waste
+from halfstep.tracing.rows import Row, from_data
 
 SCHEMA = "halfstep.trace/1"
 
@@ -28,6 +29,13 @@ class Recording:
         self._ops = ops
         self.environment = dict(environment)
         self.notes = notes
+
+    def __repr__(self) -> str:
+        num_ops, policy = (
+            sum(not row.is_cast_only for row in self.ops),
+            self.environment.get("policy"),
+        )
+        return f"<trace: {num_ops} ops, {f'policy {policy}' if policy else 'no policy'}>"
 
     @property
     def ops(self) -> tuple[Row, ...]:
@@ -51,7 +59,7 @@ class Recording:
 
     def to_json(self) -> str:
         """Return everything as JSON, which :meth:`from_json` reads."""
-        ops = [to_data(row) for row in self.ops]
+        ops = [asdict(row) for row in self.ops]
         data = {"schema": SCHEMA, "environment": self.environment, "notes": self.notes, "ops": ops}
         return json.dumps(data)
 
@@ -60,7 +68,7 @@ class Recording:
         """Return the recording of a text that :meth:`to_json` made.
 
         Raises:
-            ValueError: It is no JSON, or of something else.
+            ValueError: It is no JSON, or of something else, or something is missing.
         """
         data = json.loads(text)
         schema = data.get("schema") if isinstance(data, dict) else None
@@ -69,8 +77,11 @@ class Recording:
                 f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
                 f"{SCHEMA!r}; this text has {schema!r}"
             )
-        ops = tuple(map(from_data, data["ops"]))
-        return Recording(ops, data["environment"], tuple(data["notes"]))
+        try:
+            ops = tuple(map(from_data, data["ops"]))
+            return Recording(ops, data["environment"], tuple(data["notes"]))
+        except (KeyError, TypeError) as error:  # of Row(**...): "missing 1 required ...: 'op'"
+            raise ValueError(f"trace.from_json: the text lacks a part: {error}") from error
 
     def diff(self, other: Recording) -> TraceDiff:
         """Return what ran otherwise in ``other``; it prints as a table.
@@ -93,4 +104,4 @@ class Recording:
 
         A sequence of findings, the most bytes first; it prints as text.
         """
-        return waste.find(self.ops, self.environment.get("policy", "standard"))
+        return search.find(self.ops, self.environment.get("policy", "standard"))

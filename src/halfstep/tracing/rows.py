@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
 
 import torch
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
@@ -27,7 +30,8 @@ class Value:
         dtype: The name of its dtype, ``"bfloat16"``.
         name: That of the parameter, or what it is the output of; empty if neither is known.
         requires_grad: Whether a gradient flows back to it.
-        is_weight: Whether it is an ``nn.Parameter``: the cache may keep its casts.
+        is_weight: Whether the memory is that of a parameter of the model, or of its cast.
+        like: The number of the memory that it was modelled on (``empty_like``), if any.
     """
 
     storage: int
@@ -38,6 +42,7 @@ class Value:
     name: str
     requires_grad: bool
     is_weight: bool
+    like: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,12 @@ class Row:
         inputs: Its tensors, before the casts in ``casts``.
         compute: The widest floating dtype among inputs (after casts) and first output. What a
             kernel sums in may be wider still.
-        outputs: What it returned.
+        outputs: What it returned; what it wrote to if it returned nothing.
         rule: The rule that decided, ``"linear:lower"``; in the backward pass the one that decided
             in the forward pass. None if no rule of halfstep did.
         ruled_op: The op that the rule was asked for, ``"linear"``.
         autocast: The lower precision of autocast where it ran, None where that was off.
+        cache: Whether autocast kept casts of weights there.
         casts: Made for this op.
         device: The device type.
         seconds: How long it took, without the casts.
@@ -97,19 +103,20 @@ class Row:
     phase: Phase
     op: str
     inputs: tuple[Value, ...]
-    compute: str
-    outputs: tuple[Value, ...]
     rule: str | None
     ruled_op: str | None
     autocast: str | None
-    casts: tuple[Cast, ...]
+    cache: bool
     device: str
+    compute: str = ""
+    outputs: tuple[Value, ...] = ()
+    casts: tuple[Cast, ...] = ()
     seconds: float = 0.0
 
     @property
     def is_cast_only(self) -> bool:
         """Whether nothing was computed."""
-        return not self.outputs
+        return not self.compute
 
     @property
     def name(self) -> str:
@@ -171,13 +178,14 @@ class Row:
         }
 
 
-def to_data(row: Row) -> dict[str, Any]:
-    """Return everything in a row, for JSON."""
-    return asdict(row)
-
-
 def from_data(data: dict[str, Any]) -> Row:
-    """Return the row of :func:`to_data`."""
+    """Return the row of which ``dataclasses.asdict`` made ``data``.
+
+    Raises:
+        KeyError: Something is missing.
+    """
+    for field in fields(Row):
+        data[field.name]  # those with defaults too
     return Row(
         **data
         | {
@@ -192,6 +200,14 @@ def from_data(data: dict[str, Any]) -> Row:
 
 def _value(data: dict[str, Any]) -> Value:
     return Value(**data | {"shape": tuple(data["shape"])})
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return items by what ``key`` gives for them, in the order in which they come."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 # --- dtypes by name -------------------------------------------------------------------------------
@@ -235,6 +251,18 @@ def promoted(values: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     for dtype in deciding[1:]:
         found = torch.promote_types(found, _dtype(dtype))
     return dtype_name(found)
+
+
+def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
+    """Return the widest floating dtype among inputs and first output, else any dtype there is.
+
+    Empty if there is no tensor at all.
+    """
+    inputs = tuple(inputs)
+    given = promoted((value.dtype, value.shape) for value in inputs)
+    # A sum without dimensions is computed in its own dtype all the same.
+    widest = promoted((dtype, (1,)) for dtype in (given, *(v.dtype for v in outputs[:1])))
+    return widest or next((value.dtype for value in (*outputs, *inputs)), "")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -22,6 +22,8 @@ class Memories:
         self._references: list[object] = []
         self._count = count()
         self._names: dict[int, str] = {}
+        self._models: dict[int, int] = {}
+        self._weights = {self.number(parameter) for parameter in model.parameters()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self.name(self.number(tensor), without_wrappers(name))
 
@@ -41,9 +43,16 @@ class Memories:
         """Give a memory a name, if it has none."""
         self._names.setdefault(number, name)
 
-    def name_of(self, number: int) -> str:
-        """Return the name of a memory, empty if it has none."""
-        return self._names.get(number, "")
+    def note_cast(self, source: Value, result: int) -> None:
+        """Let the result of a cast have the name of its source, and be a weight as that is."""
+        self.name(result, source.name)
+        if source.is_weight:
+            self._weights.add(result)
+
+    def note_model(self, model: Value, result: Value) -> None:
+        """Note that a tensor was made to be like another one."""
+        if model.dtype == result.dtype:
+            self._models[result.storage] = model.storage
 
     def value(self, tensor: Tensor) -> Value:
         """Return a tensor as plain data."""
@@ -54,9 +63,10 @@ class Memories:
             offset=int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
-            name=self.name_of(number),
+            name=self._names.get(number, ""),
             requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
-            is_weight=type(tensor) is nn.Parameter,
+            is_weight=number in self._weights,
+            like=self._models.get(number),
         )
 
 
@@ -70,3 +80,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether the kernels for the device of a tensor are those that run on it."""
+    return tensor.layout is torch.strided and not tensor.is_nested

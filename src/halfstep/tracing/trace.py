@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -27,25 +29,16 @@ class trace(Recording):
     """Record every op of a block: its module, dtypes, rule, casts and time.
 
     Autocast may be entered inside the block or around it, or not at all. Results and random numbers
-    are those without a trace, bit for bit. Ops of other threads are not seen (the threads in which
-    autograd runs the backward pass are). Compiled code runs eager meanwhile. One trace at a time
-    runs in a process.
-
-    One row is one ATen op that computes something; ops that only return a view have none. Casts
-    belong to the row of the op they are made for. An op of the backward pass has the module and
-    rule of the op whose gradient it computes. What activation checkpointing computes again has the
-    phase ``"recompute"``.
-
-    Times are those under tracing, which adds some tens of microseconds to each op: compare them
-    with each other, not with a run without it. On a CPU they are of the host's clock around the op,
-    on CUDA of events.
+    are those without a trace, bit for bit; every op takes longer. One trace runs at a time in a
+    process. What a row is, what is not seen, and the findings: docs/trace.md.
 
     Args:
         model: The model, whose names the rows give.
 
     Raises:
         TypeError: ``model`` is no module.
-        CallOrderError: A trace is running already, or this one has run before.
+        CallOrderError: A trace is running already, this one has run before, or it is left in
+            another thread than it was entered in.
 
     Sync: none in the block; the methods wait for the ops on CUDA.
 
@@ -60,6 +53,8 @@ class trace(Recording):
         1 _softmax float32 softmax:fp32-dtype
         >>> [cast["bytes"] for cast in t.rows()[1]["casts"]]  # 2 x 4 elements, 2 and 4 bytes each
         [48]
+        >>> t
+        <trace: 2 ops, policy standard>
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,11 +63,11 @@ class trace(Recording):
                 f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names tell "
                 "where an op belongs"
             )
-        notes = (_EAGER,) if any(map(_torch.is_compiled, model.modules())) else ()
-        super().__init__((), {}, notes)
+        super().__init__((), {})
+        self._is_compiled = any(map(_torch.is_compiled, model.modules()))
         self._model: nn.Module | None = model
         self._tracer: Tracer | None = None
-        self._stack = ExitStack()
+        self._stack, self._thread = ExitStack(), threading.get_ident()
 
     def __enter__(self) -> Self:
         if self._model is None:
@@ -83,14 +78,14 @@ class trace(Recording):
         with ExitStack() as stack:
             stack.enter_context(observed_by(tracer.observe))
             stack.enter_context(tracer.modules.watched())
-            if self.notes:  # a compiled module warns of the hooks that watch all modules
+            if self._is_compiled:  # a compiled module warns of the hooks that watch all modules
                 stack.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message=".*when there are global hooks")
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(tracer)
             self._stack = stack.pop_all()
-        self._model, self._tracer = None, tracer
+        self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
         return self
 
     def __exit__(
@@ -99,6 +94,11 @@ class trace(Recording):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if threading.get_ident() != self._thread:
+            raise CallOrderError(
+                "a trace is left in a thread that did not enter it, and runs on; leave it in the "
+                "thread that it was entered in"
+            )
         self._stack.close()
         self._read()
         self._tracer = None  # and with it the model
@@ -112,10 +112,21 @@ class trace(Recording):
     def _read(self) -> None:
         if self._tracer is not None:
             self._ops = self._tracer.rows()
-            self.environment = _environment(self._ops, self._tracer.policy)
+            policies = list(self._tracer.policies)
+            self.environment = _environment(self._ops, policies)
+            self.notes = tuple(self._notes(policies, self._tracer.modules.have_run))
+
+    def _notes(self, policies: list[str], model_has_run: bool) -> Iterator[str]:
+        if self._is_compiled:
+            yield _EAGER
+        if self._ops and not model_has_run:
+            yield "no module of the model ran: is it the one that was called?"
+        if len(policies) > 1:
+            others = " and ".join(policies[1:])
+            yield f"other policies decided too ({others}): casts() goes on from the first"
 
 
-def _environment(ops: tuple[Row, ...], policy: str | None) -> dict[str, str]:
+def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
     devices = dict.fromkeys(row.device for row in ops)
     names = {"cpu": platform.machine()}
     if "cuda" in devices:
@@ -125,4 +136,4 @@ def _environment(ops: tuple[Row, ...], policy: str | None) -> dict[str, str]:
         "torch": torch.__version__,
         "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
     }
-    return found | {"policy": policy} if policy else found
+    return found | ({"policy": policies[0]} if policies else {})
