@@ -35,7 +35,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA device
 
 bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
-	$(BIN)/python benchmarks/step_time.py --size small --rounds 200 --compile
+	$(BIN)/python benchmarks/step_time.py --compile --rounds 16
 	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/cache_time.py
 	$(BIN)/python benchmarks/gradient_time.py

@@ -1,9 +1,13 @@
 """What the cache of weight casts saves: halfstep.autocast against torch.autocast.
 
 Two models: the GPT with 43 million parameters, whose casts cost time, and one of 4 layers and width
-64, where only the host time of each call counts. All variants run in one process, in a new random
-order each round; what counts is the median of the ratios within a round.
+64, in one thread, where only the host time of each call counts. All variants run in one process, in
+a new random order each round; what counts is the median of the ratios within a round.
 
+The large tensors of a step come and go, and where the C library gives their memory back to the
+system each time, that is most of what one measures. glibc keeps it if told so:
+
+    export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296
     python benchmarks/cache_time.py
     python benchmarks/cache_time.py --only "small model" --rounds 500
 """
@@ -48,29 +52,33 @@ class Model:
         return torch.randint(self.config.vocab, (batch, length), device=self.device)
 
 
-def forward(model: Model, batch: int, length: int, *, grad: bool) -> Callable[[Context], None]:
-    """Return what runs one forward pass."""
-    tokens = model.tokens(batch, length)
+def forward(model: Model, length: int, *, grad: bool, passes: int = 1) -> Callable[[Context], None]:
+    """Return what runs forward passes."""
+    tokens = model.tokens(1, length)
 
     def run(context: Context) -> None:
-        with torch.set_grad_enabled(grad), context():
-            model.gpt(tokens)
+        for _ in range(passes):
+            with torch.set_grad_enabled(grad), context():
+                model.gpt(tokens)
 
     return run
 
 
-def train(model: Model, micro_batches: int, length: int = 129) -> Callable[[Context], None]:
-    """Return what runs one optimizer step after some forward and backward passes."""
+def train(
+    model: Model, micro_batches: int, length: int = 129, steps: int = 1
+) -> Callable[[Context], None]:
+    """Return what runs optimizer steps, each after some forward and backward passes."""
     tokens = model.tokens(1, length)
 
     def run(context: Context) -> None:
-        for _ in range(micro_batches):
-            with context():
-                logits = model.gpt(tokens[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-        model.optimizer.step()
-        model.optimizer.zero_grad()
+        for _ in range(steps):
+            for _ in range(micro_batches):
+                with context():
+                    logits = model.gpt(tokens[:, :-1])
+                    loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                loss.backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
 
     return run
 
@@ -78,54 +86,62 @@ def train(model: Model, micro_batches: int, length: int = 129) -> Callable[[Cont
 def tasks(device: str) -> dict[str, Callable[[], Callable[[Context], None]]]:
     """Name what is measured; each is built when its turn comes."""
     return {
-        "43 M: one token, no grad": lambda: forward(Model(LARGE, device), 1, 1, grad=False),
+        "43 M: one token, no grad": lambda: forward(Model(LARGE, device), 1, grad=False),
         "43 M: 4 micro-batches and a step": lambda: train(Model(LARGE, device), 4),
         "43 M: a step after each forward": lambda: train(Model(LARGE, device), 1),
-        "small model: forward, no grad": lambda: forward(Model(SMALL, device), 1, 16, grad=False),
-        "small model: forward": lambda: forward(Model(SMALL, device), 1, 16, grad=True),
-        "small model: a step": lambda: train(Model(SMALL, device), 1, 33),
+        "small: 20 forwards, no grad": lambda: forward(
+            Model(SMALL, device), 16, grad=False, passes=20
+        ),
+        "small: 20 forwards": lambda: forward(Model(SMALL, device), 16, grad=True, passes=20),
+        "small: 5 steps": lambda: train(Model(SMALL, device), 1, 33, steps=5),
     }
+
+
+def measure(
+    run: Callable[[Context], None], variants: dict[str, Context], rounds: int, device: str
+) -> dict[str, list[float]]:
+    """Return the seconds of every run, one for each round and variant."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(-3, rounds):  # the first three warm up
+        for name in random.sample(list(variants), len(variants)):
+            synchronize(torch.device(device))
+            start = time.perf_counter()
+            run(variants[name])
+            synchronize(torch.device(device))
+            if round_ >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--rounds", type=int, default=40, help="of the large model; the small: x 10"
-    )
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", default="", help="the tasks whose name contains this")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    dtype = torch.bfloat16
+    dtype, threads = torch.bfloat16, torch.get_num_threads()
     variants: dict[str, Context] = {
         "torch.autocast": lambda: torch.autocast(args.device, dtype),
-        "noise": lambda: torch.autocast(args.device, dtype),
+        "again": lambda: torch.autocast(args.device, dtype),  # what is noise
         "halfstep": lambda: autocast(args.device, dtype),
-        "policy torch": lambda: autocast(args.device, dtype, policy="torch"),
         "float32": nullcontext,
     }
-    print(
-        f"{device_name(args.device)}, {torch.get_num_threads()} threads, "
-        f"PyTorch {torch.__version__}, bfloat16\n{'ms, and ratios to torch.autocast':34}"
-        + "".join(f"{name:>22}" for name in variants)
-    )
+    print(f"{device_name(args.device)}, PyTorch {torch.__version__}, bfloat16")
+    print(f"{'':34}{'ms':>8}" + "".join(f"{name:>24}" for name in list(variants)[1:]))
     for name, build in tasks(args.device).items():
-        if args.only in name:
-            run, seconds = build(), {variant: [] for variant in variants}
-            clear_cache()
-            for round_ in range(-3, args.rounds * (10 if "small" in name else 1)):
-                for variant in random.sample(list(variants), len(variants)):
-                    synchronize(torch.device(args.device))
-                    start = time.perf_counter()
-                    run(variants[variant])
-                    synchronize(torch.device(args.device))
-                    if round_ >= 0:
-                        seconds[variant].append(time.perf_counter() - start)
-            row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:22.2f}"
-            for variant in list(variants)[1:]:
-                low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
-                row += f"   {middle:6.3f} ({low:.3f}-{high:.3f})"[:22].rjust(22)
-            print(row + f"   {cache_info().bytes / 2**20:.1f} MiB kept")
-    print("medians; in brackets the quartiles of the ratios within a round")
+        if args.only not in name:
+            continue
+        is_small = "small" in name
+        torch.set_num_threads(1 if is_small else threads)
+        clear_cache()
+        run = build()
+        seconds = measure(run, variants, args.rounds, args.device)
+        row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:8.2f}"
+        for variant in list(variants)[1:]:
+            low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
+            row += f"{middle:10.3f} ({low:.3f}-{high:.3f})"
+        print(f"{row}  {cache_info().bytes / 2**20:5.1f} MiB kept")
+    print("milliseconds of torch.autocast, and ratios to it: medians, and quartiles in brackets")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ else the machine does hits them alike. What counts is the median of the ratios w
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --size small --rounds 50 --dtype float16
-    python benchmarks/step_time.py --size small --rounds 200 --compile
+    python benchmarks/step_time.py --compile --rounds 16
 """
 
 import argparse

@@ -271,6 +271,7 @@ def set_autocast_switches(switches: Switches) -> None:
     torch.set_autocast_cache_enabled(switches.cache)
 
 
+@cache
 def autocast_devices() -> list[str]:
     """Return the device types that this build of PyTorch has autocast for."""
     return list(torch._C._autocast_supported_devices())

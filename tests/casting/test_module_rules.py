@@ -355,6 +355,16 @@ def test_an_island_whose_parameters_are_in_another_dtype() -> None:
         run("@head:fp32", Model().to(BF16))
 
 
+def test_lazy_modules_are_refused_until_they_are_what_they_become() -> None:
+    model = nn.Sequential(nn.LazyLinear(4))
+    for ask in (lambda: keep(model, "0"), lambda: run("@0:fp32", model)):  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="LazyLinear becomes another module with its first"):
+            ask()
+    model(torch.ones(1, 4))
+    with keep(model, "0"), autocast("cpu", BF16):
+        assert model(torch.ones(1, 4)).dtype == FP32
+
+
 def test_a_model_without_need_is_fine() -> None:
     with autocast("cpu", BF16, policy="standard", module=Model()):
         assert torch.is_autocast_enabled("cpu")

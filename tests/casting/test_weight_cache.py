@@ -37,6 +37,7 @@ Change = Callable[[nn.Parameter], object]
 def empty_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Start with nothing, and keep small weights too."""
     monkeypatch.setattr(weight_cache, "SMALL", 0)
+    monkeypatch.setattr(weight_cache, "SMALL_WITHOUT_GRADIENT", 0)
     clear_cache()
     yield
     limit_cache(None)
@@ -74,14 +75,16 @@ def test_a_cast_is_kept_from_the_second_use_on_and_survives_contexts() -> None:
     assert cache_info()[:5] == (1, 8, 3, 2, 0)
 
 
-def test_training_with_one_forward_pass_per_step_keeps_nothing() -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_training_with_one_forward_pass_per_step_keeps_nothing(fused: bool) -> None:
     weight = weight_of()
-    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
     for _ in range(4):
-        product(weight).sum().backward()
+        loss = product(weight).sum()
+        assert cache_info().entries == 0
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert cache_info().entries == 0
 
 
 def test_micro_batches_share_one_cast_per_step() -> None:
@@ -117,18 +120,13 @@ def test_each_dtype_has_its_cast() -> None:
     assert product(weight).dtype == BF16
 
 
-def test_small_weights_are_cast_anew_where_they_have_a_gradient(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("grad", [True, False])
+def test_small_weights_are_cast_anew(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    small = weight_of()
-    large = weight_of(1.0, weight_cache.SMALL // 8, 2)
-    for weight in (small, large):
-        for _ in range(3):
-            product(weight)
-    assert cache_info().hits == 1
-    kept(small, grad=False)
-    assert cache_info().hits == 2
+    rows = (weight_cache.SMALL if grad else weight_cache.SMALL_WITHOUT_GRADIENT) // 8
+    for small in (True, False):
+        kept(weight_of(1.0, rows - small, 2), grad=grad)
+        assert cache_info().hits == (not small)
 
 
 def test_frozen_weights_are_kept_while_others_train() -> None:

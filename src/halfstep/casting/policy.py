@@ -148,6 +148,8 @@ class Policy:
 
     def rules_within(self, module: str) -> tuple[Rule, ...]:
         """Return the rules about ops that hold in a module, but not everywhere."""
+        if not module:
+            return ()
         ops = (rule for rule in self.module_rules if not rule.is_for_whole_module)
         return tuple(rule for rule in ops if rule.holds_within(module))
 

@@ -7,8 +7,7 @@ casting on and off as always; the policy of the scope stays.
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,8 +22,7 @@ Policies = Mapping[str, "PolicyOnDevice"]
 """The active policy of each device type that has one."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scope:
+class Scope(NamedTuple):
     """What is active in a thread.
 
     Attributes:

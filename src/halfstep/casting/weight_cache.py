@@ -21,8 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
 
-SMALL = 2**17
-"""With a gradient and on the CPU, weights of fewer bytes are cast faster than looked up."""
+SMALL, SMALL_WITHOUT_GRADIENT = 2**17, 2**15
+"""On the CPU, weights of fewer bytes are cast faster than looked up."""
 
 
 class CacheInfo(NamedTuple):
@@ -127,7 +127,8 @@ class WeightCache:
         if weight.layout is not torch.strided or weight.is_nested:
             return None
         has_gradient = weight.requires_grad and torch.is_grad_enabled()
-        if has_gradient and weight.nbytes < SMALL and weight.is_cpu:
+        small = SMALL if has_gradient else SMALL_WITHOUT_GRADIENT
+        if weight.nbytes < small and weight.is_cpu:
             return None
         if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
             return None
@@ -220,11 +221,12 @@ class WeightCache:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
             return
-        # Most optimizers do. Some write through .data.
+        # Most optimizers do. Fused ones do not, nor do those that write through .data.
         for group in optimizer.param_groups:
             for param in group["params"]:
                 for entry in list(vars(param).get(self._attribute, {}).values()):
                     self._drop(entry)
+                    entry.last = None
 
 
 weights = WeightCache()
@@ -239,13 +241,13 @@ def cache_info() -> CacheInfo:
     Example:
         >>> import halfstep
         >>> clear_cache()
-        >>> layer, x = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)
+        >>> layer, x = torch.nn.Linear(128, 128, bias=False), torch.ones(1, 128)
         >>> with torch.no_grad():
         ...     for _ in range(5):
         ...         with halfstep.autocast("cpu", torch.bfloat16):
         ...             y = layer(x)
         >>> cache_info()
-        CacheInfo(entries=1, bytes=32, hits=3, misses=2, stale=0, max_bytes=None)
+        CacheInfo(entries=1, bytes=32768, hits=3, misses=2, stale=0, max_bytes=None)
     """
     return weights.info()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from halfstep import _torch
 from halfstep.casting.region import Region, Settings, settings_within
@@ -65,7 +66,16 @@ class Wrapped:
 
 
 def wrap(module: nn.Module) -> Any:
-    """Let ``module`` look up how to run, from now on."""
+    """Let ``module`` look up how to run, from now on.
+
+    Raises:
+        ValueError: It is a lazy module, which will change its class itself.
+    """
+    if isinstance(module, LazyModuleMixin):
+        raise ValueError(
+            f"{type(module).__name__} becomes another module with its first batch: run the model "
+            "on one before its modules are kept or have rules"
+        )
     cls: Any = type(module)
     if not isinstance(module, Wrapped):
         module.__class__ = _wrapped(cls)
