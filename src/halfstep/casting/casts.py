@@ -1,6 +1,6 @@
 """Casting the arguments of an op."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,16 +105,19 @@ def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
     no other, as in PyTorch. None if there is no such tensor.
     """
     dtypes: dict[bool, torch.dtype] = {}  # of those without dimensions and of those with some
-    for tensor in _tensors(values):
+    for tensor in tensors_in(values):
         if tensor.is_floating_point() and tensor.device.type == device:
             key, dtype = tensor.dim() > 0, tensor.dtype
             dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
     return dtypes.get(True, dtypes.get(False))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, and in the tuples, lists and mappings among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(list(value.values()))

@@ -16,10 +16,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from halfstep import _torch
 from halfstep.casting import scopes
+from halfstep.casting.casts import tensors_in
 from halfstep.casting.op_names import overload
 
 
@@ -56,16 +56,7 @@ def _register(name: str, key: torch._C.DispatchKey) -> None:
 
 def _device_of(args: Iterable[Any]) -> str | None:
     """Return the device type of a tensor for which a policy is active and autocast is on."""
-    for device in scopes.current().policies:
-        if torch.is_autocast_enabled(device) and _is_any_on(device, args):
+    for device in filter(torch.is_autocast_enabled, scopes.current().policies):
+        if any(tensor.device.type == device for tensor in tensors_in(args)):
             return device
     return None
-
-
-def _is_any_on(device: str, args: Iterable[Any]) -> bool:
-    return any(
-        arg.device.type == device
-        if isinstance(arg, Tensor)
-        else isinstance(arg, (list, tuple)) and _is_any_on(device, arg)
-        for arg in args
-    )

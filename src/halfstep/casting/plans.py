@@ -49,8 +49,7 @@ class PolicyOnDevice:
 
     def plan(self) -> Plan:
         """Return the plan for the lower precision and the phase of this thread."""
-        phase = self.phase() if self._has_phases else "train"
-        return self.plan_for(torch.get_autocast_dtype(self.device), phase)
+        return self.plan_for(torch.get_autocast_dtype(self.device), self.phase())
 
     def rule(self, op: str) -> Rule | None:
         """Return the rule that decides an overload in this thread, None if none does."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
@@ -70,7 +69,7 @@ class _Kept(NamedTuple):
 
     marks: _Marks
     cast: Tensor
-    storage: StorageWeakRef  # while it lives, no other storage gets the same address
+    storage: object  # a weak reference: while it lives, no other storage gets the same address
 
 
 class _Entry:
@@ -202,7 +201,7 @@ class WeightCache:
             return weight.detach().to(dtype)
         with torch.inference_mode(False):  # what is made in it autograd cannot use later
             cast = weight.detach().to(dtype)
-        entry.kept = _Kept(marks, cast, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        entry.kept = _Kept(marks, cast, _torch.storage_reference(storage))
         return cast
 
     def _has_room(self, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -7,7 +7,6 @@ Not hooks: these are called once the module's own have been, and stop ``torch.co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from halfstep import _torch
+from halfstep.casting.casts import tensors_in
 from halfstep.casting.region import Region, Settings, settings_within
 
 
@@ -47,7 +47,7 @@ class Wrapped:
         run = super().forward  # type: ignore[misc]
         if self._islands:
             return _run_on_island(self._islands[-1], run, args, kwargs)
-        given = next(_tensors((args, kwargs)), None) if self._path else None
+        given = next(tensors_in((args, kwargs)), None) if self._path else None
         if given is None or not torch.is_autocast_enabled(given.device.type):
             return run(*args, **kwargs)
         settings = settings_within(self._path, given.device.type)
@@ -115,7 +115,7 @@ def _new(cls: Any, *args: Any) -> Any:
 
 def _run_on_island(island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     dtype, cast_back = island
-    given = next((each for each in _tensors((args, kwargs)) if each.is_floating_point()), None)
+    given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
     args, kwargs = _cast((args, kwargs), dtype, None)
     device = None if given is None else given.device.type
     if device is None or not torch.is_autocast_enabled(device):
@@ -131,17 +131,6 @@ def _run_on_island(island: Island, run: Any, args: Any, kwargs: Any) -> Any:
 def _off(device: str) -> Settings:
     switches = _torch.autocast_switches(device)._replace(enabled=False)
     return Settings(switches, policy=None, inherit=False)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors in nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
 
 
 def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None) -> Any:

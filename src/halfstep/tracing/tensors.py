@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,18 +66,6 @@ class Memories:
             is_weight=number in self._weights,
             like=self._models.get(number),
         )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments, or the results, of an op."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 
 from halfstep import _torch
 from halfstep.casting import scopes
+from halfstep.casting.casts import tensors_in
 from halfstep.casting.plans import PolicyOnDevice
 from halfstep.casting.rule import Rule
 from halfstep.tracing.clock import Clock
@@ -25,7 +26,7 @@ from halfstep.tracing.modules import Call, RunningModules
 from halfstep.tracing.ops import casts_to, computes_nothing, device_of, op_name, written_to
 from halfstep.tracing.rows import Cast, Phase, Row, Value, cast_bytes, computed_in, dtype_name
 from halfstep.tracing.state import Place, Ruled, ThreadState
-from halfstep.tracing.tensors import Memories, is_dense, tensors_in
+from halfstep.tracing.tensors import Memories, is_dense
 
 
 class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
@@ -92,7 +93,7 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         row = self._row(op_name(func), tuple(map(self._memories.value, given)), device, to)
         with self._clock.taken(row.number, device):
             result = func(*args, **kwargs)
-        found = list(tensors_in(result)) or tensors_in(written_to(func, args, kwargs))
+        found = list(tensors_in((result,))) or tensors_in(written_to(func, args, kwargs))
         outputs = tuple(map(self._memories.value, found))
         if to is not None:
             self._note_cast(row, to, outputs[0].storage)
