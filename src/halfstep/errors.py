@@ -7,6 +7,8 @@ left:
     * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update``
       before ``step``, ...). The object stays usable.
     * :class:`SkippedStepsError`: a ``GradScaler`` skipped too many steps in a row.
+* ``ValueError``
+    * :class:`RecordError`: the files of a recorded run are missing, or no such files.
 * ``UserWarning``
     * :class:`SkippedStepsWarning`: the same, if the user wants to go on.
 """
@@ -26,6 +28,10 @@ class SkippedStepsError(RuntimeError):
     The message says how many and why, names the parameters, and says what to try. The scaler stays
     usable: the iteration has ended as after any skipped step.
     """
+
+
+class RecordError(ValueError):
+    """The files of a recorded run cannot be read; the message names the file and the cure."""
 
 
 class SkippedStepsWarning(UserWarning):

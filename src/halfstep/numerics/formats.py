@@ -1,0 +1,64 @@
+"""The formats that values are judged by: where each ends, above and below.
+
+Sources: IEEE 754-2019 (binary16); P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
+arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in casts of PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A floating-point format.
+
+    Attributes:
+        name: What the record calls it.
+        dtype: PyTorch's dtype.
+        largest: The largest finite value.
+        smallest_normal: The smallest value with full precision.
+        smallest_subnormal: The smallest value above zero.
+        last_held: The largest float32 that is rounded to a finite value.
+    """
+
+    name: str
+    dtype: torch.dtype
+    largest: float
+    smallest_normal: float
+    smallest_subnormal: float
+    last_held: float
+
+    @property
+    def flushed_below(self) -> float:
+        """The largest magnitude that is rounded to zero: half the smallest subnormal value."""
+        return self.smallest_subnormal / 2
+
+
+def _format(name: str, dtype: torch.dtype, *, has_inf: bool = True) -> Format:
+    info = torch.finfo(dtype)
+    subnormal = info.smallest_normal * info.eps
+    # Halfway to the value that would come next. With inf that tie is rounded to inf, since the
+    # largest finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
+    ulp = info.eps * 2.0 ** math.floor(math.log2(info.max))
+    tie = info.max + ulp / 2
+    last_held = math.nextafter(tie, 0.0) if has_inf else tie
+    in_float32 = torch.tensor(last_held, dtype=torch.float64).float()
+    if in_float32.double() > last_held:
+        in_float32 = torch.nextafter(in_float32, torch.tensor(0.0))
+    return Format(name, dtype, info.max, info.smallest_normal, subnormal, in_float32.item())
+
+
+FORMATS = {
+    format.name: format
+    for format in (
+        _format("fp16", torch.float16),
+        _format("bf16", torch.bfloat16),
+        _format("e4m3", torch.float8_e4m3fn, has_inf=False),
+        _format("e5m2", torch.float8_e5m2),
+    )
+}
+"""The formats by the names that the record gives them."""

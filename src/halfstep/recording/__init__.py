@@ -1,0 +1,1 @@
+"""What a training run was, step by step, in a file."""

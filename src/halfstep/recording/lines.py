@@ -1,0 +1,109 @@
+"""The file of a record: JSON Lines, one event a line, one file a rank.
+
+JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The format is
+described in docs/record.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from io import SEEK_END
+from pathlib import Path
+from typing import Any
+
+from halfstep.errors import RecordError
+
+SCHEMA = 1
+"""Version of the events; it stands in the first line of each segment."""
+
+Event = dict[str, Any]
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the file that a rank writes."""
+    return folder / f"rank{rank}.jsonl"
+
+
+def files_in(folder: Path) -> dict[int, Path]:
+    """Return the files in a folder by rank."""
+    found = {}
+    for path in folder.glob("rank*.jsonl"):
+        number = path.stem.removeprefix("rank")
+        if number.isdigit():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
+class LineWriter:
+    """Appends events to a file, each flushed: what was written survives the process.
+
+    Args:
+        path: The file; its folder is made. An earlier last line that was cut stays one of its own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        if self._file.seek(0, SEEK_END) and not path.read_bytes().endswith(b"\n"):
+            self._file.write(b"\n")
+
+    def write(self, event: Event) -> None:
+        """Write one event, as one call of the system."""
+        text = json.dumps(to_plain(event), allow_nan=False, separators=(",", ":"))
+        self._file.write(text.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Event | None]]:
+    """Yield number and event of every line; None for a line that is no event, such as a cut one.
+
+    Raises:
+        RecordError: The file cannot be read, or a segment has another schema.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                event = _event(line)
+                if event is not None and event["event"] == "run":
+                    _require_schema(path, event)
+                if line.strip():
+                    yield number, event
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:  # UnicodeDecodeError is one too
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def _require_schema(path: Path, event: Event) -> None:
+    if event.get("schema") != SCHEMA:
+        raise RecordError(
+            f"{path}: it has schema {event.get('schema')!r}, and this halfstep reads schema "
+            f"{SCHEMA}: look at it with halfstep {event.get('halfstep', 'of the same version')}"
+        )
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value with its non-finite numbers as strings."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return value
+
+
+def to_float(value: Any) -> float | None:
+    """Return a number that was written by :func:`to_plain`; None stays None."""
+    return None if value is None else float(value)

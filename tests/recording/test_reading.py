@@ -1,0 +1,162 @@
+"""Records that are read back: segments, cut lines, several ranks."""
+
+import json
+import math
+
+import pytest
+
+from halfstep.errors import RecordError
+from halfstep.numerics.statistics import Statistics
+from halfstep.recording.lines import LineWriter, file_of
+from halfstep.recording.reading import read_run
+
+STATISTICS = Statistics(
+    size=8,
+    measured=8,
+    zeros=1,
+    nan=0,
+    inf=1,
+    amax=3.0,
+    amin=2.0**-30,
+    histogram={2: 4, -29: 1, -30: 1},
+    underflow={"fp16": 2, "bf16": 0, "e4m3": 2, "e5m2": 2},
+    overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
+    square_sum=math.inf,
+)
+HEADER = {"event": "run", "schema": 1, "halfstep": "1", "rank": 0, "every": 5}
+FIRST = HEADER | {"started": "2026-01-01T00:00:00+00:00"}
+SECOND = HEADER | {"started": "2026-01-01T00:01:00+00:00"}
+
+
+def step(number, **values):
+    return {
+        "event": "step",
+        "step": number,
+        "time": float(number),
+        "optimizer": "SGD",
+        "taken": True,
+        "reason": None,
+        "scale": 8.0,
+        "scale_after": 8.0,
+        "norm": None,
+        "loss": 1.0,
+    } | values
+
+
+def sample(number, statistics=STATISTICS):
+    row = {"kind": "output", "name": "fc", "dtype": "float16"} | statistics.to_json()
+    return {"event": "sample", "step": number, "scale": 8.0, "tensors": [row]}
+
+
+def write(folder, events, rank=0):
+    writer = LineWriter(file_of(folder, rank))
+    for event in events:
+        writer.write(event)
+    writer.close()
+
+
+def test_what_is_written_is_read(tmp_path):
+    write(tmp_path, [FIRST, step(1, loss=math.nan, norm=math.inf), sample(1)])
+    run = read_run(tmp_path)
+    assert math.isnan(run.steps[0].loss)
+    assert run.steps[0].norm == math.inf
+    assert run.samples[0].tensors[0] == ("output", "fc", "float16", STATISTICS)
+    assert not run.has_ended
+
+
+def test_every_line_is_json_without_nan(tmp_path):
+    write(tmp_path, [FIRST, step(1, loss=math.nan, norm=-math.inf), sample(1)])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for line in file_of(tmp_path, 0).read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+
+
+def test_a_second_segment_goes_on(tmp_path):
+    write(tmp_path, [FIRST, step(1), step(2), {"event": "end", "error": "Boom", "steps": 2}])
+    write(tmp_path, [SECOND, step(1), step(2), sample(2)])
+    run = read_run(tmp_path)
+    assert [s.step for s in run.steps] == [1, 2, 3, 4]
+    assert [s.time for s in run.steps] == [1.0, 2.0, 61.0, 62.0]
+    assert run.samples[0].step == 4
+    assert run.num_segments == 2
+    assert (run.error, run.has_ended) == (None, False)
+
+
+def test_a_cut_line_is_skipped_and_said_and_the_next_segment_is_whole(tmp_path):
+    write(tmp_path, [FIRST, step(1)])
+    with file_of(tmp_path, 0).open("a") as file:
+        file.write('{"event":"step","st')
+    write(tmp_path, [SECOND, step(1)])
+    run = read_run(tmp_path)
+    assert [s.step for s in run.steps] == [1, 2]
+    assert "line 3 of rank0.jsonl is cut" in run.notes[0].text
+
+
+def test_a_file_that_is_being_written_to_can_be_read(tmp_path):
+    write(tmp_path, [FIRST, step(1)])
+    with file_of(tmp_path, 0).open("ab") as file:
+        file.write(b'{"event":"note","text":"\xc3')  # half a character
+    assert len(read_run(tmp_path).steps) == 1
+
+
+def test_ranks_are_put_together_exactly(tmp_path):
+    smaller = Statistics(
+        size=4,
+        measured=4,
+        zeros=0,
+        nan=1,
+        inf=0,
+        amax=5.0,
+        amin=0.25,
+        histogram={3: 3},
+        underflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
+        overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
+    )
+    write(tmp_path, [FIRST, step(1), sample(1)], rank=0)
+    write(tmp_path, [FIRST | {"rank": 1}, step(1), sample(1, smaller)], rank=1)
+    run = read_run(tmp_path)
+    (measured,) = run.samples[0].tensors
+    both = measured.statistics
+    assert (both.size, both.nan, both.inf, both.zeros) == (12, 1, 1, 1)
+    assert (both.amax, both.amin) == (5.0, 2.0**-30)
+    assert both.histogram == {2: 4, -29: 1, -30: 1, 3: 3}
+    assert run.ranks == (0, 1)
+
+
+def test_ranks_that_disagree_are_told(tmp_path):
+    write(tmp_path, [FIRST, step(1), step(2)], rank=0)
+    skipped = step(2, taken=False, reason="overflow", scale_after=4.0)
+    write(tmp_path, [FIRST | {"rank": 1}, step(1), skipped], rank=1)
+    (note,) = read_run(tmp_path).notes
+    assert note.step == 2
+    assert "rank 1 has skipped it, scale 4.0, the first rank taken it, scale 8.0" in note.text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "holds no record"),
+        ("hello\n", "no line of it begins a record"),
+        ('{"event": "run", "schema": 99, "halfstep": "7.0"}\n', "it has schema 99"),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_name(tmp_path, content, message):
+    if content is not None:
+        file_of(tmp_path, 0).write_text(content)
+    with pytest.raises(RecordError, match=message) as error:
+        read_run(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(RecordError, match="does not exist"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_statistics_survive_json():
+    assert Statistics.from_json(json.loads(json.dumps(STATISTICS.to_json()))) == STATISTICS
+    empty = Statistics(0, 0, 0, 0, 0, 0.0, None, {}, {}, {})
+    assert Statistics.from_json(empty.to_json()) == empty
