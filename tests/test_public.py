@@ -27,6 +27,7 @@ PUBLIC = {
     "keep",
     "limit_cache",
     "preset",
+    "record",
     "trace",
 }
 

@@ -237,3 +237,18 @@ def test_the_compile_guard_is_guarded_on() -> None:
     _torch.forget_compiled_code()
     function(torch.ones(1))
     assert compiled == 4
+
+
+def test_norms_of_clipping_are_heard_by_whatever_name_and_the_function_comes_back() -> None:
+    from torch.nn.utils import clip_grad_norm_
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 3.0)
+    heard: list[tuple[float, float]] = []
+    before = torch.nn.utils.clip_grad._get_total_norm
+    with _torch.listening_to_norms(lambda norm, kind: heard.append((norm.item(), kind))):
+        clip_grad_norm_([parameter], 1.0)
+        clip_grad_norm_([parameter], 1.0, norm_type=float("inf"))
+    assert heard[0] == (6.0, 2.0)
+    assert heard[1][1] == float("inf")
+    assert torch.nn.utils.clip_grad._get_total_norm is before

@@ -18,6 +18,7 @@ from halfstep.casting import (
     preset,
 )
 from halfstep.errors import CallOrderError
+from halfstep.recording.record import record
 from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
 from halfstep.tracing import trace
 
@@ -42,5 +43,6 @@ __all__ = [
     "keep",
     "limit_cache",
     "preset",
+    "record",
     "trace",
 ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -445,3 +446,28 @@ def storage_reference(storage: torch.UntypedStorage) -> Any:
 def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether calls of a module run what torch.compile made of it."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+# --- recording ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def listening_to_norms(listener: Callable[[torch.Tensor, float], None]) -> Iterator[None]:
+    """Hear of the norms that torch.nn.utils.clip_grad_norm_ measures, by whatever name it is known.
+
+    Args:
+        listener: Gets the norm, a scalar, and which norm it is.
+    """
+    module = torch.nn.utils.clip_grad
+    measure = module._get_total_norm
+
+    def heard(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        norm: torch.Tensor = measure(tensors, norm_type, *args, **kwargs)
+        listener(norm, float(norm_type))
+        return norm
+
+    module._get_total_norm = heard
+    try:
+        yield
+    finally:
+        module._get_total_norm = measure

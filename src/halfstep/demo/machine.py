@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 import halfstep
+from halfstep.machine import device_name
 
 MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
 """Large enough to be limited by arithmetic, small enough for a fp16 CPU kernel to end soon."""
@@ -92,21 +91,3 @@ def _matmul_gflops(device: str, dtype: torch.dtype) -> float:
             torch.cuda.synchronize()
         durations.append(time.perf_counter() - started)
     return 2 * side**3 / min(durations) / 1e9
-
-
-def device_name(device: str) -> str:
-    """Return the name of the GPU, or that of the processor and the number of threads in use."""
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _cpu_name() -> str:
-    """Python knows the processor's name on some systems only; Linux has it in a file."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if os.name == "posix" and cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

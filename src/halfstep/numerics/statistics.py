@@ -33,7 +33,8 @@ class Statistics:
         underflow: By the name of a format, the entries above zero that it rounds to zero.
         overflow: By the name of a format, the finite entries that it cannot hold.
         flushed: Of a gradient that has passed through float16: the zeros that underflow has made,
-            as :func:`halfstep.numerics.measure.measure` tells them. None if it has not.
+            as :func:`halfstep.numerics.measure.measure` tells them. None where nothing is zero,
+            and for anything else.
         square_sum: Sum of the squares of all entries; None if it was not asked for.
     """
 
@@ -77,6 +78,10 @@ class Statistics:
     def headroom(self, format: Format) -> float | None:
         """Return the bits between amax and the largest value of a format; None without amax."""
         return math.log2(format.largest / self.amax) if self.amax else None
+
+    def with_gradient(self, flushed: int | None, square_sum: float) -> Self:
+        """Return the same with what is asked of gradients only."""
+        return replace(self, flushed=flushed, square_sum=square_sum)
 
     def merged(self, other: Self) -> Self:
         """Return the statistics of both together."""

@@ -14,6 +14,7 @@ from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import Gradients, collect, parameters
 from halfstep.scaling.names import Names
+from halfstep.scaling.observers import OBSERVERS
 from halfstep.scaling.optimizers import handles_scale, name, writes_unscaled
 from halfstep.scaling.outcomes.journal import Journal
 from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
@@ -53,6 +54,9 @@ class Engine:
         """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
         if self.iteration.looks:
             self.iteration.watch()
+        if OBSERVERS and not torch.compiler.is_compiling():
+            for observer in OBSERVERS:
+                observer.on_loss(self, outputs)
         scaled = self.scales.multiply(outputs, loss)
         self.iteration.count_loss(loss)
         return scaled
@@ -296,7 +300,9 @@ class Engine:
         self.iteration.end()
         self.iteration = Iteration()
         self.scales.forget_bad_losses()
-        self.journal.end()
+        outcomes = self.journal.end()
+        for observer in OBSERVERS:
+            observer.on_iteration(self, outcomes)
 
 
 def _can_measure_late(optimizer: torch.optim.Optimizer, gradients: Gradients) -> bool:

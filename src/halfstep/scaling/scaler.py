@@ -267,7 +267,7 @@ class GradScaler(TorchCalls):
 
     @keep_out_of_graphs
     def history(self) -> list[HistoryEntry]:
-        """Return the last 10,000 steps, oldest first; not saved in ``state_dict``. Sync: two."""
+        """Return the last 10,000 steps, oldest first; not saved in ``state_dict``. Sync: one."""
         return self._engine.journal.entries()
 
     @keep_out_of_graphs

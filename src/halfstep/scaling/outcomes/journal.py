@@ -53,11 +53,12 @@ class Journal:
         """Return the last outcomes, newest last. Sync: none."""
         return list(islice(reversed(self._all), count))[::-1]
 
-    def end(self) -> None:
-        """End an iteration: its outcomes take note of the new scale."""
-        for outcome in self._open:
+    def end(self) -> list[Outcome]:
+        """End an iteration: its outcomes, which are returned, take note of the new scale."""
+        ended, self._open = self._open, []
+        for outcome in ended:
             outcome.end()
-        self._open = []
+        return ended
 
     def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return the outcome of the last step of an optimizer, or of one that it wraps.
@@ -83,5 +84,5 @@ class Journal:
         return None
 
     def entries(self) -> list[HistoryEntry]:
-        """Return all outcomes in short, oldest first. Sync: two."""
+        """Return all outcomes in short, oldest first. Sync: one."""
         return read_all(list(self._all))

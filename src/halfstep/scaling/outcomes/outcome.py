@@ -19,6 +19,7 @@ from halfstep.scaling.gradients.passes import Norms, measure
 from halfstep.scaling.names import Names
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.outcomes.alarm import Culprit, culprits
+from halfstep.scaling.scalars import moved
 from halfstep.scaling.scale.device_state import StateSnapshot
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.state import Reason, reason
@@ -206,6 +207,11 @@ class Outcome:
             raise CallOrderError("outcome.scale_after before update(): call scaler.update() first")
         return self._after.read(self._rule).scale
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the norm was measured during the step. Sync: none."""
+        return self._findings.norm is not None
+
     @cached_property
     def norm(self) -> float:
         """L2 norm of all gradients of the optimizer together, unscaled and before clipping.
@@ -214,7 +220,7 @@ class Outcome:
             CallOrderError: It was not measured and the gradients are gone.
         """
         measured = self.entry.norm
-        return measured if self._findings.norm is not None else math.hypot(*self._norms)
+        return measured if self.is_measured else math.hypot(*self._norms)
 
     @property
     def norms(self) -> dict[str, float]:
@@ -235,7 +241,14 @@ class Outcome:
         Raises:
             CallOrderError: They were not measured and the gradients are gone.
         """
-        return [name for name, norm in self.norms.items() if not math.isfinite(norm)]
+        return self._names.of(self.culprit_parameters(), self._optimizer())
+
+    def culprit_parameters(self) -> list[Tensor]:
+        """Return the parameters that :attr:`culprits` names."""
+        norms, gradients = self._norms, self._gradients
+        assert gradients is not None
+        pairs = zip(gradients.params, norms, strict=True)
+        return [param for param, norm in pairs if not math.isfinite(norm)]
 
     def find_culprits(self) -> list[Culprit]:
         """Count inf and NaN in the gradients as they are now; names only if they are gone."""
@@ -252,6 +265,27 @@ class Outcome:
     def entry(self) -> HistoryEntry:
         """The outcome as one row of ``GradScaler.history()``."""
         return read_all([self])[0]
+
+    def packed(self) -> Tensor:
+        """Return a vector of float32 for :meth:`unpack`, on the device of the scale. Sync: none."""
+        states = [self._findings.before, *([] if self._after is None else [self._after])]
+        values = [state.values.view(torch.float32) for state in states]
+        return torch.cat([torch.stack(self._findings.row()), *values])
+
+    def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
+        """Return the entry, and the scale after ``update`` if it has been called.
+
+        Args:
+            packed: What :meth:`packed` has returned, on the CPU.
+        """
+        found_inf, outlier, norm = packed[:3].tolist()
+        state, end = StateSnapshot(packed[3:]), 3 + len(self._findings.before.values)
+        before, loss_is_finite = state.read_with_loss(self._rule)
+        why = reason(before, bool(found_inf), loss_is_finite, bool(outlier))
+        step = before.num_taken + before.num_skipped + 1
+        entry = HistoryEntry(step, self.optimizer_name, why is None, why, before.scale, norm)
+        after = StateSnapshot(packed[end:]).read(self._rule) if len(packed) > end else None
+        return entry, None if after is None else after.scale
 
     @cached_property
     def _norms(self) -> list[float]:
@@ -277,20 +311,10 @@ class Outcome:
 
 @keep_out_of_graphs
 def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
-    """Read many outcomes at once. Sync: two, however many they are."""
+    """Read many outcomes at once. Sync: one, however many they are."""
     if not outcomes:
         return []
-    rows = torch.stack([torch.stack(outcome._findings.row()) for outcome in outcomes]).tolist()
-    befores = StateSnapshot.read_all(
-        [(outcome._findings.before, outcome._rule) for outcome in outcomes]
-    )
-    entries = []
-    for outcome, (found_inf, outlier, norm), (before, loss_is_finite) in zip(
-        outcomes, rows, befores, strict=True
-    ):
-        why = reason(before, bool(found_inf), loss_is_finite, bool(outlier))
-        step = before.num_taken + before.num_skipped + 1
-        entries.append(
-            HistoryEntry(step, outcome.optimizer_name, why is None, why, before.scale, norm)
-        )
-    return entries
+    packed = [outcome.packed() for outcome in outcomes]
+    together = torch.cat([moved(values, packed[0].device) for values in packed]).cpu()
+    parts = torch.split(together, [len(values) for values in packed])
+    return [outcome.unpack(part)[0] for outcome, part in zip(outcomes, parts, strict=True)]

@@ -7,7 +7,6 @@ compare the two bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -234,17 +233,7 @@ class StateSnapshot:
         bits = self.values.view(torch.int32).tolist()
         return bits[SLOT["skipped_in_a_row"]], bool(bits[SLOT["held"]])
 
-    @staticmethod
-    def read_all(
-        snapshots: Sequence[tuple[StateSnapshot, ScaleState]],
-    ) -> list[tuple[ScaleState, bool]]:
-        """Return what :meth:`read` does for many, with whether the loss was finite. Sync: one."""
-        if not snapshots:
-            return []
-        device = snapshots[0][0].values.device
-        bits = torch.stack([moved(snapshot.values, device) for snapshot, _ in snapshots])
-        rows = bits.view(torch.int32).tolist()
-        return [
-            (decode(row, state), row[SLOT["bad_loss"]] == 0)
-            for row, (_, state) in zip(rows, snapshots, strict=True)
-        ]
+    def read_with_loss(self, state: ScaleState) -> tuple[ScaleState, bool]:
+        """Return what :meth:`read` does, and whether the loss was finite. Sync: one."""
+        bits = self.values.view(torch.int32).tolist()
+        return decode(bits, state), bits[SLOT["bad_loss"]] == 0

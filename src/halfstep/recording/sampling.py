@@ -1,0 +1,184 @@
+"""A sampled step: hooks that look at every tensor that the recorder tells of, while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from halfstep import _torch
+from halfstep.casting import scopes
+from halfstep.casting.casts import tensors_in
+from halfstep.numerics.measure import measure
+from halfstep.numerics.statistics import Statistics
+from halfstep.recording.lines import Event
+from halfstep.recording.models import Models
+from halfstep.recording.run import KINDS, Kind
+
+OUTERMOST = "(model)"
+"""What the outermost module is called."""
+COMPILED = (
+    "parts of the model are compiled: the outputs of modules inside them are not seen; their "
+    "parameters and the gradients of these are"
+)
+
+
+class Sampler:
+    """Measures parameters, their gradients, the outputs of modules and the gradients of these.
+
+    Between :meth:`begin` and :meth:`end` it has hooks; outside it costs nothing.
+
+    Args:
+        models: The models.
+        is_searching: Whether outermost modules that run with gradients are models too.
+        say: Is told what a reader of the record has to know.
+
+    Attributes:
+        is_open: Whether a step is being sampled.
+        policies: By device type the lower precision and the text of the policy that was last seen.
+    """
+
+    def __init__(self, models: Models, is_searching: bool, say: Callable[[str], None]) -> None:
+        self._models = models
+        self._is_searching = is_searching
+        self._say = say
+        self.is_open = self._is_measuring = False
+        self._forward_hooks: list[RemovableHandle] = []
+        self._parameter_hooks: list[RemovableHandle] = []
+        self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
+        self._last_outputs: list[weakref.ref[Tensor]] = []
+        self._depth = self._num_watched = 0
+        self._scope: scopes.Scope | None = None
+        self.policies: dict[str, tuple[str, str]] = {}
+
+    def begin(self, is_measuring: bool) -> None:
+        """Begin a step; measuring nothing it only finds models and policies."""
+        self.is_open, self._is_measuring = True, is_measuring
+        self._depth = self._num_watched = 0
+        # For all modules, not on each: nn.TransformerEncoderLayer computes in another way if it
+        # has hooks.
+        self._forward_hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        self._watch_models()
+
+    def end(self) -> list[Event]:
+        """End the step and return its tensors, in the order of the kinds."""
+        self.is_open = False
+        _remove(self._forward_hooks)
+        _remove(self._parameter_hooks)
+        found, self._found = self._found, {}
+        by_kind = sorted(found.items(), key=lambda item: KINDS.index(item[0][0]))
+        return [
+            {"kind": kind, "name": name, "dtype": dtype} | statistics.to_json()
+            for (kind, name), (dtype, statistics) in by_kind
+        ]
+
+    def _watch_models(self) -> None:
+        """Put hooks on what came since the last call."""
+        first, self._num_watched = self._num_watched, len(self._models)
+        if first == self._num_watched:
+            return
+        if self._models.has_compiled:
+            # Hooks for all modules make torch.compile compile everything again.
+            self._say(COMPILED)
+            if first == 0:
+                _remove(self._forward_hooks)
+            for module in self._models.eager_modules(first):
+                self._forward_hooks.append(module.register_forward_hook(self._leave))
+        if not self._is_measuring:
+            return
+        for name, parameter in self._models.parameters(first):
+            self._take("parameter", name, parameter)
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = partial(self._take_gradient, name)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._parameter_hooks.append(handle)
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._depth == 0 and self._is_searching and _is_trained(module):
+            self._models.add(module)
+            self._watch_models()
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._depth = max(self._depth - 1, 0)
+        name = self._models.name(module)
+        # In a backward pass it is computed again, for a checkpoint.
+        if name is None or not torch.is_grad_enabled() or _torch.backward_number() >= 0:
+            return
+        self._models.ran(name)
+        self._note_policy()
+        if self._is_measuring:
+            self._take_outputs(name or OUTERMOST, output)
+
+    def _take_outputs(self, name: str, output: Any) -> None:
+        outputs = [tensor for tensor in tensors_in([output]) if tensor.requires_grad]
+        last = [ref() for ref in self._last_outputs]
+        for tensor in outputs:
+            if any(tensor is seen for seen in last):
+                continue  # a container returns what its last module has returned
+            self._take("output", name, tensor)
+            tensor.register_hook(partial(self._take, "output_gradient", name))  # type: ignore[no-untyped-call]
+        self._last_outputs = [weakref.ref(tensor) for tensor in outputs]
+
+    def _take_gradient(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        # With several backward passes it is the sum so far: the last one counts.
+        self._found.pop(("parameter_gradient", name), None)
+        self._take("parameter_gradient", name, parameter.grad)
+
+    def _take(self, kind: Kind, name: str, tensor: Tensor) -> None:
+        if not self.is_open:
+            return  # a gradient of an earlier step
+        try:
+            statistics = measure(tensor, is_gradient=kind.endswith("gradient"))
+        except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
+            self._say(f"{kind} {name} cannot be measured: {error}")
+            return
+        if statistics is None:
+            return
+        _, earlier = self._found.get((kind, name), ("", None))
+        if earlier is not None:
+            statistics = earlier.merged(statistics)
+        self._found[kind, name] = _name_of(tensor.dtype), statistics
+
+    def _note_policy(self) -> None:
+        scope = scopes.current()
+        if scope is self._scope:
+            return
+        self._scope = scope
+        for device, policy in scope.policies.items():
+            if torch.is_autocast_enabled(device):
+                dtype = _name_of(torch.get_autocast_dtype(device))
+                self.policies[device] = dtype, str(policy.policy)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

@@ -1,0 +1,136 @@
+"""Where the scalars of a recorded run go besides its file: TensorBoard, W&B, MLflow, your own.
+
+A sink is any object with ``log(step, scalars)``. The scalars of a step are ``loss``, ``scale``,
+``norm`` and ``skipped`` (1.0 or 0.0), as far as they are known; those of a sampled step
+``headroom`` (bits, the least of all tensors), ``underflow`` (share of entries, the largest of all
+gradients of parameters) and ``non_finite`` (number of tensors with NaN or inf).
+
+>>> class Printer:
+...     def log(self, step, scalars):
+...         print(step, scalars)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from halfstep.numerics.formats import FORMATS
+from halfstep.numerics.statistics import Statistics
+
+_FORMATS_BY_DTYPE = {str(f.dtype).removeprefix("torch."): f for f in FORMATS.values()}
+
+
+class Sink(Protocol):
+    """Takes scalars; called from the training process some steps late, so it has to be quick.
+
+    One that raises is left out from then on, with a warning.
+    """
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Take the scalars of a step, by name."""
+
+
+class TensorBoard:
+    """Writes to TensorBoard under ``halfstep/``.
+
+    Args:
+        writer: A ``torch.utils.tensorboard.SummaryWriter`` of yours, or the folder for a new one.
+
+    Raises:
+        ModuleNotFoundError: TensorBoard is not installed.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        if not hasattr(writer, "add_scalar"):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ModuleNotFoundError:
+                raise ModuleNotFoundError(
+                    "halfstep.sinks.TensorBoard needs the package tensorboard, which is not "
+                    "installed; install it with: pip install tensorboard"
+                ) from None
+            writer = SummaryWriter(writer)
+        self._writer = writer
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write the scalars."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(f"halfstep/{name}", value, step)
+
+
+class WandB:
+    """Adds to what the script logs next to a W&B run that is already running.
+
+    Nothing is committed, so that the steps of the script stay what they are: of scalars that arrive
+    between two calls of ``run.log`` of the script, W&B keeps the newest. ``halfstep/step`` says of
+    which step they are.
+
+    Args:
+        run: The run; left out, ``wandb.run``.
+
+    Raises:
+        ValueError: No run is running.
+    """
+
+    def __init__(self, run: Any = None) -> None:
+        if run is None:
+            # Whoever has a run has imported it; this package starts none.
+            run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is None:
+            raise ValueError(
+                "halfstep.sinks.WandB: no W&B run is running, and this starts none; make it after "
+                "wandb.init(), or give it the run"
+            )
+        self._run = run
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Hand over the scalars."""
+        named = {f"halfstep/{name}": value for name, value in scalars.items()}
+        self._run.log({**named, "halfstep/step": step}, commit=False)
+
+
+class MLflow:
+    """Logs metrics to the MLflow run that is already active.
+
+    Raises:
+        ValueError: No run is active.
+    """
+
+    def __init__(self) -> None:
+        mlflow: Any = sys.modules.get("mlflow")  # whoever has a run has imported it
+        active = None if mlflow is None else mlflow.active_run()
+        if active is None:
+            raise ValueError(
+                "halfstep.sinks.MLflow: no MLflow run is active, and this starts none; make it "
+                "after mlflow.start_run()"
+            )
+        self._mlflow, self._run_id = mlflow, active.info.run_id
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Log the scalars."""
+        named = {f"halfstep/{name}": value for name, value in scalars.items()}
+        self._mlflow.log_metrics(named, step=step, run_id=self._run_id)
+
+
+def step_scalars(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scalars of a step from its line of the record."""
+    known = {name: event[name] for name in ("loss", "scale", "norm") if event[name] is not None}
+    return known | {"skipped": float(not event["taken"])}
+
+
+def sample_scalars(tensors: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the scalars of a sampled step from the tensors in its line of the record."""
+    headrooms, underflows, non_finite = [], [0.0], 0
+    for tensor in tensors:
+        statistics = Statistics.from_json(tensor)
+        format = _FORMATS_BY_DTYPE.get(tensor["dtype"], FORMATS["fp16"])
+        headroom = statistics.headroom(format)
+        if headroom is not None:
+            headrooms.append(headroom)
+        if tensor["kind"] == "parameter_gradient":
+            underflows.append(statistics.share(statistics.lost()))
+        non_finite += bool(statistics.nan or statistics.inf)
+    scalars = {"underflow": max(underflows), "non_finite": float(non_finite)}
+    return scalars | ({"headroom": min(headrooms)} if headrooms else {})

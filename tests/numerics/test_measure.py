@@ -1,0 +1,199 @@
+"""Statistics of tensors, against counting entry by entry."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep.numerics import measure as measure_module
+from halfstep.numerics.formats import FORMATS
+from halfstep.numerics.measure import measure
+from halfstep.numerics.statistics import Statistics, merged
+
+
+def reference(tensor: torch.Tensor) -> Statistics:
+    """Count one entry after the other."""
+    values = [abs(x) for x in tensor.float().flatten().tolist()]
+    finite = [x for x in values if math.isfinite(x)]
+    nonzero = [x for x in finite if x]
+    histogram: dict[int, int] = {}
+    for x in nonzero:
+        exponent = next(e for e in range(-126, 129) if x <= 2.0**e)
+        histogram[exponent] = histogram.get(exponent, 0) + 1
+    return Statistics(
+        size=len(values),
+        measured=len(values),
+        zeros=values.count(0.0),
+        nan=sum(map(math.isnan, values)),
+        inf=values.count(math.inf),
+        amax=max(finite, default=0.0),
+        amin=min(nonzero, default=None),
+        histogram=histogram,
+        underflow={n: sum(x <= f.flushed_below for x in nonzero) for n, f in FORMATS.items()},
+        overflow={n: sum(x > f.last_held for x in finite) for n, f in FORMATS.items()},
+    )
+
+
+EDGES = [
+    edge * factor
+    for format in FORMATS.values()
+    for edge in (format.last_held, format.flushed_below, format.smallest_normal, format.largest)
+    for factor in (1.0, 1 - 2.0**-23, 1 + 2.0**-23)
+    if edge * factor < 3.4028235e38
+]
+NUMBERS = st.one_of(
+    st.sampled_from([*EDGES, 0.0, -0.0, math.inf, -math.inf, math.nan, 2.0**-149, 3.4028234e38]),
+    st.floats(width=32),
+    st.integers(-149, 127).map(lambda e: 2.0**e),
+)
+
+
+@given(st.lists(NUMBERS, max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_all_counts_are_those_of_counting(values: list[float]) -> None:
+    tensor = torch.tensor(values, dtype=torch.float32)
+    assert measure(tensor) == reference(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_lower_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = (torch.randn(40, 50) * torch.logspace(-8, 4, 50)).to(dtype)
+    assert measure(tensor) == reference(tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(6, 4).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(7, 3).to_sparse(),
+        torch.empty(0, 3),
+        torch.tensor(-2.5),
+        torch.ones(3).expand(4, 3),
+    ],
+    ids=["transposed", "channels_last", "sparse", "empty", "scalar", "expanded"],
+)
+def test_layouts(tensor: torch.Tensor) -> None:
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    assert measure(tensor) == reference(dense)
+
+
+def test_complex_numbers_count_as_two() -> None:
+    measured = measure(torch.tensor([3 + 4j, 0j]))
+    assert measured is not None
+    assert (measured.size, measured.zeros, measured.amax) == (4, 2, 4.0)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3, dtype=torch.int64), torch.ones(3) > 0])
+def test_what_has_no_floating_point_is_not_measured(tensor: torch.Tensor) -> None:
+    assert measure(tensor) is None
+
+
+def test_inside_vmap_nothing_is_measured() -> None:
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(measure(x))
+        return x
+
+    torch.func.vmap(look)(torch.ones(2, 3))
+    assert seen == [None]
+
+
+# --- large tensors --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(400, 300), (120_000,), (30, 400, 10), (300, 50, 3, 3)])
+def test_a_large_tensor_is_sampled_and_its_amax_is_exact(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(measure_module.LARGE, "cpu", 8192)
+    torch.manual_seed(0)
+    tensor = torch.randn(shape)
+    tensor.view(-1)[-1] = -77.0  # in the last row, which the sample need not hold
+    found = measure(tensor)
+    assert found is not None
+    assert found.amax == 77.0
+    assert found.size == tensor.numel()
+    assert 4096 <= found.measured <= 3 * 8192
+    assert found.underflow["e4m3"] / found.measured == pytest.approx(
+        reference(tensor).underflow["e4m3"] / tensor.numel(), abs=2e-3
+    )
+    assert sum(found.histogram.values()) + found.zeros == found.measured
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_no_nan_and_no_inf_of_a_large_tensor_is_missed(
+    bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(measure_module.LARGE, "cpu", 1024)
+    tensor = torch.randn(100, 100)
+    tensor[99, 1] = bad
+    found = measure(tensor)
+    assert found == reference(tensor)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_the_square_sum_of_a_gradient() -> None:
+    found = measure(torch.tensor([[3.0, 4.0]]), is_gradient=True)
+    assert found is not None
+    assert found.square_sum == 25.0
+
+
+def test_zeros_that_float16_has_made_are_told_from_dead_rows_and_columns() -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(32, 20) * 1e-7
+    exact[3] = 0.0
+    exact[:, 5] = 0.0
+    in_fp16 = exact.half()
+    dead = 20 + 32 - 1
+    expected = int((in_fp16 == 0).sum()) - dead
+    assert expected > 10
+    for gradient in (in_fp16, in_fp16.float()):
+        found = measure(gradient, is_gradient=True)
+        assert found is not None
+        assert found.flushed == expected
+        assert found.lost() == expected
+
+
+def test_float32_and_bfloat16_gradients_have_flushed_nothing() -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(32, 20) * torch.randint(2, (32, 20))
+    for tensor in (gradient * 1e-7, gradient.bfloat16(), gradient.bfloat16().float()):
+        found = measure(tensor, is_gradient=True)
+        assert found is not None
+        assert found.flushed is None
+
+
+# --- what follows from the histogram --------------------------------------------------------------
+
+
+@given(st.lists(st.floats(2.0**-120, 2.0**100, width=32), min_size=1), st.integers(-20, 20))
+@settings(max_examples=100, deadline=None)
+def test_underflow_at_another_scale_is_exact_for_powers_of_two(
+    values: list[float], power: int
+) -> None:
+    tensor, fp16 = torch.tensor(values), FORMATS["fp16"]
+    found = measure(tensor)
+    assert found is not None
+    expected = int((tensor.double() * 2.0**power <= fp16.flushed_below).sum())
+    assert found.underflow_if(2.0**power, fp16) == expected
+
+
+@given(st.lists(st.lists(NUMBERS, min_size=1, max_size=8), min_size=2, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_statistics_of_parts_add_up_exactly(parts: list[list[float]]) -> None:
+    tensors = [torch.tensor(part, dtype=torch.float32) for part in parts]
+    found = [measure(tensor) for tensor in tensors]
+    assert merged(s for s in found if s) == reference(torch.cat(tensors))
+
+
+def test_headroom_is_in_bits() -> None:
+    found = measure(torch.tensor([65504.0 / 8]))
+    assert found is not None
+    assert found.headroom(FORMATS["fp16"]) == 3.0
