@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from halfstep import autocast, cache_info, clear_cache
 from halfstep.demo.gpt import GPT, GPTConfig
-from halfstep.demo.machine import device_name
+from halfstep.machine import device_name
 from step_time import ratios, synchronize
 
 Context = Callable[[], AbstractContextManager[None]]

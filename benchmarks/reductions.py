@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfstep.demo.gpt import GPT, GPTConfig
-from halfstep.demo.machine import device_name
+from halfstep.machine import device_name
 from halfstep.scaling.gradients.reductions import largest_magnitudes, sums_of_squares
 
 GRADIENTS = ("4096x256", "GPT 43M", "1x64M")

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from halfstep import GradScaler, autocast
 from halfstep.demo.gpt import GPT, GPTConfig
-from halfstep.demo.machine import device_name
 from halfstep.demo.settings import MEAN_OVER
 from halfstep.demo.text import Corpus, draw_batches
+from halfstep.machine import device_name
 from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule, Static
 
 Batch = tuple[Tensor, Tensor]

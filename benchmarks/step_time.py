@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from halfstep import autocast
 from halfstep.demo.gpt import GPT, SIZES, GPTConfig
-from halfstep.demo.machine import device_name
+from halfstep.machine import device_name
 
 Variant = Callable[[], AbstractContextManager[None]]
 

@@ -101,7 +101,8 @@ class record:
         models = Models()
         if self._model is not None:
             models.add(self._model)
-        engine = None if self._scaler is None else self._scaler._engine
+        scaler = self._scaler
+        engine = scaler._engine if scaler is not None and scaler.is_enabled() else None
         recorder = Recorder(writer, models, engine, self._every, self._sinks)
         with ExitStack() as stack:
             stack.enter_context(_observing(recorder))

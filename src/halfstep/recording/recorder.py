@@ -34,7 +34,8 @@ class Recorder:
     Args:
         writer: The file.
         models: The models that are known from the start.
-        engine: The scaler whose iterations count; None for those of all scalers.
+        engine: The scaler whose iterations count; None for those of all scalers, and for the steps
+            that no scaler has a part in.
         every: Sample the first step and each whose number this divides; 0 for no sample.
         sinks: Are told the scalars too.
 
@@ -79,7 +80,7 @@ class Recorder:
 
     def on_backward(self, roots: Any) -> None:
         """Take note of what ``backward`` is called on: the loss, if no scaler has seen it."""
-        if not self._is_scaled and self._is_here():
+        if self._counts_plain_steps():
             self._add_losses(tensors_in([roots]))
 
     def on_norm(self, norm: Tensor, norm_type: float) -> None:
@@ -104,7 +105,7 @@ class Recorder:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Take note of a step that no scaler has a part in."""
         self._steps_open = max(self._steps_open - 1, 0)
-        if not self._is_scaled and self._is_here():
+        if self._counts_plain_steps():
             self._add_step(type(optimizer).__name__, None)
             self._end_iteration(1.0)
 
@@ -131,6 +132,9 @@ class Recorder:
 
     def _listens_to(self, engine: Engine) -> bool:
         return self._engine in (None, engine) and self._is_here()
+
+    def _counts_plain_steps(self) -> bool:
+        return self._engine is None and not self._is_scaled and self._is_here()
 
     def _add_losses(self, outputs: Any) -> None:
         found = [

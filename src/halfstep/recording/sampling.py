@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -70,6 +71,9 @@ class Sampler:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
+        # torch.compile's own module warns of hooks for all modules; on it they are taken off.
+        warnings.filterwarnings("ignore", message=".*when there are global hooks")
+        self._filter = warnings.filters[0]
         self._watch_models()
 
     def end(self) -> list[Event]:
@@ -77,6 +81,9 @@ class Sampler:
         self.is_open = False
         _remove(self._forward_hooks)
         _remove(self._parameter_hooks)
+        filters: Any = warnings.filters  # a list, though typed as a Sequence
+        if self._filter in filters:
+            filters.remove(self._filter)
         found, self._found = self._found, {}
         by_kind = sorted(found.items(), key=lambda item: KINDS.index(item[0][0]))
         return [
