@@ -43,11 +43,13 @@ class RawStep:
 
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector of float32, loss and norm first. Sync: none."""
-        scalars = [
-            torch.full((), math.nan) if scalar is None else scalar.detach().float()
-            for scalar in (self.loss, self.norm)
-        ]
-        both = torch.stack([moved(scalar.reshape(()), device) for scalar in scalars])
+        missing = torch.full((), math.nan, device=device)
+        both = torch.stack(
+            [
+                missing if scalar is None else moved(scalar.float().reshape(()), device)
+                for scalar in (self.loss, self.norm)
+            ]
+        )
         if self.outcome is None:
             return both
         return torch.cat([both, moved(self.outcome.packed(), device)])
