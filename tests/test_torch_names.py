@@ -3,8 +3,10 @@
 A failure here names what a new version of PyTorch took away; ``_torch.py`` is the file to change.
 """
 
+import functools
 import subprocess
 import sys
+import warnings
 
 import torch
 
@@ -252,3 +254,70 @@ def test_norms_of_clipping_are_heard_by_whatever_name_and_the_function_comes_bac
     assert heard[0] == (6.0, 2.0)
     assert heard[1][1] == float("inf")
     assert torch.nn.utils.clip_grad._get_total_norm is before
+
+
+def test_leaves_of_a_graph() -> None:
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    product = a * b.detach() * a
+    roots = [product.sum(), (c * 2).sum(), torch.ones(1)]
+
+    found = _torch.leaves_of(roots)
+
+    assert {id(leaf) for leaf in found} == {id(a), id(c)}
+    assert len(found) == 2
+
+
+def test_scripting_one_function_instead_of_another() -> None:
+    def original(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @functools.wraps(original)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        return None
+
+    _torch.script_instead(wrapper, original)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert torch.jit.script(wrapper)(torch.ones(1)) == 2
+    assert wrapper(torch.ones(1)) is None
+
+
+def test_tracing_by_jit_is_seen() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_jit_tracing())
+        return x + 1
+
+    function(torch.ones(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(function, torch.ones(1), check_trace=False)
+    assert seen == [False, True]
+
+
+def test_a_scheduler_that_is_being_made() -> None:
+    seen: list[bool] = []
+
+    class Noting(torch.optim.lr_scheduler.LambdaLR):
+        def step(self, epoch: int | None = None) -> None:
+            seen.append(_torch.is_being_made(self))
+            super().step()
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = Noting(optimizer, lambda epoch: 1.0)
+    optimizer.step()
+    scheduler.step()
+    assert seen == [True, False]
+    assert not _torch.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def test_optimizers_are_hooked_when_the_first_is_made() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            pass
+
+    assert not _torch.is_hooked(Own)
+    Own([torch.nn.Parameter(torch.ones(1))])
+    assert _torch.is_hooked(Own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -46,6 +46,26 @@ FUNCTORCH_KEYS = (
     torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
     torch._C.DispatchKey.FuncTorchBatched,
 )
+
+
+def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves whose ``grad`` a backward pass from ``roots`` adds to, each once.
+
+    Not those that a node reaches only by a backward pass of its own, as in the reentrant variant of
+    ``torch.utils.checkpoint``. About a microsecond for each node of the graph. Sync: none.
+    """
+    leaves = []
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return leaves
 
 
 # --- autocast: the dispatcher ---------------------------------------------------------------------
@@ -471,3 +491,25 @@ def listening_to_norms(listener: Callable[[torch.Tensor, float], None]) -> Itera
         yield
     finally:
         module._get_total_norm = measure
+
+
+# --- the runner -----------------------------------------------------------------------------------
+
+
+def script_instead(wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let torch.jit.script compile ``original`` where it finds ``wrapper``; torch.compile too."""
+    vars(wrapper).update(__script_if_tracing_wrapper=True, __original_fn=original)
+
+
+# (): whether torch.jit.trace, or an export that uses it, records what runs in this thread.
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
+    """Say whether a scheduler's ``step`` is the one that its constructor makes."""
+    return scheduler._is_initial
+
+
+def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Say whether an optimizer of this class was made: then its ``step`` calls the step hooks."""
+    return getattr(optimizer_class.step, "hooked", False)

@@ -259,6 +259,8 @@ def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
     with halfstep.record(tmp_path):
         train(model, 1, scaler=scaler)
     run = read_run(tmp_path)
+    assert run.header["device"] == "cpu"
+    assert "thread" in run.header["machine"]
     (event,) = run.models
     assert event["name"] == "Net"
     assert event["parameters"] == sum(p.numel() for p in model.parameters())

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep.casting.casts import is_eligible
 from halfstep.casting.context import autocast, default_device
@@ -101,7 +102,7 @@ def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) ->
             )
         if torch.compiler.is_compiling():
             # The one context that torch.compile can enter in the backward of a Function.
-            with torch.autocast(*settings.switches):
+            with torch_autocast(*settings.switches):
                 enter_scope_in_graph(settings)
                 result = bwd(ctx, *gradients)
                 leave_scope_in_graph()

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 import halfstep
-from halfstep.cli import demo, policy
+from halfstep.cli import demo, policy, run
 from halfstep.cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
-COMMANDS = (demo, policy)
+COMMANDS = (demo, policy, run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,16 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _build_parser()
     arguments = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
-    if run is None:
+    function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
+    if function is None:
         parser.print_help()
         return EXIT_USAGE
     try:
-        return run(arguments)
+        return function(arguments)
     except CommandError as error:
         print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
+        if function is run.run:
+            raise  # the script's: Python ends as it would without us
         print("\nInterrupted.", file=sys.stderr)
         return EXIT_INTERRUPTED
 

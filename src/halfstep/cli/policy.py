@@ -54,7 +54,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    policy = _policy(arguments.policy)
+    policy = read_policy(arguments.policy)
     if arguments.op is None:
         print(policy)
         for rule in policy.rules:
@@ -68,7 +68,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    difference = _policy(arguments.before).diff(_policy(arguments.after))
+    difference = read_policy(arguments.before).diff(read_policy(arguments.after))
     print(difference if difference else "no difference")
     return 0
 
@@ -87,7 +87,12 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _policy(text: str) -> Policy:
+def read_policy(text: str) -> Policy:
+    """Return the policy in a file, of a preset, or of a text.
+
+    Raises:
+        CommandError: It is none.
+    """
     from halfstep import Policy  # imports PyTorch: not for --help
 
     path = Path(text)

@@ -86,6 +86,8 @@ def _take(rank: _Rank, event: Event, number: int) -> None:
             rank.samples.append(_sample(event))
         case "culprits":
             rank.culprits.append(_culprits(event, number))
+        case "device":
+            rank.header |= {key: event[key] for key in ("device", "machine")}
         case "model":
             rank.models.append(event)
         case "policy":

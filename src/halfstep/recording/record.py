@@ -140,8 +140,6 @@ def _rank() -> int:
 
 
 def _header(every: int) -> Event:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = "cpu" if accelerator is None else accelerator.type
     return {
         "event": "run",
         "schema": SCHEMA,
@@ -150,8 +148,8 @@ def _header(every: int) -> Event:
         "python": platform.python_version(),
         "rank": _rank(),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-        "device": device,
-        "machine": device_name(device),
+        "device": None,  # told at the first step: the script decides which one it is
+        "machine": device_name("cpu"),
         "cores": os.cpu_count(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,

@@ -14,6 +14,7 @@ from torch import Tensor
 from halfstep import _torch
 from halfstep.casting.casts import tensors_in
 from halfstep.errors import CallOrderError
+from halfstep.machine import device_name
 from halfstep.recording.lines import Event, LineWriter
 from halfstep.recording.models import Models
 from halfstep.recording.sampling import Sampler
@@ -155,6 +156,8 @@ class Recorder:
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1
+        if self.num_steps == 1:
+            self._write_device()
         self._losses, self._norm, self._is_scaled = [], None, False
         if self._sampler.is_open:
             self._end_sample(scale)
@@ -189,6 +192,12 @@ class Recorder:
             self.num_skipped += not event["taken"]
             self._write(event)
             self._log(event["step"], step_scalars(event))
+
+    def _write_device(self) -> None:
+        tensors = self._losses or [parameter for _, parameter in self._models.parameters()]
+        device = tensors[0].device.type if tensors else "cpu"
+        event = {"event": "device", "step": 1, "device": device}
+        self._write(event | {"machine": device_name(device)})
 
     def _write_culprits(self, outcome: Outcome) -> None:
         if outcome.taken or outcome.reason is Reason.NORM:

@@ -1,0 +1,149 @@
+"""``halfstep run``: a training script under halfstep, unmodified, and recorded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep.cli.exits import EXIT_USAGE, CommandError
+from halfstep.cli.policy import read_policy
+
+if TYPE_CHECKING:
+    from halfstep import Policy
+
+EPILOG = """\
+Options stand before the script; what stands after it is the script's.
+
+examples:
+  halfstep run train.py --lr 3e-4                  as python train.py --lr 3e-4
+  halfstep run -m mypackage.train                  as python -m mypackage.train
+  halfstep run --policy "standard; softmax:lower" train.py
+  torchrun --nproc-per-node 8 -m halfstep run train.py
+  accelerate launch -m halfstep run train.py
+
+Afterwards: halfstep report DIR. docs/run.md says what is replaced and what is recorded.
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``run`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "run",
+        help="run a training script with halfstep in place of torch.amp, and record it",
+        description=(
+            "Runs a script with halfstep's autocast and GradScaler in place of PyTorch's, under "
+            "all their names, and writes what happens in each step into a folder."
+        ),
+        usage="halfstep run [options] [-m] target [arguments ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="what torch.autocast means: a TOML file, a preset, or the text of a policy "
+        "(default: standard)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for the record (default: runs/NAME-DATE-TIME)",
+    )
+    parser.add_argument(
+        "--every",
+        type=_count,
+        metavar="N",
+        default=50,
+        help="measure tensors every N steps, 0 for never (default: 50)",
+    )
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end")
+    parser.add_argument(
+        "--amp",
+        choices=("fp16", "bf16"),
+        help="train in this precision, for a script that has no autocast of its own",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
+    parser.add_argument(
+        "target",
+        nargs=argparse.REMAINDER,
+        metavar="target",
+        help="a script, or with -m a module, and its arguments",
+    )
+    parser.set_defaults(run=run, print_help=parser.print_help, default=parser.get_default)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the target. What it raises, SystemExit and KeyboardInterrupt too, passes through."""
+    words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
+    if not words:
+        arguments.print_help()
+        return EXIT_USAGE
+    target, *rest = words
+    _refuse_launcher(target, rest, arguments)
+    policy = _policy(arguments)
+
+    import torch
+
+    from halfstep.runner.script import require_file
+    from halfstep.runner.session import Options, Program, Session
+
+    if not arguments.module:
+        try:
+            require_file(target)
+        except OSError as error:
+            raise CommandError(f"can't open file {target!r}: {error.strerror}") from None
+    amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
+    options = Options(policy, arguments.output, arguments.every, arguments.quiet, amp)
+    try:
+        session = Session(Program(target, rest, arguments.module), options)
+    except OSError as error:
+        raise CommandError(
+            f"cannot write the record to {error.filename}: {error.strerror}"
+        ) from None
+    session.run()
+    return 0
+
+
+def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
+    from halfstep.runner.launch import command_inside_launcher
+
+    given = {name: getattr(arguments, name) for name in ("policy", "output", "every", "amp")}
+    options = [
+        word
+        for name, value in given.items()
+        if value != arguments.default(name)
+        for word in (f"--{name}", str(value))
+    ]
+    command = command_inside_launcher(target, rest, options)
+    if command is not None:
+        raise CommandError(
+            f"{target} starts the processes that train, and halfstep has to run in these. "
+            f"Use: {command}"
+        )
+
+
+def _policy(arguments: argparse.Namespace) -> Policy:
+    from halfstep import preset
+
+    if arguments.policy is None:
+        return preset("standard")
+    policy = read_policy(arguments.policy)
+    if policy.module_rules and arguments.amp is None:
+        rules = "; ".join(map(str, policy.module_rules))
+        raise CommandError(
+            f"--policy has rules for modules ({rules}), which need the model: give this policy in "
+            "the script, halfstep.autocast(..., policy=..., module=model), or let --amp enter "
+            "autocast"
+        )
+    return policy
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number

@@ -1,0 +1,128 @@
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from halfstep.cli import main
+
+SCRIPTS = Path(__file__).parents[1] / "runner" / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--help"])
+    assert ended.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for word in ("--policy", "--output", "--every", "--quiet", "--amp", "torchrun", "default: 50"):
+        assert word in out
+
+
+@pytest.mark.parametrize("arguments", [[], ["-q"], ["-m"], ["--"]])
+def test_without_a_target_it_shows_the_help(arguments, capsys):
+    assert main(["run", *arguments]) == 2
+    assert capsys.readouterr().out.startswith("usage: halfstep run [options] [-m] target")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
+        (["--pol", "fp32", "train.py"], "unrecognized arguments: --pol"),
+        (["--every", "-1", "train.py"], "argument --every: -1 is negative"),
+        (["--every", "x", "train.py"], "argument --every: invalid _count value"),
+        (["--amp", "fp8", "train.py"], "argument --amp: invalid choice: 'fp8'"),
+    ],
+)
+def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "no-such-preset", "train.py"], "'no-such-preset'"),
+        (["--policy", "no-such.toml", "train.py"], "no-such.toml: No such file"),
+        (["--policy", "standard; @head:fp32", "train.py"], "--policy has rules for modules"),
+        (["no-such.py"], "can't open file 'no-such.py': No such file or directory"),
+        (["-o", "train.py/x", "train.py"], "cannot write the record to "),
+        (
+            ["--every", "9", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+            "Use: torchrun --nproc-per-node 2 -m halfstep run --every 9 train.py",
+        ),
+        (
+            ["/path/bin/torchrun", "-m", "package.train", "--help"],
+            "Use: torchrun -m halfstep run -m package.train --help",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_before_the_script_starts(arguments, message, capsys, tmp_path):
+    (tmp_path / "train.py").write_text("raise AssertionError('started')")
+    assert main(["run", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("halfstep run: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_policy_may_be_in_a_file(tmp_path):
+    (tmp_path / "my.toml").write_text('preset = "fp32"\n')
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nwith torch.autocast('cpu'):\n"
+        "    print(torch.nn.Linear(2, 2)(torch.ones(2)).dtype)\n"
+        "import sys; print(sorted({'rich', 'lightning', 'torch._dynamo',"
+        " 'torch.distributed.fsdp'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", "run", "--policy", "my.toml", "-o", "out", script],
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "torch.float32\n[]\n"
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 0
+
+
+def launched(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+
+
+def test_every_rank_that_torchrun_starts_records_into_one_folder(tmp_path):
+    launcher = ("torch.distributed.run", "--nproc-per-node", 2, "-m")
+    done = launched(*map(str, launcher), "halfstep", "run", SCRIPTS / "ranks.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "scaler of halfstep on rank 0",
+        "scaler of halfstep on rank 1",
+    ]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
+    assert done.stderr.count("halfstep: 3 steps recorded, 0 skipped: halfstep report runs/") == 1
+    assert done.stderr.count("halfstep report") == 1
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_accelerate_launch(tmp_path):
+    launcher = "accelerate.commands.launch --cpu --num_processes 1 --num_machines 1"
+    launcher += " --mixed_precision no --dynamo_backend no -m"
+    done = launched(*launcher.split(), "halfstep", "run", "-o", "out", SCRIPTS / "recipe.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.endswith("halfstep: 6 steps recorded, 0 skipped: halfstep report out\n")
+    assert (tmp_path / "out" / "rank0.jsonl").exists()

@@ -1,0 +1,2 @@
+num_steps = 4
+accumulate = 2
