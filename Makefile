@@ -41,6 +41,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/gradient_time.py
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/scale_rules.py
+	$(BIN)/python benchmarks/record_time.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

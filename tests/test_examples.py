@@ -360,3 +360,32 @@ def test_cpu_bf16_shows_the_dtypes() -> None:
     assert "outputs torch.bfloat16, loss torch.float32" in printed
     assert "weights torch.float32, gradients torch.float32" in printed
     assert float(re.search(r"result: (\S+)%", printed)[1]) > 75  # guessing has 50
+
+
+# --- under halfstep run ---------------------------------------------------------------------------
+
+
+def report_of_agent(folder: Path, *arguments: str) -> str:
+    script = [FOLDER / "run" / "agent.py", "--steps", "110", *arguments]
+    for command in (["run", "-q", "-o", folder, "--every", "20", *script], ["report", folder]):
+        done = subprocess.run(
+            [sys.executable, "-m", "halfstep", *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "report.html").exists()
+    return done.stdout
+
+
+def test_the_report_tells_why_the_agent_trains_badly(tmp_path: Path) -> None:
+    told = report_of_agent(tmp_path)
+    assert re.search(r"of 110 steps were skipped .*began in `value`", told)
+    assert re.search(r"of the gradient entries of `blocks\.\d\.up\.weight` underflow", told)
+
+
+def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
+    assert report_of_agent(tmp_path, "--unit", "1e6").startswith("good: All is well: 110 steps")

@@ -11,6 +11,7 @@ from halfstep.demo.progress import Bars, Lines
 from halfstep.demo.run import run_demo
 from halfstep.demo.settings import PRECISIONS, DemoError, Settings
 from halfstep.demo.train import Run
+from halfstep.recording.reading import read_run
 
 TINY = Settings(size="tiny", steps=8)
 
@@ -20,13 +21,24 @@ def plain() -> Console:
 
 
 def test_it_writes_a_plot_and_all_numbers(finished):
-    assert sorted(p.name for p in finished.output.iterdir()) == ["losses.svg", "results.json"]
+    files = sorted(p.name for p in finished.output.iterdir())
+    assert files == ["losses.svg", "results.json", "run"]
     ET.parse(finished.output / "losses.svg")
     document = json.loads((finished.output / "results.json").read_text())
     assert [run["precision"] for run in document["runs"]] == list(PRECISIONS)
     assert all(run["finished"] and len(run["losses"]) == 8 for run in document["runs"])
     assert document["machine"]["gflops"].keys() == {"fp32", "bf16", "fp16"}
     assert document["settings"]["mean_over"] == 2**19
+
+
+def test_the_last_run_is_recorded_and_has_a_report(finished):
+    run = read_run(finished.output / "run")
+    assert len(run.steps) == 8
+    assert run.has_ended
+    assert [event["name"] for event in run.models] == ["GPT"]
+    report = finished.output / "run" / "report.html"
+    assert report.exists()
+    assert f"Report of the run in fp16 autocast + GradScaler: {report}" in finished.printed
 
 
 def test_the_printed_table_has_the_numbers_of_the_json(finished):

@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def corpus():
 
 def trained(name: str, corpus: Corpus, settings: Settings = SETTINGS) -> Run:
     run = Run(PRECISIONS[name], settings.steps)
-    train(run, corpus, settings, lambda run: None)
+    train(run, corpus, settings, lambda run: None, nullcontext())
     return run
 
 
@@ -132,7 +133,7 @@ def test_the_callback_sees_every_step_and_may_end_the_run(corpus):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(run, corpus, SETTINGS, stop)
+        train(run, corpus, SETTINGS, stop, nullcontext())
     assert len(run.losses) == len(run.seconds) == 3
     assert not run.is_finished
     assert run.training_loss == pytest.approx(run.losses[-1])  # a tenth of 8 steps: the last

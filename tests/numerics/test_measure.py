@@ -161,6 +161,25 @@ def test_zeros_that_float16_has_made_are_told_from_dead_rows_and_columns() -> No
         assert found.lost() == expected
 
 
+def test_a_sum_of_float16_gradients_is_known_too() -> None:
+    torch.manual_seed(0)
+    parts = [(torch.randn(64, 32) * 1e-6).half().float() for _ in range(3)]
+    parts[0][0, 0] = 3.0  # a sum that is no value of float16
+    total = torch.stack(parts).sum(0)
+    assert not torch.equal(total.half().float(), total)
+    found = measure(total, is_gradient=True)
+    assert found is not None
+    assert found.flushed == int((total == 0).sum())
+
+
+def test_of_a_vector_it_is_known_where_it_comes_from_and_not_what_was_flushed() -> None:
+    torch.manual_seed(0)
+    for gradient, expected in ((torch.randn(64) * 1e-6, None), (torch.randn(64).half() * 1e-6, 0)):
+        found = measure(gradient.float(), is_gradient=True)
+        assert found is not None
+        assert found.flushed == expected
+
+
 def test_float32_and_bfloat16_gradients_have_flushed_nothing() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(32, 20) * torch.randint(2, (32, 20))

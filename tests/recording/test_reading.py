@@ -95,6 +95,49 @@ def test_a_cut_line_is_skipped_and_said_and_the_next_segment_is_whole(tmp_path):
     assert "line 3 of rank0.jsonl is cut" in run.notes[0].text
 
 
+BROKEN_SAMPLE = {"event": "sample", "step": 2, "scale": 8.0, "tensors": [{"kind": "output"}]}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "step", "step": 2},
+        step(2, loss="much"),
+        step(2, step="two"),
+        {"event": "sample", "step": 2, "scale": 8.0},
+        BROKEN_SAMPLE,
+        {"event": "culprits", "step": 2, "optimizer": "SGD"},
+        {"event": "model", "step": 2, "name": "GPT"},
+        {"event": "policy", "step": 2, "dtype": "float16"},
+        {"event": "note", "text": "hello"},
+        {"event": "end", "time": None},
+        {"event": "end"},
+    ],
+    ids=lambda event: event["event"],
+)
+def test_a_line_that_lacks_a_part_is_skipped_and_said(tmp_path, event):
+    write(tmp_path, [FIRST, step(1), event, step(3)])
+    run = read_run(tmp_path)
+    assert [s.step for s in run.steps] == [1, 3]
+    (note,) = run.notes
+    assert note.text == "line 3 of rank0.jsonl lacks a part and was skipped"
+    assert (run.samples, run.culprits, run.models, run.policies) == ((), (), (), ())
+    assert not run.has_ended
+
+
+@pytest.mark.parametrize(
+    ("started", "said"),
+    [({}, "None"), ({"started": "soon"}, "'soon'"), ({"started": 5}, "5")],
+)
+def test_a_segment_that_does_not_say_when_it_began_is_refused(tmp_path, started, said):
+    write(tmp_path, [FIRST, step(1), HEADER | started])
+    with pytest.raises(RecordError) as error:
+        read_run(tmp_path)
+    message = str(error.value)
+    assert message.startswith(f"{file_of(tmp_path, 0)}: line 3 begins a run, but started is {said}")
+    assert "\n" not in message
+
+
 def test_a_file_that_is_being_written_to_can_be_read(tmp_path):
     write(tmp_path, [FIRST, step(1)])
     with file_of(tmp_path, 0).open("ab") as file:

@@ -213,6 +213,16 @@ def test_a_skipped_step_names_where_it_began(tmp_path: Path) -> None:
     assert culprits.num_parameters == 4
 
 
+def test_messages_of_the_scaler_have_names_too(tmp_path: Path) -> None:
+    model, scaler = make(max_consecutive_skips=2)
+
+    def overflow(step: int) -> None:
+        model.norm.bias.grad.fill_(math.inf)
+
+    with halfstep.record(tmp_path), pytest.warns(UserWarning, match=r"\n  norm\.bias: 16 inf"):
+        train(model, 3, scaler=scaler, before_step=overflow)
+
+
 def test_a_bad_loss_began_nowhere_in_the_model(tmp_path: Path) -> None:
     model, scaler = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

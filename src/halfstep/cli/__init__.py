@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 import halfstep
-from halfstep.cli import demo, policy, run
+from halfstep.cli import check, demo, policy, report, run, watch
 from halfstep.cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
-COMMANDS = (demo, policy, run)
+COMMANDS = (run, watch, report, check, policy, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

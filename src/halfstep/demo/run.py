@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -15,7 +16,15 @@ from halfstep.demo.settings import DemoError, Settings
 from halfstep.demo.table import NOTES, build_table
 from halfstep.demo.text import Corpus
 from halfstep.demo.train import Run, new_model, train
+from halfstep.recording.lines import file_of
+from halfstep.recording.reading import read_run
+from halfstep.recording.record import record
+from halfstep.report.page import render
+from halfstep.report.summarizing import summarize
 
+RECORD = "run"
+NUM_SAMPLES = 10
+"""What is in the tensors is recorded so many times."""
 NARROWEST = 96
 """Columns of the table where the output has none of its own: a file, a pipe."""
 
@@ -27,7 +36,8 @@ def run_demo(settings: Settings, output: Path, console: Console | None = None) -
 
     Args:
         settings: what to train.
-        output: directory for ``losses.svg`` and ``results.json``; made if it is not there.
+        output: directory for ``losses.svg``, ``results.json``, and in ``run`` the record of the
+            last precision and its report; made if it is not there.
         console: where to print; standard output when left out.
 
     Returns:
@@ -47,7 +57,7 @@ def run_demo(settings: Settings, output: Path, console: Console | None = None) -
         f"({len(corpus.train):,} characters, {len(corpus.held_out):,} held out).\n",
     )
     results = Results(settings, corpus, machine, [], num_parameters)
-    was_finished = _train_all(results, console)
+    was_finished = _train_all(results, output / RECORD, console)
     _show(results, output, console)
     return was_finished
 
@@ -68,6 +78,7 @@ def _prepare(output: Path) -> None:
                 is_new = file.tell() == 0
             if is_new:
                 (output / name).unlink()
+        file_of(output / RECORD, 0).unlink(missing_ok=True)  # an earlier demo's
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DemoError(
@@ -75,15 +86,23 @@ def _prepare(output: Path) -> None:
         ) from None
 
 
-def _train_all(results: Results, console: Console) -> bool:
-    """Train one precision after the other; the return value tells whether all were finished."""
+def _train_all(results: Results, folder: Path, console: Console) -> bool:
+    """Train one precision after the other and record the last.
+
+    Returns:
+        Whether all were finished.
+    """
+    settings = results.settings
+    recorded = record(folder, every=max(1, settings.steps // NUM_SAMPLES))
     try:
         with watcher_for(console) as watcher:
-            for precision in results.settings.ordered_precisions:
-                run = Run(precision, results.settings.steps)
+            for precision in settings.ordered_precisions:
+                run = Run(precision, settings.steps)
                 results.runs.append(run)
                 watcher.begin(run)
-                train(run, results.corpus, results.settings, watcher.step)
+                is_last = precision is settings.ordered_precisions[-1]
+                around = recorded if is_last else nullcontext()
+                train(run, results.corpus, settings, watcher.step, around)
                 watcher.end(run)
     except KeyboardInterrupt:
         _say(console, "\nInterrupted: this is what there is so far.")
@@ -99,6 +118,13 @@ def _show(results: Results, output: Path, console: Console) -> None:
     numbers.write_text(results.to_json(), encoding="utf-8")
     chart.write_text(draw_chart(results), encoding="utf-8")
     _say(console, f"\nPlot: {chart}\nNumbers: {numbers}", soft_wrap=True)
+    folder = output / RECORD
+    if file_of(folder, 0).exists():
+        recorded = read_run(folder)
+        report = folder / "report.html"
+        report.write_text(render(summarize(recorded), recorded), encoding="utf-8")
+        name = results.runs[-1].precision.title
+        _say(console, f"Report of the run in {name}: {report}", soft_wrap=True)
 
 
 def _say(console: Console, text: str, soft_wrap: bool = False) -> None:

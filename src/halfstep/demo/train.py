@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -97,7 +98,13 @@ class Run:
         return self.scales[-1] if self.scales else None
 
 
-def train(run: Run, corpus: Corpus, settings: Settings, on_step: Callable[[Run], None]) -> None:
+def train(
+    run: Run,
+    corpus: Corpus,
+    settings: Settings,
+    on_step: Callable[[Run], None],
+    around: AbstractContextManager[object],
+) -> None:
     """Do one run and write what happens into ``run``.
 
     Args:
@@ -105,23 +112,25 @@ def train(run: Run, corpus: Corpus, settings: Settings, on_step: Callable[[Run],
         corpus: the text.
         settings: what to do.
         on_step: called after each step, outside of the time that is measured.
+        around: what the loop runs in.
     """
     run.peak_memory = peak_memory(settings.device, lambda: _first_steps(run, corpus, settings))
     model = new_model(corpus, settings)
     loop = _start(model, run.precision, corpus, settings, settings.steps)
     tokens_in_batch = settings.batch * model.config.context
     sample_every = max(1, settings.steps // 20)
-    for step in range(settings.steps):
-        loss, scaler, seconds = _timed_step(loop, settings.device)
-        run.losses.append(loss.item() * settings.mean_over / tokens_in_batch)
-        run.seconds.append(seconds)
-        if run.precision.scaling:
-            run.scales.append(scaler.get_scale())
-            if scaler.counts().skipped_in_a_row:
-                run.skipped.append(step)
-        if (step + 1) % sample_every == 0:
-            run.zero_shares[step] = zero_share(model)
-        on_step(run)
+    with around:
+        for step in range(settings.steps):
+            loss, scaler, seconds = _timed_step(loop, settings.device)
+            run.losses.append(loss.item() * settings.mean_over / tokens_in_batch)
+            run.seconds.append(seconds)
+            if run.precision.scaling:
+                run.scales.append(scaler.get_scale())
+                if scaler.counts().skipped_in_a_row:
+                    run.skipped.append(step)
+            if (step + 1) % sample_every == 0:
+                run.zero_shares[step] = zero_share(model)
+            on_step(run)
     run.held_out_loss = evaluate(model, corpus, settings.device)
 
 

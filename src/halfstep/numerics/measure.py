@@ -39,7 +39,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         tensor: Of any shape, dtype and layout. float64 is looked at in float32.
         is_gradient: Also take the norm, and count the zeros that underflow has made, if the values
             have passed through float16: those in rows and columns that are not all zero, since a
-            whole row or column of zeros is what an unused embedding or a dead unit leaves.
+            whole row or column of zeros is what an unused embedding or a dead unit leaves. Of a
+            vector none can be told.
 
     Returns:
         None for a tensor that holds no floating-point numbers of its own, such as one inside of
@@ -61,9 +62,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
         return statistics
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     flushed = None
-    may_be = statistics.zeros and sample.ndim > 1
-    if may_be and _is_from_float16(values, sample, statistics.amin):
-        flushed = _zeros_in_live_rows(sample)
+    if _is_from_float16(values, sample, statistics.amin):
+        flushed = _zeros_in_live_rows(sample) if sample.ndim > 1 else 0
     return statistics.with_gradient(flushed, norm**2)
 
 
@@ -149,7 +149,9 @@ def _is_from_float16(values: Tensor, sample: Tensor, amin: float | None) -> bool
     # their 8 bits, are values of float16 too.
     if amin is None or amin >= FORMATS["fp16"].smallest_subnormal * 2**7:
         return False
-    return bool(((sample.half().float() == sample) | sample.isnan()).all())
+    # Those of float16 are multiples of its smallest one, and so are their sums.
+    multiples = sample / FORMATS["fp16"].smallest_subnormal
+    return bool(((multiples == multiples.round()) | ~multiples.isfinite()).all())
 
 
 def _zeros_in_live_rows(sample: Tensor) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 from typing import Any, Self, TypeVar
 
 from halfstep.numerics.formats import FORMATS, Format
@@ -33,8 +33,8 @@ class Statistics:
         underflow: By the name of a format, the entries above zero that it rounds to zero.
         overflow: By the name of a format, the finite entries that it cannot hold.
         flushed: Of a gradient that has passed through float16: the zeros that underflow has made,
-            as :func:`halfstep.numerics.measure.measure` tells them. None where nothing is zero,
-            and for anything else.
+            as :func:`halfstep.numerics.measure.measure` tells them. None if it has not, or if it
+            holds nothing so small that it could be told, and for anything else.
         square_sum: Sum of the squares of all entries; None if it was not asked for.
     """
 
@@ -83,30 +83,16 @@ class Statistics:
         """Return the same with what is asked of gradients only."""
         return replace(self, flushed=flushed, square_sum=square_sum)
 
-    def merged(self, other: Self) -> Self:
+    def merged(self, other: Statistics) -> Statistics:
         """Return the statistics of both together."""
-        return replace(
-            self,
-            size=self.size + other.size,
-            measured=self.measured + other.measured,
-            zeros=self.zeros + other.zeros,
-            nan=self.nan + other.nan,
-            inf=self.inf + other.inf,
-            amax=max(self.amax, other.amax),
-            amin=min((x for x in (self.amin, other.amin) if x is not None), default=None),
-            histogram=_sum(self.histogram, other.histogram),
-            underflow=_sum(self.underflow, other.underflow),
-            overflow=_sum(self.overflow, other.overflow),
-            flushed=_sum_of_known(self.flushed, other.flushed),
-            square_sum=_sum_of_known(self.square_sum, other.square_sum),
-        )
+        return merged((self, other))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; the histogram as its first exponent and a list of counts."""
         exponents = self.histogram.keys()
         first = min(exponents, default=0)
         counts = [self.histogram.get(e, 0) for e in range(first, max(exponents, default=-1) + 1)]
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in _NAMES}
         return values | {
             "histogram": counts,
             "first": first,
@@ -117,9 +103,12 @@ class Statistics:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return what :meth:`to_json` was called on; other keys are ignored."""
-        known = {field.name: values[field.name] for field in fields(cls)}
+        known = {name: values[name] for name in _NAMES}
         bins = enumerate(values["histogram"], start=values["first"])
         return cls(**known | {"histogram": {e: count for e, count in bins if count}})
+
+
+_NAMES = tuple(field.name for field in fields(Statistics))
 
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
@@ -128,14 +117,33 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     Raises:
         TypeError: There are none.
     """
-    return reduce(Statistics.merged, statistics)
+    parts = tuple(statistics)
+    if not parts:
+        raise TypeError("there are no statistics to put together")
+    return Statistics(
+        size=sum([part.size for part in parts]),
+        measured=sum([part.measured for part in parts]),
+        zeros=sum([part.zeros for part in parts]),
+        nan=sum([part.nan for part in parts]),
+        inf=sum([part.inf for part in parts]),
+        amax=max([part.amax for part in parts]),
+        amin=min((part.amin for part in parts if part.amin is not None), default=None),
+        histogram=_sum(part.histogram for part in parts),
+        underflow=_sum(part.underflow for part in parts),
+        overflow=_sum(part.overflow for part in parts),
+        flushed=_sum_of_known(part.flushed for part in parts),
+        square_sum=_sum_of_known(part.square_sum for part in parts),
+    )
 
 
-def _sum(first: Mapping[_Key, int], second: Mapping[_Key, int]) -> dict[_Key, int]:
-    return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
+def _sum(counts: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
+    total: defaultdict[_Key, int] = defaultdict(int)
+    for each in counts:
+        for key, count in each.items():
+            total[key] += count
+    return dict(total)
 
 
-def _sum_of_known(a: _Number | None, b: _Number | None) -> _Number | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b
+def _sum_of_known(values: Iterable[_Number | None]) -> _Number | None:
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None

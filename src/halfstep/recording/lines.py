@@ -68,21 +68,27 @@ def read_lines(path: Path) -> Iterator[tuple[int, Event | None]]:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                event = _event(line)
-                if event is not None and event["event"] == "run":
-                    _require_schema(path, event)
                 if line.strip():
-                    yield number, event
+                    yield number, parse_line(path, line)
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _event(line: bytes) -> Event | None:
+def parse_line(path: Path, line: bytes) -> Event | None:
+    """Return the event of a line; None for a line that is no event, such as a cut one.
+
+    Raises:
+        RecordError: It begins a segment of another schema.
+    """
     try:
         event = json.loads(line)
     except ValueError:  # UnicodeDecodeError is one too
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    if event["event"] == "run":
+        _require_schema(path, event)
+    return event
 
 
 def _require_schema(path: Path, event: Event) -> None:

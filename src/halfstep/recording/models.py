@@ -29,6 +29,9 @@ class Models:
     def __len__(self) -> int:
         return len(self._models)
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (model for _, model in self._present())
+
     def add(self, model: nn.Module) -> None:
         """Take in a model, unless it is one already, or a part of one."""
         if isinstance(model, DataParallel | DistributedDataParallel):

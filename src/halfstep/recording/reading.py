@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics, merged
-from halfstep.recording.lines import Event, files_in, read_lines, to_float
-from halfstep.recording.run import Culprits, Kind, Measured, Note, Run, Sample, Step
+from halfstep.recording.lines import files_in, read_lines
+from halfstep.recording.ranks import Rank
+from halfstep.recording.run import Kind, Measured, Note, Run, Sample, Step
 from halfstep.tracing.recording import Recording
 
 
@@ -34,115 +34,31 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise RecordError(
             f"{folder} {what}: give the folder that `halfstep run` or `halfstep.record` has written"
         )
-    return _joined(folder, {rank: _read_rank(file, rank) for rank, file in files.items()})
+    ranks = {number: _read_rank(file, number) for number, file in files.items()}
+    run = joined(folder, ranks)
+    notes = (*run.notes, *_disagreements(ranks))
+    return replace(run, notes=notes, trace=_trace(folder / "trace.json"))
 
 
-@dataclass
-class _Rank:
-    """What one file holds, with the steps and times of its segments one after the other."""
-
-    header: Event = field(default_factory=dict)
-    num_segments: int = 0
-    models: list[Event] = field(default_factory=list)
-    policies: list[Event] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    culprits: list[Culprits] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
-    end: Event | None = None
-
-
-def _read_rank(path: Path, number: int) -> _Rank:
-    rank = _Rank()
-    steps_before, last_step, seconds_before = 0, 0, 0.0
-    begun: datetime | None = None
+def _read_rank(path: Path, number: int) -> Rank:
+    rank = Rank(path, number)
     for line, event in read_lines(path):
-        if event is None:
-            rank.notes.append(Note(last_step, f"line {line} of {path.name} is cut and was skipped"))
-            continue
-        if event["event"] == "run":
-            steps_before, started = last_step, datetime.fromisoformat(event["started"])
-            begun = begun or started
-            seconds_before = (started - begun).total_seconds()
-            rank.header, rank.end = event, None
-            rank.num_segments += 1
-            continue
-        if "step" in event:
-            event["step"] += steps_before
-            last_step = max(last_step, event["step"])
-        if "time" in event:
-            event["time"] += seconds_before
-        _take(rank, event, number)
-    if not rank.num_segments:
-        raise RecordError(f"{path}: no line of it begins a record; is it another program's file?")
+        rank.take(line, event)
+    rank.require_begun()
     return rank
-
-
-def _take(rank: _Rank, event: Event, number: int) -> None:
-    match event["event"]:
-        case "step":
-            rank.steps.append(_step(event))
-        case "sample":
-            rank.samples.append(_sample(event))
-        case "culprits":
-            rank.culprits.append(_culprits(event, number))
-        case "device":
-            rank.header |= {key: event[key] for key in ("device", "machine")}
-        case "model":
-            rank.models.append(event)
-        case "policy":
-            rank.policies.append(event)
-        case "note":
-            rank.notes.append(Note(event["step"], event["text"]))
-        case "end":
-            rank.end = event
-
-
-def _step(event: Event) -> Step:
-    return Step(
-        event["step"],
-        event["time"],
-        event["optimizer"],
-        event["taken"],
-        event["reason"],
-        *(to_float(event[key]) for key in ("scale", "scale_after", "norm", "loss")),
-    )
-
-
-def _sample(event: Event) -> Sample:
-    tensors = tuple(
-        Measured(row["kind"], row["name"], row["dtype"], _statistics(row))
-        for row in event["tensors"]
-    )
-    return Sample(event["step"], float(event["scale"]), tensors)
-
-
-def _statistics(row: Mapping[str, Any]) -> Statistics:
-    numbers = {key: to_float(row[key]) for key in ("amax", "amin", "square_sum")}
-    return Statistics.from_json({**row, **numbers})
-
-
-def _culprits(event: Event, rank: int) -> Culprits:
-    return Culprits(
-        event["step"],
-        event["optimizer"],
-        event["began_in"],
-        tuple(event["parameters"]),
-        event["num_parameters"],
-        rank,
-    )
 
 
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def _joined(folder: Path, ranks: Mapping[int, _Rank]) -> Run:
+def joined(folder: Path, ranks: Mapping[int, Rank]) -> Run:
+    """Put together what the ranks hold; whether they agree is not looked at."""
     first = next(iter(ranks.values()))
     others = {number: rank for number, rank in ranks.items() if rank is not first}
     notes = [*first.notes]
     for number, rank in others.items():
-        notes += [Note(note.step, f"rank {number}: {note.text}") for note in rank.notes]
-        notes += _disagreements(first.steps, rank.steps, number)
+        new = [note for note in rank.notes if note not in first.notes]
+        notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
     ends = [rank.end for rank in ranks.values()]
     errors = [end["error"] for end in ends if end is not None and end["error"] is not None]
     return Run(
@@ -153,33 +69,42 @@ def _joined(folder: Path, ranks: Mapping[int, _Rank]) -> Run:
         models=tuple(first.models),
         policies=tuple(first.policies),
         steps=tuple(first.steps),
-        samples=_joined_samples(rank.samples for rank in ranks.values()),
+        samples=joined_samples(rank.samples for rank in ranks.values()),
         culprits=tuple(
             sorted((c for rank in ranks.values() for c in rank.culprits), key=lambda c: c.step)
         ),
         notes=tuple(notes),
         error=errors[0] if errors else None,
         has_ended=all(end is not None for end in ends),
-        trace=_trace(folder / "trace.json"),
+        trace=None,
     )
 
 
-def _disagreements(first: list[Step], other: list[Step], number: int) -> list[Note]:
-    for mine, its in zip(first, other, strict=False):
-        if (mine.taken, mine.scale_after) != (its.taken, its.scale_after):
-            text = (
-                f"ranks disagree from step {mine.step} on: rank {number} has "
-                f"{_verdict(its)}, the first rank {_verdict(mine)}"
-            )
-            return [Note(mine.step, text)]
-    return []
+def _disagreements(ranks: Mapping[int, Rank]) -> Iterator[Note]:
+    first, *others = ranks.values()
+    for rank in others:
+        pairs = zip(first.steps, rank.steps, strict=False)
+        notes = (disagreement(mine, its, rank.number) for mine, its in pairs)
+        yield from islice((note for note in notes if note is not None), 1)
+
+
+def disagreement(mine: Step, its: Step, number: int) -> Note | None:
+    """Say how the step of a rank differs from the first rank's; None if it does not."""
+    if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
+        return None
+    text = (
+        f"ranks disagree from step {mine.step} on: rank {number} has {_verdict(its)}, "
+        f"the first rank {_verdict(mine)}"
+    )
+    return Note(mine.step, text)
 
 
 def _verdict(step: Step) -> str:
     return f"{'taken' if step.taken else 'skipped'} it, scale {step.scale_after}"
 
 
-def _joined_samples(samples: Iterable[list[Sample]]) -> tuple[Sample, ...]:
+def joined_samples(samples: Iterable[Iterable[Sample]]) -> tuple[Sample, ...]:
+    """Put together the samples of several ranks: one for each step."""
     by_step: dict[int, list[Sample]] = {}
     for of_rank in samples:
         for sample in of_rank:

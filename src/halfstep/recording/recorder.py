@@ -20,6 +20,8 @@ from halfstep.recording.models import Models
 from halfstep.recording.sampling import Sampler
 from halfstep.recording.steps import RawStep, Waiting
 from halfstep.scaling.engine import Engine
+from halfstep.scaling.gradients.collecting import collect, parameters
+from halfstep.scaling.gradients.passes import measure
 from halfstep.scaling.outcomes.outcome import Outcome
 from halfstep.scaling.scalars import moved
 from halfstep.scaling.scale.state import Reason
@@ -93,8 +95,14 @@ class Recorder:
         """Take note that ``update`` has ended an iteration."""
         if not self._listens_to(engine):
             return
+        if self.num_steps == 0:
+            for model in self._models:  # so that the scaler's own messages have names
+                engine.names.watch(model)
         for outcome in outcomes:
-            self._add_step(outcome.optimizer_name, outcome)
+            norm = self._norm
+            if norm is None and self._sampler.is_open and not outcome.is_measured:
+                norm = _norm_of_outcome(outcome)
+            self._add_step(outcome.optimizer_name, outcome, norm)
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open and outcomes else 1.0)
@@ -107,7 +115,10 @@ class Recorder:
         """Take note of a step that no scaler has a part in."""
         self._steps_open = max(self._steps_open - 1, 0)
         if self._counts_plain_steps():
-            self._add_step(type(optimizer).__name__, None)
+            norm = self._norm
+            if norm is None and self._sampler.is_open:
+                norm = _norm_of_gradients(optimizer)
+            self._add_step(type(optimizer).__name__, None, norm)
             self._end_iteration(1.0)
 
     def say(self, text: str) -> None:
@@ -148,11 +159,9 @@ class Recorder:
         if found:
             self._losses = found if self._steps_open else self._losses + found
 
-    def _add_step(self, optimizer: str, outcome: Outcome | None) -> None:
-        loss = _sum(self._losses)
-        self._waiting.add(
-            RawStep(self.num_steps + 1, self._time(), optimizer, outcome, loss, self._norm)
-        )
+    def _add_step(self, optimizer: str, outcome: Outcome | None, norm: Tensor | None) -> None:
+        step, loss = self.num_steps + 1, _sum(self._losses)
+        self._waiting.add(RawStep(step, self._time(), optimizer, outcome, loss, norm))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1
@@ -248,6 +257,18 @@ def _may_be_skipped(outcome: Outcome) -> bool:
     """
     state = outcome.loss_scale.arrived()
     return state is not None and state.skips()[0] > 0
+
+
+def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
+    try:
+        return torch.tensor(outcome.norm)
+    except CallOrderError:
+        return None  # its optimizer has divided the gradients by itself, or they are gone
+
+
+def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    found = collect(parameters(optimizer))
+    return measure(found, None).total(found.values[0].device) if found.grads else None
 
 
 def _sum(losses: list[Tensor]) -> Tensor | None:

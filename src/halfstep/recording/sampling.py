@@ -155,7 +155,8 @@ class Sampler:
         if not self.is_open:
             return  # a gradient of an earlier step
         try:
-            statistics = measure(tensor, is_gradient=kind.endswith("gradient"))
+            # In the gradients of outputs zeros are what a ReLU or a mask leaves.
+            statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
         except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
             self._say(f"{kind} {name} cannot be measured: {error}")
             return

@@ -1,0 +1,55 @@
+"""Where the record of a run is, and how it is read, for the commands that look at one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep.cli.exits import CommandError
+
+if TYPE_CHECKING:
+    from halfstep.recording.run import Run
+
+RUNS = Path("runs")
+RUN_HELP = f"folder of the record; left out, the newest under {RUNS}/"
+
+
+def run_at(path: Path | None) -> Run:
+    """Read the record in a folder, or the newest under ``runs/``, which is said on stderr.
+
+    Raises:
+        CommandError: There is none, it cannot be read, or it holds no steps.
+    """
+    from halfstep.errors import RecordError  # imports PyTorch: not for --help
+    from halfstep.recording.reading import read_run
+
+    if path is None:
+        path = _newest()
+        print(f"{path}: the newest record under {RUNS}/", file=sys.stderr)
+    if path.is_file() and not re.fullmatch(r"rank\d+\.jsonl", path.name):
+        raise CommandError(f"{path} is a file: give the folder of a record")
+    try:
+        run = read_run(path)
+    except RecordError as error:
+        raise CommandError(str(error)) from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CommandError(
+            f"{path}: a line of the record is not as halfstep writes it "
+            f"({type(error).__name__}: {error}); is it damaged?"
+        ) from None
+    if not run.num_steps:
+        raise CommandError(
+            f"{path}: the record holds no step: the run ended before the first step of an "
+            "optimizer, or has not come so far"
+        )
+    return run
+
+
+def _newest() -> Path:
+    files = RUNS.rglob("rank*.jsonl")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    if newest is None:
+        raise CommandError(f"there is no record under {RUNS}/: name the folder of one")
+    return newest.parent

@@ -1,0 +1,230 @@
+"""What is to be said about the steps of a run: how it ended, skips, loss, scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from halfstep.report.numbers import (
+    at_steps,
+    count,
+    listed,
+    number,
+    percent,
+    power,
+    seconds,
+    things,
+)
+from halfstep.report.sentence import Code, Sentence, Severity, names, say
+from halfstep.report.summary import Origin, Steps, Summary
+from halfstep.report.windows import power_below
+
+ENDLESS = 5
+"""So many skipped iterations at the end are skips that do not end."""
+FEW, MANY = 0.01, 0.1
+"""Shares of skipped steps: dynamic scaling needs a few, and learning suffers from many."""
+_DEFAULT_SCALE = 65536.0
+
+
+def about_end(summary: Summary) -> Iterator[Sentence]:
+    """Say how the run ended, if it did not end well, and what the record lacks."""
+    facts = summary.facts
+    when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
+    if facts.error == "KeyboardInterrupt":
+        yield say("notice", f"The run was interrupted by hand {when}.")
+    elif facts.error is not None:
+        yield say("bad", f"The run ended {when}, with an error: ", Code(facts.error), ".")
+    elif facts.state == "no end":
+        yield say(
+            "warning",
+            f"The record has no end: the run is still going, or it was killed {when} "
+            "(out of memory, a job's time limit, kill -9).",
+        )
+    if not summary.steps.num:
+        yield say(
+            "bad",
+            "No step of an optimizer was recorded: the run ended before the first, or none was "
+            "made between the start and the end of the record.",
+        )
+    if len(facts.ranks) < facts.world_size:
+        left = f"{len(facts.ranks)} of {facts.world_size} processes have"
+        yield say("notice", f"Only {left} left a record: the others may have seen other things.")
+
+
+def about_loss(summary: Summary) -> Iterator[Sentence]:
+    """Say when the loss was not finite."""
+    loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
+    cure = (
+        " No scale changes that: look at the batch of that step and at the learning rate, and at "
+        "log(), division and sqrt() at 0 in the loss, which should run in float32."
+    )
+    if loss is not None and loss.first_non_finite is not None:
+        is_last = not math.isfinite(loss.last)
+        became = number(loss.last) if is_last else "inf or NaN"
+        had = f"{things(loss.num_non_finite, 'step')} had such a loss"
+        end = ", the last one too." if is_last else ", and it recovered."
+        yield say(
+            "bad" if is_last else "warning",
+            f"The loss became {became} at step {loss.first_non_finite}; {had}{end}{cure}",
+        )
+    elif skipped:
+        were = f"{things(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped because"
+        yield say("bad", f"{were} the loss was inf or NaN before backward().{cure}")
+
+
+def about_skips(summary: Summary) -> Iterator[Sentence]:
+    """Say how many steps were skipped, where that began, and what would help."""
+    steps = summary.steps
+    if steps.num_skipped_later:
+        yield _skipped(summary, steps)
+    if steps.skipped_at_end >= ENDLESS:
+        yield say(
+            "bad",
+            f"The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
+            "skipped, and nothing was learned in them.",
+        )
+    if summary.scale is not None and summary.scale.stuck:
+        where = at_steps(summary.scale.stuck)
+        yield say(
+            "bad",
+            "The gradients were inf or NaN at the smallest scale too, while the loss was finite "
+            f"({where}): not the scale but the backward pass. Look for sqrt(), norm() or "
+            "pow() at 0, 0/0, a NaN hidden by where(), and NaN in the parameters; ",
+            Code("torch.autograd.detect_anomaly()"),
+            " names the first op that returns NaN.",
+        )
+    if summary.steps.reasons.get("norm"):
+        yield say(
+            "notice",
+            f"{things(summary.steps.reasons['norm'], 'step')} had a norm far above the median and "
+            "were left out: look at these batches, lower the learning rate, or raise the limit, ",
+            Code("scaler.set_norm_limit(...)"),
+            ".",
+        )
+
+
+def start_up(summary: Summary) -> str:
+    """Return what there is to say about the skips at the start, without the full stop."""
+    num, scale = len(summary.steps.start_up), summary.scale
+    came_down = "" if scale is None else f" from {power(scale.first)}"
+    return (
+        f"{things(num, 'step')} at the start {'was' if num == 1 else 'were'} skipped while the "
+        f"scale came down{came_down}, which is normal"
+    )
+
+
+def _skipped(summary: Summary, steps: Steps) -> Sentence:
+    num = steps.num_skipped_later
+    later = [step for step in steps.skipped if step not in steps.start_up]
+    what = (
+        f"{count(num)} of {things(steps.num, 'step')} {'was' if num == 1 else 'were'} skipped "
+        f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
+    )
+    if steps.longest_in_a_row > 2:
+        what += f", up to {count(steps.longest_in_a_row)} in a row"
+    return say(_severity(steps), what, *_began(summary, later), ".", *_cure(summary, later))
+
+
+def _severity(steps: Steps) -> Severity:
+    share = steps.share_skipped_later
+    if share > MANY or steps.skipped_at_end >= ENDLESS:
+        return "bad"
+    return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
+
+
+def _known(summary: Summary, later: list[int]) -> list[tuple[Origin, int]]:
+    """Return the modules where these skips began, and in how many of them; most first."""
+    found = [
+        (origin, len(set(origin.steps).intersection(later)))
+        for origin in summary.origins
+        if origin.module is not None
+    ]
+    return sorted((each for each in found if each[1]), key=lambda each: -each[1])
+
+
+def _began(summary: Summary, later: list[int]) -> Iterator[str | Code]:
+    known = _known(summary, later)
+    if not known:
+        return
+    origin, num = known[0]
+    if num < len(later):
+        yield f"; {count(num)} of them began in "
+    else:
+        yield "; all began in " if num > 1 else "; it began in "
+    yield Code(str(origin.module))
+    if len(known) > 1:
+        yield ", others in "
+        yield from names(str(other.module) for other, _ in known[1:])
+
+
+def _cure(summary: Summary, later: list[int]) -> Iterator[str | Code]:
+    if not summary.steps.reasons.get("overflow"):
+        return
+    if summary.lower == "bf16":
+        yield (
+            " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
+            "the gradients, and look at the batches of these steps."
+        )
+        return
+    known = _known(summary, later)
+    if not known and _severity(summary.steps) == "notice":
+        yield " Dynamic scaling needs a few, when it tries a larger scale."
+        return
+    scale = None if summary.scale is None else summary.scale.overflowed_at
+    cures: list[tuple[str | Code, ...]] = []
+    if known:
+        cures.append((" keep that module in float32 with the rule ", _rule(known[0][0].module)))
+    if scale is not None and scale > 1:
+        below = power_below(scale)
+        first = "" if below >= _DEFAULT_SCALE else f"init_scale={below}, "
+        option = Code(f"GradScaler({first}max_scale={below})")
+        cures.append((" stay below the scales that overflow, ", option))
+    cures.append((" use bf16 where the device has it",))
+    yield " What helps:"
+    for position, cure in enumerate(cures):
+        yield "" if not position else ", or" if position == len(cures) - 1 else ","
+        yield from cure
+    yield "."
+
+
+def _rule(module: str | None) -> Code:
+    return Code(f"@{module}:fp32")
+
+
+def about_scale(summary: Summary) -> Iterator[Sentence]:
+    """Say when the scale came down to where it is of no use, or is of no use anyway."""
+    scale = summary.scale
+    if scale is None:
+        return
+    if summary.lower == "bf16" and summary.policies:
+        yield say(
+            "notice",
+            "The run is in bf16, which has the range of fp32: it needs no GradScaler. Leave it "
+            "out, or give it ",
+            Code("enabled=False"),
+            ".",
+        )
+    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just a probe
+        yield say(
+            "bad",
+            f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
+            "no gradient from underflow. Overflow at every scale is no matter of the scale: look "
+            "at where the skips began, keep that module in float32, or use bf16.",
+        )
+
+
+def about_course(summary: Summary) -> str:
+    """Return how loss and scale went, in a few words for the sentence that all is well."""
+    words = []
+    if summary.loss is not None:
+        loss = summary.loss
+        words.append(f"the loss went from {number(loss.first)} to {number(loss.last)}")
+    if summary.scale is not None:
+        scale = summary.scale
+        if scale.min == scale.max:
+            words.append(f"the scale stayed at {power(scale.last)}")
+        elif scale.first == scale.last:
+            words.append(f"the scale ended where it began, at {power(scale.last)}")
+        else:
+            words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
+    return listed(words)

@@ -1,0 +1,150 @@
+"""Limits that a run is held to, and where it goes beyond them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep.report.numbers import at_steps, count, listed, number, percent
+from halfstep.report.sentence import one_line
+from halfstep.report.summary import Layer, Summary
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run may do; a share of None is not looked at.
+
+    Attributes:
+        skipped: Largest share of steps that may be skipped after the start-up of dynamic scaling.
+        underflow: Largest share of the gradient entries of one parameter that may underflow.
+        overflow: Largest share of the entries of one output, or of the weights of one parameter,
+            that may be inf, NaN, or too large for their format.
+        allow_nan: Whether the loss may be inf or NaN.
+        allow_unfinished: Whether the run may lack its end, or have ended with an error.
+    """
+
+    skipped: float | None = None
+    underflow: float | None = None
+    overflow: float | None = None
+    allow_nan: bool = False
+    allow_unfinished: bool = False
+
+
+DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0)
+"""What is looked at if nothing is given."""
+
+
+def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
+    """Return a line for each limit that does not hold: what was seen, the limit, and where."""
+    found = (
+        *_course(summary, limits),
+        *_skipped(summary, limits.skipped),
+        *_underflow(summary, limits.underflow),
+        *_overflow(summary, limits.overflow),
+    )
+    return tuple(one_line(line) for line in found)
+
+
+def held(summary: Summary, limits: Limits) -> str:
+    """Return what was seen and the limits, for a run that keeps within them."""
+    steps = summary.steps
+    parts = [f"{count(steps.num)} steps"]
+    if limits.skipped is not None:
+        at_start = f" and {len(steps.start_up)} at the start" if steps.start_up else ""
+        parts.append(
+            f"{percent(steps.share_skipped_later)} skipped{at_start} "
+            f"(limit {percent(limits.skipped)})"
+        )
+    for limit, layers, what in (
+        (limits.underflow, _gradients(summary), "underflow"),
+        (limits.overflow, _held_tensors(summary), "overflow"),
+    ):
+        if limit is not None:
+            share = max(share for share, _ in layers)
+            parts.append(f"at most {percent(share)} {what} (limit {percent(limit)})")
+    return ", ".join(parts)
+
+
+def _course(summary: Summary, limits: Limits) -> Iterator[str]:
+    facts, loss, num = summary.facts, summary.loss, count(summary.steps.num)
+    if not limits.allow_unfinished:
+        if facts.error is not None:
+            yield f"the run ended after {num} steps, with an error: {facts.error}"
+        elif facts.state == "no end":
+            yield (
+                f"the record has no end after {num} steps: the run was "
+                "killed, or it is still going (--allow-unfinished)"
+            )
+    if not limits.allow_nan and loss is not None and loss.first_non_finite is not None:
+        yield (
+            f"the loss was inf or NaN in {count(loss.num_non_finite)} steps, first in step "
+            f"{loss.first_non_finite}, last {number(loss.last)} (--allow-nan)"
+        )
+    for note in summary.notes:
+        if "ranks disagree" in note.text:
+            yield note.text
+
+
+def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
+    steps = summary.steps
+    share = steps.share_skipped_later
+    if limit is None or share <= limit:
+        return
+    later = [step for step in steps.skipped if step not in steps.start_up]
+    modules = [origin.module for origin in summary.origins if set(origin.steps) & set(later)]
+    known = [module for module in modules if module is not None]
+    began = f", which began in {listed(known[:3])}" if known else ""
+    yield (
+        f"skipped: {percent(share)} of the steps, the limit is {percent(limit)}: "
+        f"{count(steps.num_skipped_later)} of {count(steps.num)}, {at_steps(later)}{began}"
+    )
+
+
+def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:
+    layers = _gradients(summary)
+    yield from _sampled("underflow", "gradients", layers, limit)
+    for share, layer in layers:
+        if limit is not None and share > limit:
+            yield (
+                f"underflow: {percent(share)} of the gradient of {layer.name} in {layer.format}, "
+                f"the limit is {percent(limit)}: at worst {percent(layer.share_lost_worst)}, in "
+                f"step {layer.share_lost_step}"
+            )
+
+
+def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
+    layers = _held_tensors(summary)
+    yield from _sampled("overflow", "outputs and weights", layers, limit)
+    for share, layer in layers:
+        if limit is not None and share > limit:
+            whose = "output" if layer.kind == "output" else "weight"
+            yield (
+                f"overflow: {percent(share)} of the {whose} {layer.name} is inf, NaN or too large "
+                f"for {layer.format}, the limit is {percent(limit)}: {count(layer.inf)} inf, "
+                f"{count(layer.nan)} NaN in {count(layer.num_samples)} samples"
+            )
+
+
+def _sampled(
+    what: str, kind: str, layers: list[tuple[float, Layer]], limit: float | None
+) -> Iterator[str]:
+    if limit is not None and not layers:
+        yield (
+            f"{what}: no {kind} were sampled, so the limit of {percent(limit)} cannot be checked: "
+            "record with model=, or name other limits only"
+        )
+
+
+def _gradients(summary: Summary) -> list[tuple[float, Layer]]:
+    return [(layer.share_lost, layer) for layer in summary.of_kind("parameter_gradient")]
+
+
+def _held_tensors(summary: Summary) -> list[tuple[float, Layer]]:
+    layers = (*summary.of_kind("output"), *summary.of_kind("parameter"))
+    return [((x.inf + x.nan + _too_large(x)) / max(x.measured, 1), x) for x in layers]
+
+
+def _too_large(layer: Layer) -> int:
+    """Weights are cast to the lower precision; an output in float32 stays what it is."""
+    is_wide = layer.kind == "output" and not {"float32", "float64"}.isdisjoint(layer.dtypes)
+    return 0 if is_wide else layer.overflow.get(layer.format, 0)

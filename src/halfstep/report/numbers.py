@@ -1,0 +1,118 @@
+"""How numbers are written in a report, in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+NONE = "-"
+"""Stands where there is no number."""
+_LARGEST_PLAIN = 2.0**20
+_SMALLEST_PLAIN = 2.0**-7
+_DIGITS_OF_POWERS = 5
+"""All that a power of two has down to there."""
+
+
+def count(value: int) -> str:
+    """Return a whole number: ``12,345``."""
+    return f"{value:,}"
+
+
+def number(value: float | None) -> str:
+    """Return a number with four digits: ``2.543``, ``1.2e-07``, ``NaN``, ``-`` for None."""
+    if value is None:
+        return NONE
+    if math.isnan(value):
+        return "NaN"
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """Return a share so that what is not none or all never reads as none or all.
+
+    Example:
+        >>> percent(0.00004), percent(0.1234), percent(0.9997), percent(0.0)
+        ('0.004 %', '12 %', '99.97 %', '0 %')
+    """
+    value = 100 * share
+    if not math.isfinite(value):
+        return number(value)
+    if value in (0.0, 100.0):
+        return f"{value:.0f} %"
+    if 0 < value < 10:
+        return f"{float(f'{value:.2g}'):.2g} %"
+    if 99 <= value < 100:
+        return f"{value:.{-math.floor(math.log10(100 - value))}f} %"
+    return f"{value:.0f} %"
+
+
+def power(scale: float | None) -> str:
+    """Return a scale: ``65536``, ``0.25``, ``2^29`` for a large or small power of two."""
+    if scale is None or not math.isfinite(scale) or scale <= 0:
+        return number(scale)
+    mantissa, exponent = math.frexp(scale)
+    is_power = mantissa == 0.5
+    if is_power and not _SMALLEST_PLAIN <= scale <= _LARGEST_PLAIN:
+        return f"2^{exponent - 1}"
+    if float(scale).is_integer() and scale <= _LARGEST_PLAIN:
+        return f"{scale:.0f}"
+    return f"{scale:.{_DIGITS_OF_POWERS if is_power else 4}g}"
+
+
+def bits(value: float | None) -> str:
+    """Return a headroom: ``3.2 bits``."""
+    return NONE if value is None else f"{value:.1f} bits"
+
+
+def seconds(value: float | None) -> str:
+    """Return a time: ``12 ms``, ``61.2 s``, ``3 min 5 s``, ``2 h 5 min``."""
+    if value is None:
+        return NONE
+    if value < 0.9995:
+        return f"{1000 * value:.3g} ms"
+    if value < 120:
+        return f"{value:.3g} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def things(value: int, noun: str) -> str:
+    """Return a number of things: ``1 step``, ``2 steps``."""
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence: ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def step_list(steps: Iterable[int], most: int = 6) -> str:
+    """Return the numbers of steps, those in a row together: ``1, 5 to 9 and 3 more``.
+
+    Args:
+        steps: In order.
+        most: After so many parts the others are only counted.
+    """
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1].append(step)
+        else:
+            spans.append([step])
+    words = [_span(span) for span in spans[:most]]
+    left = sum(map(len, spans[most:]))
+    return listed([*words, f"{left} more"] if left else words)
+
+
+def at_steps(steps: Iterable[int]) -> str:
+    """Return the numbers of steps after the word: ``step 3``, ``steps 3 to 7``."""
+    numbers = tuple(steps)
+    return f"step{'' if len(numbers) == 1 else 's'} {step_list(numbers)}"
+
+
+def _span(steps: list[int]) -> str:
+    if len(steps) < 3:
+        return ", ".join(map(str, steps))
+    return f"{steps[0]} to {steps[-1]}"

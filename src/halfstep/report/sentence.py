@@ -1,0 +1,84 @@
+"""A sentence as a value: how bad it is, and its text with names marked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Severity: TypeAlias = Literal["good", "notice", "warning", "bad"]
+SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "notice", "good")
+"""The worst first."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A name, or a piece of code, inside a sentence; it may come from outside: escape it.
+
+    Attributes:
+        text: As it is.
+    """
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One thing to know.
+
+    Attributes:
+        severity: How bad it is.
+        parts: Plain text and names in order; both may come from outside.
+    """
+
+    severity: Severity
+    parts: tuple[str | Code, ...]
+
+    @property
+    def text(self) -> str:
+        """The sentence in one line, names in backticks."""
+        return one_line("".join(f"`{p.text}`" if isinstance(p, Code) else p for p in self.parts))
+
+    @property
+    def markdown(self) -> str:
+        """The sentence as Markdown in which nothing from outside is markup."""
+        return "".join(
+            code(part.text) if isinstance(part, Code) else plain(part) for part in self.parts
+        )
+
+
+def say(severity: Severity, *parts: str | Code) -> Sentence:
+    """Return a sentence of parts."""
+    return Sentence(severity, parts)
+
+
+def names(of: Iterable[str], most: int = 3) -> Iterator[str | Code]:
+    """Yield names as the parts of a list, ``a, b and 3 more``."""
+    all_of_them = list(of)
+    shown, left = all_of_them[:most], len(all_of_them) - most
+    for position, name in enumerate(shown):
+        if position:
+            yield " and " if position == len(shown) - 1 and left <= 0 else ", "
+        yield Code(name)
+    if left > 0:
+        yield f" and {left} more"
+
+
+def code(text: str) -> str:
+    """Return text as Markdown code, also fit for a table."""
+    text = one_line(text).replace("|", "\\|")
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    space = " " if longest else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def plain(text: str) -> str:
+    """Return text as Markdown that shows it as it is."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text))
+
+
+def one_line(text: str) -> str:
+    """Return text without line ends and what a terminal would obey or could not show."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+", " ", text)

@@ -1,0 +1,242 @@
+"""From a recorded run to its summary: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from statistics import fmean, median
+from typing import NamedTuple
+
+from halfstep.recording.run import Note, Run, Step
+from halfstep.report.layers import gradients_of, layer_of, lower_of, seen_by_layer
+from halfstep.report.summary import (
+    Curve,
+    Facts,
+    ModelFacts,
+    Origin,
+    PolicyInForce,
+    Scale,
+    State,
+    StatedNote,
+    Steps,
+    Summary,
+)
+
+SETTLED = 10
+"""So many steps in a row that are taken end the start-up of dynamic scaling."""
+RECENT = 20
+"""The recent loss is the mean of this many steps."""
+_OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # as halfstep.scaling.Reason has them
+_NUM_PARAMETERS = 20
+
+
+def summarize(run: Run) -> Summary:
+    """Return all numbers of a run."""
+    policies = _policies(run)
+    lower = lower_of(policies[-1].dtype) if policies else "fp16"
+    overflows = {
+        step.step: step.scale
+        for step in run.skipped
+        if step.reason == _OVERFLOW and step.scale is not None
+    }
+    found = seen_by_layer(run.samples, overflows, lower, is_in_force=bool(policies))
+    layers = tuple(layer_of(*key, seen) for key, seen in found.items())
+    iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
+    return Summary(
+        path=str(run.path),
+        facts=_facts(run),
+        models=tuple(
+            ModelFacts(str(each["name"]), each["parameters"], len(each["modules"]))
+            for each in run.models
+        ),
+        policies=policies,
+        lower=lower,
+        has_scaler=any(step.scale is not None for step in run.steps),
+        steps=_steps(run, iterations),
+        scale=_scale(run.steps, min(overflows.values(), default=None)),
+        loss=_curve({s.step: s.loss for s in run.steps if s.loss is not None}),
+        norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
+        origins=_origins(run),
+        sampled=tuple(sample.step for sample in run.samples),
+        layers=layers,
+        gradients=gradients_of(found, layers, overflows),
+        notes=_notes(run),
+    )
+
+
+def _facts(run: Run) -> Facts:
+    header: Mapping[str, object] = run.header
+    text = {
+        key: str(header.get(key, "unknown"))
+        for key in ("halfstep", "torch", "python", "device", "machine", "started")
+    }
+    times = [step.time for step in run.steps]
+    state: State = "no end" if not run.has_ended else "ended" if run.error is None else "failed"
+    return Facts(
+        **text,
+        cores=run.header.get("cores"),
+        command=tuple(map(str, run.header.get("command", ()))),
+        duration=max(times, default=0.0),
+        seconds_per_step=_median_distance(run.steps),
+        every=run.header.get("every"),
+        world_size=run.header.get("world_size", len(run.ranks)),
+        ranks=run.ranks,
+        num_segments=run.num_segments,
+        state="failed" if run.error is not None else state,
+        error=run.error,
+    )
+
+
+def _median_distance(steps: Iterable[Step]) -> float | None:
+    times = {step.step: step.time for step in steps}
+    distances = [after - before for before, after in pairwise(times.values())]
+    return median(distances) if distances else None
+
+
+def _policies(run: Run) -> tuple[PolicyInForce, ...]:
+    """Return the policies in order; a run that was started again states the same one again."""
+    found: list[PolicyInForce] = []
+    for event in run.policies:
+        policy = PolicyInForce(event["step"], event["device"], event["dtype"], event["text"])
+        if not found or (policy.device, policy.dtype, policy.text) != (
+            found[-1].device,
+            found[-1].dtype,
+            found[-1].text,
+        ):
+            found.append(policy)
+    return tuple(found)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
+    skipped = [not all(step.taken for step in each) for each in iterations]
+    numbers = [each[0].step for each in iterations]
+    start_up = _start_up(iterations)
+    later = [
+        is_skipped and n not in start_up for is_skipped, n in zip(skipped, numbers, strict=True)
+    ]
+    num, num_skipped = len(run.steps), len(run.skipped)
+    num_later = sum(step.step not in start_up for step in run.skipped)
+    return Steps(
+        num=num,
+        num_taken=num - num_skipped,
+        num_skipped=num_skipped,
+        share_skipped=num_skipped / num if num else 0.0,
+        reasons=dict(Counter(str(step.reason) for step in run.skipped).most_common()),
+        skipped=tuple(n for n, is_skipped in zip(numbers, skipped, strict=True) if is_skipped),
+        start_up=start_up,
+        num_skipped_later=num_later,
+        share_skipped_later=num_later / num if num else 0.0,
+        longest_in_a_row=max(_lengths(later), default=0),
+        skipped_at_end=_lengths(skipped)[-1] if skipped and skipped[-1] else 0,
+    )
+
+
+def _lengths(flags: Iterable[bool]) -> list[int]:
+    """Return how many are true in a row, each time."""
+    return [len(list(alike)) for flag, alike in groupby(flags) if flag]
+
+
+def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
+    """Return the first iterations that overflow, as long as the scale comes down to a new low.
+
+    The search ends with the first ten iterations in a row that are taken. If the skips do not end,
+    they are no start-up.
+    """
+    found: list[int] = []
+    lowest, taken_in_a_row = math.inf, 0
+    for iteration in iterations:
+        skipped = [step for step in iteration if not step.taken]
+        if not skipped:
+            taken_in_a_row += 1
+            if taken_in_a_row == SETTLED:
+                break
+            continue
+        scale = skipped[0].scale
+        if any(s.reason != _OVERFLOW for s in skipped) or scale is None or scale > lowest:
+            break
+        lowest, taken_in_a_row = scale, 0
+        found.append(iteration[0].step)
+    return tuple(found) if taken_in_a_row else ()
+
+
+def _scale(steps: Iterable[Step], overflowed_at: float | None) -> Scale | None:
+    scaled = [(step, step.scale) for step in steps if step.scale is not None]
+    if not scaled:
+        return None
+    last_step, before_last = scaled[-1]
+    last = before_last if last_step.scale_after is None else last_step.scale_after
+    # Each optimizer may have a scaler of its own.
+    by_optimizer: dict[str, dict[int, _Used]] = {}
+    for step, scale in scaled:
+        by_optimizer.setdefault(step.optimizer, {})[step.step] = _Used(scale, step.taken)
+    kept = [x for used in by_optimizer.values() for x in _without_probes([*used.values()])]
+    seen = [scale for _, scale in scaled]
+    return Scale(
+        first=seen[0],
+        last=last,
+        before_last=before_last,
+        min=min(*kept, last),
+        max=max(*seen, last),
+        overflowed_at=overflowed_at,
+        stuck=tuple(dict.fromkeys(step.step for step, _ in scaled if step.reason == _STUCK)),
+    )
+
+
+class _Used(NamedTuple):
+    """A scale that one iteration was made at."""
+
+    scale: float
+    taken: bool
+
+
+def _without_probes(used: Sequence[_Used]) -> Iterator[float]:
+    """Yield the scales but those that came down after a skip, for one iteration only."""
+    for index, (scale, _) in enumerate(used):
+        before, after = used[max(index - 1, 0)], used[min(index + 1, len(used) - 1)]
+        if before.taken or not before.scale > scale < after.scale:
+            yield scale
+
+
+def _curve(values: Mapping[int, float]) -> Curve | None:
+    if not values:
+        return None
+    all_of_them = list(values.values())
+    finite = [x for x in all_of_them if math.isfinite(x)]
+    recent = [x for x in all_of_them[-RECENT:] if math.isfinite(x)]
+    bad = [step for step, x in values.items() if not math.isfinite(x)]
+    return Curve(
+        first=all_of_them[0],
+        last=all_of_them[-1],
+        recent=fmean(recent) if recent else None,
+        min=min(finite, default=None),
+        max=max(finite, default=None),
+        first_non_finite=bad[0] if bad else None,
+        num_non_finite=len(bad),
+    )
+
+
+# --- where skips began, notes ---------------------------------------------------------------------
+
+
+def _origins(run: Run) -> tuple[Origin, ...]:
+    steps: dict[str | None, dict[int, None]] = {}
+    parameters: dict[str | None, dict[str, None]] = {}
+    for each in run.culprits:
+        steps.setdefault(each.began_in, {})[each.step] = None
+        parameters.setdefault(each.began_in, {}).update(dict.fromkeys(each.parameters))
+    found = (
+        Origin(module, len(numbers), tuple(numbers), tuple(parameters[module])[:_NUM_PARAMETERS])
+        for module, numbers in steps.items()
+    )
+    return tuple(sorted(found, key=lambda origin: -origin.num))
+
+
+def _notes(run: Run) -> tuple[StatedNote, ...]:
+    of_models = (Note(each["step"], str(each["note"])) for each in run.models if each.get("note"))
+    notes = (StatedNote(note.step, note.text) for note in (*of_models, *run.notes))
+    return tuple({note.text: note for note in reversed(tuple(notes))}.values())[::-1]

@@ -1,0 +1,190 @@
+(() => {
+"use strict";
+const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+const island = id => { const e = document.getElementById(id); return e && JSON.parse(e.textContent); };
+const box = element => element.getBoundingClientRect();
+const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+/* the tooltip */
+const make = (parent, name) => {
+  const element = document.createElement("div");
+  element.className = name;
+  element.hidden = true;
+  parent.append(element);
+  return element;
+};
+const put = (element, sizes) => {
+  for (const [side, pixels] of Object.entries(sizes)) element.style[side] = pixels + "px";
+  element.hidden = false;
+};
+const tip = make(document.body, "tip");
+tip.setAttribute("role", "status");
+const show = (title, text, x, y) => {
+  const head = document.createElement("b");
+  head.textContent = title;
+  tip.replaceChildren(head, "\n" + text);
+  put(tip, {});
+  const { width, height } = box(tip);
+  const beside = (at, size, room) => clamp(at + 16 + size > room ? at - 16 - size : at + 16, 4, room);
+  put(tip, { left: Math.min(beside(x, width, innerWidth), innerWidth - width - 4), top: beside(y, height, innerHeight) });
+};
+const text = value => typeof value === "string" ? value.replace("nan", "NaN")
+  : value > 2 ** 20 && Number.isInteger(Math.log2(value)) ? "2^" + Math.log2(value)
+  : String(Number.isInteger(value) ? value : +value.toPrecision(4));
+
+const count = value => value.toLocaleString("en");
+
+/* Lets pointer and arrow keys move a place; `at` shows it, `from` gives the place of an event. */
+const explore = (element, { from, at, hide, keys }) => {
+  let place = null;
+  const go = next => { place = next; if (next) at(next); };
+  const leave = () => { tip.hidden = true; place = null; hide(); };
+  element.addEventListener("pointermove", event => { const next = from(event); next ? go(next) : leave(); });
+  element.addEventListener("pointerleave", leave);
+  element.addEventListener("blur", leave);
+  element.addEventListener("keydown", event => {
+    if (event.key === "Escape") return leave();
+    const next = keys(event.key, place, event.shiftKey ? 10 : 1);
+    if (next) { event.preventDefault(); go(next); }
+  });
+};
+
+/* native tooltips would lie over ours */
+const takeTitles = (selector, root) => all(selector, root).map(title => {
+  title.remove();
+  return title.textContent;
+});
+
+const curveData = island("curve-data");
+for (const element of all(".curves")) {
+  const plots = all(".plot", element);
+  const { first, last, tracks } = curveData;
+  const steps = [...new Set(tracks.flatMap(track => track.step))].sort((a, b) => a - b);
+  const cross = make(element, "cross");
+  const nearest = step => {
+    let low = 0, high = steps.length - 1;
+    while (high - low > 1) { const mid = (low + high) >> 1; steps[mid] < step ? low = mid : high = mid; }
+    return step - steps[low] <= steps[high] - step ? low : high;
+  };
+  const describe = (track, step) => {
+    const i = track.step.indexOf(step);
+    if (i < 0) return [];
+    const lines = ["loss", "scale", "norm"].filter(key => track[key][i] !== null)
+      .map(key => (key === "norm" ? "gradient norm " : key + " ") + text(track[key][i]));
+    if (track.reason[i]) lines.push("skipped: " + track.reason[i]);
+    return track.name ? [track.name + ": " + lines.join(", ")] : lines;
+  };
+  takeTitles(".odd title, .mark title", element);
+  explore(element, {
+    from: event => {
+      const { left, right, width } = box(plots[0]), x = event.clientX;
+      if (x < left - 8 || x > right + 8) return null;
+      return { index: nearest(first + clamp((x - left) / width, 0, 1) * (last - first)), y: event.clientY };
+    },
+    at: ({ index, y }) => {
+      const step = steps[index], outer = box(element), { left, top, width } = box(plots[0]);
+      const x = left + width * (step - first) / (last - first);
+      put(cross, { left: x - outer.left, top: top - outer.top, height: box(plots.at(-1)).bottom - top });
+      show("step " + count(step), tracks.flatMap(track => describe(track, step)).join("\n"), x, y ?? top);
+    },
+    hide: () => { cross.hidden = true; },
+    keys: (key, place, by) => {
+      const now = place ? place.index : -1;
+      const to = { ArrowRight: now + by, ArrowLeft: now < 0 ? steps.length - 1 : now - by, Home: 0, End: steps.length - 1 }[key];
+      return to === undefined ? null : { index: clamp(to, 0, steps.length - 1) };
+    },
+  });
+}
+
+/* heat maps: the values are read from the pixels */
+const heatData = island("heat-data");
+const pixels = image => {
+  if (!image.data) {
+    const canvas = document.createElement("canvas");
+    [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+    const context = canvas.getContext("2d", { willReadFrequently: true });
+    context.drawImage(image, 0, 0);
+    image.data = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  }
+  return image.data;
+};
+const valueAt = (image, map, column, row) => {
+  const data = pixels(image), i = 4 * (row * image.naturalWidth + column);
+  if (!data[i + 3]) return "no value";
+  const level = map.colours.indexOf((data[i] << 16 | data[i + 1] << 8 | data[i + 2]).toString(16).padStart(6, "0"));
+  return level < 0 ? "NaN or inf" : map.labels[level];
+};
+for (const element of all(".heat")) {
+  const images = all("img", element), names = takeTitles(".rows title", element), { columns, maps } = heatData;
+  const height = +element.dataset.row;
+  const cells = images.map(() => make(element, "cell"));
+  explore(element, {
+    from: event => {
+      for (const [map, image] of images.entries()) {
+        const { left, top, width } = box(image), { clientX: x, clientY: y } = event;
+        const column = Math.floor((x - left) / width * columns.length), row = Math.floor((y - top) / height);
+        if (columns[column] && names[row] !== undefined) return { map, column, row, x, y };
+      }
+      return null;
+    },
+    at: ({ map, column, row, x, y }) => {
+      const outer = box(element);
+      const corners = images.map((image, i) => {
+        const inner = box(image), width = inner.width / columns.length;
+        const left = inner.left + column * width, top = inner.top + row * height;
+        put(cells[i], { left: left - outer.left - 1, top: top - outer.top - 1, width: Math.max(4, width + 2), height: height + 2 });
+        return [left + width, top + height];
+      });
+      const [from, to] = columns[column], [name, ...worst] = names[row].split("\n");
+      const lines = [from === to ? "step " + count(from) : "steps " + count(from) + " to " + count(to),
+        ...images.map((image, i) => maps[i].title + ": " + valueAt(image, maps[i], column, row))];
+      if (worst.length) lines.push("", "whole run: " + worst.join("; "));
+      show(name, lines.join("\n"), x ?? corners[map][0], y ?? corners[map][1]);
+    },
+    hide: () => { for (const cell of cells) cell.hidden = true; },
+    keys: (key, place, by) => {
+      const move = { ArrowRight: [by, 0], ArrowLeft: [-by, 0], ArrowDown: [0, by], ArrowUp: [0, -by], Home: [-1e9, 0], End: [1e9, 0] }[key];
+      if (!move) return null;
+      const { map, column, row } = place || { map: 0, column: -move[0], row: -move[1] };
+      return { map, column: clamp(column + move[0], 0, columns.length - 1), row: clamp(row + move[1], 0, names.length - 1) };
+    },
+  });
+}
+
+/* tables: sorting by click and key, and a filter by name */
+const key = cell => {
+  const [said, unit] = cell.textContent.trim().replace(/[<,]/g, "").split(" ");
+  const number = Number(said.replace("inf", "Infinity"));
+  return said === "" || Number.isNaN(number) ? null : number * ({ ms: 1e-3, min: 60, h: 3600 }[unit] ?? 1);
+};
+const compare = (a, b, isText) => isText ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+for (const head of all("tr.sort")) {
+  const body = head.closest("table").tBodies[0], cells = [...head.cells];
+  for (const [column, cell] of cells.entries()) {
+    if ("nosort" in cell.dataset) continue;
+    const button = document.createElement("button"), isText = cell.matches(".t, .name");
+    button.type = "button";
+    button.append(...cell.childNodes);
+    if (cell.hasAttribute("aria-label")) button.setAttribute("aria-label", cell.getAttribute("aria-label"));
+    cell.append(button);
+    cell.setAttribute("aria-sort", "none");
+    button.addEventListener("click", () => {
+      const now = cell.getAttribute("aria-sort");
+      const isDown = now === "none" ? !isText : now === "ascending";
+      for (const other of cells) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
+      cell.setAttribute("aria-sort", isDown ? "descending" : "ascending");
+      const rows = [...body.rows].map(row => [isText ? row.cells[column].textContent : key(row.cells[column]), row]);
+      rows.sort(([a], [b]) => (a === null) - (b === null) || a !== null && compare(a, b, isText) * (isDown ? -1 : 1));
+      body.append(...rows.map(([, row]) => row));
+    });
+  }
+}
+const search = document.querySelector("#only input[type=search]");
+if (search) {
+  search.hidden = false;
+  search.addEventListener("input", () => {
+    for (const row of document.querySelector(".layers").tBodies[0].rows)
+      row.hidden = !row.cells[0].textContent.toLowerCase().includes(search.value.toLowerCase());
+  });
+}
+})();

@@ -1,0 +1,162 @@
+"""``halfstep check``: limits, exit codes, and a line for each that does not hold."""
+
+import pytest
+from tests.report import records
+from tests.report.records import counted, sample, tensor
+
+from halfstep.cli import main
+
+
+def check(capsys, *argv):
+    code = main(["check", *map(str, argv)])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return code, captured.out.splitlines()
+
+
+def test_a_good_run_is_one_line(tmp_path, capsys):
+    code, lines = check(capsys, records.healthy(tmp_path))
+    assert code == 0
+    assert lines == [
+        f"{tmp_path}: good: 60 steps, 0 % skipped (limit 1 %), at most 0 % underflow (limit 5 %), "
+        "at most 0 % overflow (limit 0 %)"
+    ]
+
+
+def test_a_line_for_each_limit_with_what_was_seen_and_where(tmp_path, capsys):
+    code, lines = check(
+        capsys, records.with_skips(tmp_path), "--max-skipped", "1%", "--max-underflow", "5%"
+    )
+    assert code == 1
+    assert lines == [
+        f"{tmp_path}: skipped: 3 % of the steps, the limit is 1 %: 3 of 100, steps 41, 42 and 80, "
+        "which began in blocks.1.attn",
+        f"{tmp_path}: underflow: 12 % of the gradient of head.weight in fp16, the limit is 5 %: at "
+        "worst 12 %, in step 10",
+    ]
+
+
+def test_gradients_that_never_were_in_fp16_underflow_nowhere(tmp_path, capsys):
+    rows = [tensor("parameter_gradient", "norm.weight", records.norm_like())]
+    rest = [records.step(1), sample(1, rows), records.end(1.0, 1)]
+    limit = ("--max-underflow", "0%")
+    in_fp16 = records.write(tmp_path / "a", [records.header(), records.policy(), *rest])
+    assert check(capsys, in_fp16, *limit)[0] == 0
+    in_fp32 = records.write(tmp_path / "b", [records.header(), *rest])
+    assert check(capsys, in_fp32, *limit)[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [
+        (["--max-skipped", "3%"], 0),
+        (["--max-skipped", "0.03"], 0),
+        (["--max-skipped", "2.9%"], 1),
+        (["--max-skipped", "0"], 1),
+        (["--max-underflow", "12%"], 0),
+        (["--max-underflow", "0.119"], 1),
+        (["--max-skipped", "100%", "--max-underflow", "11 %"], 1),
+        (["--max-overflow", "0%"], 0),
+        ([], 1),
+    ],
+)
+def test_only_what_was_asked_for_is_checked(tmp_path, capsys, limits, code):
+    assert check(capsys, records.with_skips(tmp_path), *limits)[0] == code
+
+
+def test_the_start_up_is_not_counted(tmp_path, capsys):
+    events = [records.header(), records.skip(1, 8.0), *map(records.step, range(2, 21))]
+    records.write(tmp_path, [*events, records.end(1.0, 20)])
+    code, (line,) = check(capsys, tmp_path, "--max-skipped", "0%")
+    assert code == 0
+    assert "0 % skipped and 1 at the start (limit 0 %)" in line
+
+
+def test_outputs_and_weights_that_overflow(tmp_path, capsys):
+    rows = [
+        tensor("output", "head", counted({0: 97}, inf=1, nan=2), "float16"),
+        tensor("parameter", "big.weight", counted({20: 1, 0: 9})),
+        tensor("output", "wide", counted({0: 9}, inf=1), "float16"),
+    ]
+    events = [records.header(), records.step(1), sample(1, rows), records.end(1.0, 1)]
+    records.write(tmp_path, events)
+    code, lines = check(capsys, tmp_path, "--max-overflow", "9%")
+    assert code == 1
+    assert [line.removeprefix(f"{tmp_path}: overflow: ") for line in lines] == [
+        "10 % of the output wide is inf, NaN or too large for fp16, the limit is 9 %: 1 inf, 0 NaN "
+        "in 1 samples",
+        "10 % of the weight big.weight is inf, NaN or too large for fp16, the limit is 9 %: 0 inf, "
+        "0 NaN in 1 samples",
+    ]
+    assert len(check(capsys, tmp_path, "--max-overflow", "1%")[1]) == 3
+
+
+def test_an_output_in_float32_may_be_larger_than_fp16(tmp_path, capsys):
+    rows = [tensor("output", "loss", counted({20: 1}), "float32")]
+    events = [records.header(), records.step(1), sample(1, rows), records.end(1.0, 1)]
+    assert check(capsys, records.write(tmp_path, events), "--max-overflow", "0")[0] == 0
+
+
+def test_a_run_that_failed_fails_whatever_the_limits(tmp_path, capsys):
+    folder = records.failed(tmp_path)
+    code, (error, loss) = check(capsys, folder, "--max-skipped", "100%")
+    assert code == 1
+    assert "the run ended after 9 steps, with an error: ValueError: the loss is NaN" in error
+    assert "the loss was inf or NaN in 3 steps, first in step 7, last NaN" in loss
+    _, (line,) = check(capsys, folder, "--max-skipped", "100%", "--allow-unfinished")
+    assert "the loss was" in line
+    allowed = ["--allow-unfinished", "--allow-nan"]
+    assert check(capsys, folder, "--max-skipped", "100%", *allowed)[0] == 0
+
+
+def test_a_run_without_an_end_fails_unless_it_may_be_unfinished(tmp_path, capsys):
+    folder = records.killed(tmp_path)
+    code, (line,) = check(capsys, folder, "--max-skipped", "1%")
+    assert code == 1
+    assert "the record has no end after 5 steps" in line
+    assert check(capsys, folder, "--max-skipped", "1%", "--allow-unfinished")[0] == 0
+
+
+def test_ranks_that_disagree_fail(tmp_path, capsys):
+    code, (line,) = check(capsys, records.several_ranks(tmp_path))
+    assert code == 1
+    assert "ranks disagree from step 20 on" in line
+
+
+def test_what_was_not_sampled_cannot_be_held_to_a_limit(tmp_path, capsys):
+    events = [records.header(), records.step(1), records.end(1.0, 1)]
+    records.write(tmp_path, events)
+    code, (line,) = check(capsys, tmp_path, "--max-underflow", "5%")
+    assert code == 1
+    assert "no gradients were sampled, so the limit of 5 % cannot be checked" in line
+    assert check(capsys, tmp_path, "--max-skipped", "5%")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        ("5", "'5' is not between 0% and 100%: write 5% or 0.05"),
+        ("-1%", "'-1%' is not between 0% and 100%"),
+        ("101%", "'101%' is not between 0% and 100%"),
+        ("nan", "'nan' is not between 0% and 100%"),
+        ("few", "'few' is no share: write 1% or 0.01"),
+        ("%", "'%' is no share: write 1% or 0.01"),
+    ],
+)
+def test_what_is_no_share_is_refused(tmp_path, capsys, share, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["check", str(tmp_path), f"--max-skipped={share}"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_limits_in_the_help_are_those_of_no_limits(capsys):
+    from halfstep.report.checking import DEFAULTS
+    from halfstep.report.numbers import percent
+
+    with pytest.raises(SystemExit):
+        main(["check", "--help"])
+    shares = (DEFAULTS.skipped, DEFAULTS.underflow, DEFAULTS.overflow)
+    names = ("skipped", "underflow", "overflow")
+    limits = (f"--max-{n} {percent(s)}" for n, s in zip(names, shares, strict=True))
+    assert " ".join(limits).replace(" %", "%") in capsys.readouterr().out

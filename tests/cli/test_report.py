@@ -1,0 +1,209 @@
+"""``halfstep report``: the page, the sentences, JSON, Markdown, two runs, bad input."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.report import records
+
+from halfstep.cli import main
+from halfstep.recording.lines import file_of
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def report(capsys, *argv):
+    code = main(["report", *map(str, argv)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_it_writes_the_page_and_prints_sentences_and_its_path(tmp_path, capsys):
+    code, out, err = report(capsys, records.with_skips(tmp_path / "a"))
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("warning: 3 of 100 steps were skipped (3 %")
+    assert lines[-1] == str(tmp_path / "a" / "report.html")
+    assert "<html" in (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_goes_where_it_is_told(tmp_path, capsys):
+    folder = records.healthy(tmp_path / "a")
+    code, out, _ = report(capsys, folder, "-o", "page.html")
+    assert (code, out.splitlines()[-1]) == (0, "page.html")
+    assert (tmp_path / "page.html").is_file()
+    assert not (folder / "report.html").exists()
+
+
+def test_json_is_all_that_is_printed(tmp_path, capsys):
+    folder = records.failed(tmp_path / "a")
+    code, out, err = report(capsys, folder, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["steps"]["skipped"] == [7, 8, 9]
+    assert "NaN," not in out
+    assert not (folder / "report.html").exists()
+
+
+def test_markdown_for_a_log(tmp_path, capsys):
+    folder = records.with_skips(tmp_path / "a")
+    code, out, err = report(capsys, folder, "--md")
+    assert (code, err) == (0, "")
+    assert out.startswith("## halfstep report: ")
+    assert "- **warning**: 3 of 100 steps" in out
+    assert not (folder / "report.html").exists()
+
+
+def test_two_runs_side_by_side(tmp_path, capsys):
+    first, second = records.with_skips(tmp_path / "a"), records.healthy(tmp_path / "b")
+    code, out, _ = report(capsys, first, "--against", second)
+    assert code == 0
+    assert ["skipped", "steps", "5", "0", "+5"] in [line.split() for line in out.splitlines()]
+    assert out.splitlines()[-1] == str(first / "comparison.html")
+    assert "<html" in (first / "comparison.html").read_text(encoding="utf-8")
+    _, out, _ = report(capsys, first, "--against", second, "--md")
+    assert "| skipped steps | 5 | 0 | +5 |" in out
+    _, out, _ = report(capsys, first, "--against", second, "--json")
+    assert json.loads(out)["second"]["steps"]["num"] == 60
+
+
+def test_the_newest_record_is_taken_and_said(tmp_path, capsys):
+    for name, time in (("runs/old", 1000), ("runs/sub/new", 3000), ("runs/middle", 2000)):
+        folder = records.healthy(tmp_path / name)
+        os.utime(file_of(folder, 0), (time, time))
+    code, out, err = report(capsys, "--json")
+    assert code == 0
+    assert json.loads(out)["path"] == "runs/sub/new"
+    assert err == "runs/sub/new: the newest record under runs/\n"
+
+
+def test_a_record_that_is_being_written_is_told(tmp_path, capsys):
+    code, out, _ = report(capsys, records.killed(tmp_path / "a"))
+    assert code == 0
+    assert "still going, or it was killed" in out
+
+
+def test_one_of_the_files_of_a_record_will_do(tmp_path, capsys):
+    folder = records.healthy(tmp_path / "a")
+    assert report(capsys, file_of(folder, 0), "--json")[0] == 0
+
+
+@pytest.mark.parametrize("form", [[], ["--md"], ["--json"]])
+def test_hostile_names_reach_no_terminal(tmp_path, capsys, form):
+    events = [records.header(), records.skip(1), records.culprits(1, "\x1b[2J\nhalfstep: good")]
+    records.write(tmp_path / "a", events)
+    code, out, _ = report(capsys, tmp_path / "a", *form)
+    assert code == 0
+    assert "\x1b" not in out
+    assert not any(line.startswith("halfstep: good") for line in out.splitlines())
+
+
+def no_folder(folder):
+    return folder
+
+
+def empty_folder(folder):
+    folder.mkdir()
+    return folder
+
+
+def a_file(folder):
+    folder.write_text("print('hello')")
+    return folder
+
+
+def a_file_beside_a_record(folder):
+    records.healthy(folder)
+    (folder / "train.py").write_text("print('hello')")
+    return folder / "train.py"
+
+
+def no_json(folder):
+    folder.mkdir()
+    file_of(folder, 0).write_text("{]\n")
+    return folder
+
+
+def no_start(folder):
+    header = records.header()
+    del header["started"]
+    return records.write(folder, [header, records.step(1)])
+
+
+def damaged_start(folder):
+    second = records.header(started="soon")
+    return records.write(folder, [records.header(), records.step(1), second])
+
+
+DAMAGED = [{"event": "step", "step": 1}, records.step(2, loss="much")]
+BAD = [
+    (no_folder, "does not exist"),
+    (empty_folder, "holds no record"),
+    (records.only_header, "the record holds no step"),
+    (a_file, "is a file: give the folder of a record"),
+    (a_file_beside_a_record, "is a file: give the folder of a record"),
+    (no_json, "no line of it begins a record"),
+    (lambda folder: records.write(folder, [records.header(), *DAMAGED]), "holds no step"),
+    (no_start, "rank0.jsonl: line 1 begins a run, but started is None"),
+    (damaged_start, "rank0.jsonl: line 3 begins a run, but started is 'soon'"),
+]
+
+
+@pytest.mark.parametrize("command", ["report", "check"])
+@pytest.mark.parametrize(("make", "message"), BAD)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, command, make, message):
+    path = make(tmp_path / "a")
+    assert main([command, str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"halfstep {command}: {tmp_path / 'a'}")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_lines_that_lack_a_part_are_skipped_and_told(tmp_path, capsys):
+    events = [records.header(), *DAMAGED, records.step(3), records.end(1.5, 3)]
+    folder = records.write(tmp_path / "a", events)
+    code, out, err = report(capsys, folder, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert told["steps"]["num"] == 1
+    assert [note["text"] for note in told["notes"]] == [
+        "line 2 of rank0.jsonl lacks a part and was skipped",
+        "line 3 of rank0.jsonl lacks a part and was skipped",
+    ]
+    _, out, _ = report(capsys, folder)
+    assert "line 3 of rank0.jsonl lacks a part" in out
+    assert main(["check", str(folder), "--max-skipped", "0%"]) == 0
+
+
+def test_without_a_name_and_without_records(capsys):
+    assert report(capsys) == (
+        2,
+        "",
+        "halfstep report: there is no record under runs/: name the folder of one\n",
+    )
+
+
+def test_a_page_that_cannot_be_written(tmp_path, capsys):
+    code, _, err = report(capsys, records.healthy(tmp_path / "a"), "-o", "no/such/page.html")
+    assert code == 2
+    path = "no/such/page.html"
+    assert err == f"halfstep report: {path}: cannot be written: No such file or directory; see -o\n"
+
+
+def test_help_and_what_it_imports():
+    script = (
+        "import sys; from halfstep.cli import main\n"
+        "try: main(['report', '--help'])\n"
+        "except SystemExit: pass\n"
+        "loaded = [name for name in ('jinja2', 'rich', 'halfstep.report') "
+        "if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--against RUN" in done.stdout

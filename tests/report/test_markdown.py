@@ -1,0 +1,81 @@
+"""The summary as Markdown for a CI log, and as JSON."""
+
+import json
+
+import pytest
+from tests.report import records
+
+from halfstep.recording.lines import to_plain
+from halfstep.recording.reading import read_run
+from halfstep.report.plain import summary_json, summary_markdown
+from halfstep.report.sentences import sentences
+from halfstep.report.summarizing import summarize
+
+WRITERS = (
+    records.healthy,
+    records.with_skips,
+    records.underflowing,
+    records.failed,
+    records.killed,
+    records.bf16,
+    records.several_ranks,
+    records.only_header,
+    records.hostile,
+)
+
+
+def summary_of(folder):
+    return summarize(read_run(folder))
+
+
+def refuse(constant):
+    raise AssertionError(constant)
+
+
+def cells(line):
+    """Split a line of a table as GitHub does: a pipe after a backslash is text."""
+    return line.replace("\\|", "").strip("|").split("|")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_markdown_has_all_sentences_and_whole_tables(tmp_path, write):
+    summary = summary_of(write(tmp_path))
+    text = summary_markdown(summary)
+    for sentence in sentences(summary):
+        assert f"- **{sentence.severity}**: {sentence.markdown}\n" in text
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({len(cells(line)) for line in block.splitlines()}) == 1
+
+
+def test_markdown_has_the_key_numbers_and_the_worst_layers(tmp_path):
+    text = summary_markdown(summary_of(records.with_skips(tmp_path)))
+    assert "| skipped | 5 (5 %), of these at the start 2 |" in text
+    assert "| scale: first, last, smallest, largest | 65536, 2048, 2048, 65536 |" in text
+    assert "| policy | float16, `standard` |" in text
+    assert "| `head.weight` | gradient | float32 | 12 % |" in text
+
+
+def test_markdown_of_a_large_run_is_short(tmp_path):
+    summary = summary_of(records.huge(tmp_path, num_steps=100))
+    assert len(summary_markdown(summary).splitlines()) < 40
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_json_is_strict_and_holds_every_number(tmp_path, write):
+    summary = summary_of(write(tmp_path))
+    text = json.dumps(summary_json(summary), allow_nan=False)
+    values = json.loads(text, parse_constant=refuse)
+    assert values["steps"]["num"] == summary.steps.num
+    assert values["steps"]["reasons"] == summary.steps.reasons
+    assert [layer["share_lost"] for layer in values["layers"]] == [
+        layer.share_lost for layer in summary.layers
+    ]
+    assert [layer["histogram"] for layer in values["layers"]] == [
+        to_plain(layer.histogram) for layer in summary.layers
+    ]
+    assert [s["text"] for s in values["sentences"]] == [s.text for s in sentences(summary)]
+
+
+def test_json_has_nan_as_a_string(tmp_path):
+    assert summary_json(summary_of(records.failed(tmp_path)))["loss"]["last"] == "nan"

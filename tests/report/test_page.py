@@ -1,0 +1,248 @@
+"""The page as text: its sections, its numbers, which are those of the JSON, and hostile names."""
+
+import json
+import re
+from importlib.resources import files
+
+import pytest
+from tests.report import records
+from tests.report.markup import at, page_of
+
+from halfstep.numerics.formats import FORMATS
+from halfstep.report import numbers
+from halfstep.report.page import MOST_SKIPS
+from halfstep.report.plain import summary_json
+
+RUNS = (
+    records.healthy,
+    records.with_skips,
+    records.failed,
+    records.killed,
+    records.bf16,
+    records.several_ranks,
+    records.only_header,
+    records.hostile,
+)
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda write: write.__name__)
+def page(request, tmp_path_factory):
+    return page_of(request.param(tmp_path_factory.mktemp("run")))
+
+
+@pytest.fixture(scope="module")
+def skips(tmp_path_factory):
+    return page_of(records.with_skips(tmp_path_factory.mktemp("skips")))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    return page_of(records.hostile(tmp_path_factory.mktemp("hostile")))
+
+
+# --- every page -----------------------------------------------------------------------------------
+
+
+def test_the_sections_are_in_order(page):
+    sections = [section.attributes["id"] for section in page.tree.all("section")]
+    assert sections == ["steps", "heat", "layers", "precision", "policy", "machine", "reading"]
+
+
+def test_the_page_asks_nobody_for_anything(page):
+    (policy,) = page.tree.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy.attributes["content"].startswith("default-src 'none'; img-src data:;")
+    for element in page.tree.all():
+        assert element.tag not in ("iframe", "object", "embed", "base", "form", "audio", "video")
+        for name in ("src", "href", "xlink:href", "action", "srcset", "data"):
+            value = element.attributes.get(name)
+            assert value is None or value.startswith(("data:", "#"))
+    (style,) = page.tree.all("style")
+    assert "@import" not in style.text
+    assert "url(" not in style.text
+
+
+def test_no_element_brings_script_of_its_own(page):
+    for element in page.tree.all():
+        assert not [name for name in element.attributes if name.startswith("on")]
+    kinds = [script.attributes.get("type") for script in page.tree.all("script")]
+    assert kinds.count(None) == 1
+    assert set(kinds) <= {None, "application/json"}
+
+
+def test_islands_are_json_without_markup(page):
+    for script in page.tree.all("script", type="application/json"):
+        assert json.loads(script.text)
+        assert not re.search("[<>&]", script.text)
+
+
+def test_ids_are_unique_and_uses_find_them(page):
+    ids = [e.attributes["id"] for e in page.tree.all() if "id" in e.attributes]
+    assert len(ids) == len(set(ids))
+    for element in page.tree.all("use"):
+        assert element.attributes["href"].removeprefix("#") in ids
+    for label in page.tree.all("label"):
+        assert label.attributes.get("for", ids[0]) in ids
+
+
+def test_marked_numbers_are_those_of_the_json(page):
+    data = summary_json(page.summary)
+    marked = list(page.tree.all("data"))
+    assert len({element.attributes["data-key"] for element in marked}) >= 4
+    for element in marked:
+        assert json.loads(element.attributes["value"]) == at(data, element.attributes["data-key"])
+        assert element.text
+
+
+def test_all_sentences_come_first_and_their_severity_is_a_word(page):
+    (says,) = page.tree.all("ul", class_="says")
+    items = list(says.all("li"))
+    words = {"good": "Good", "notice": "Note", "warning": "Warning", "bad": "Problem"}
+    expected = summary_json(page.summary)["sentences"]
+    assert [item.classes[0] for item in items] == [s["severity"] for s in expected]
+    for item, sentence in zip(items, expected, strict=True):
+        assert words[sentence["severity"]] in item.text
+        said = re.sub(r"\s+", " ", item.text.replace("`", ""))
+        assert re.sub(r"\s+", " ", sentence["text"].replace("`", "")) in said
+    assert page.text.index('class="says"') < page.text.index('id="steps"')
+
+
+def test_the_table_of_layers_has_the_numbers_of_the_json(page):
+    layers = summary_json(page.summary)["layers"]
+    rows = [row for row in page.tree.all("tr") if "data-layer" in row.attributes]
+    assert sorted(int(row.attributes["data-layer"]) for row in rows) == list(range(len(layers)))
+    for row in rows:
+        layer = layers[int(row.attributes["data-layer"])]
+        name, _, _, dtype, headroom, lost, amax, amin, *counts = (
+            cell.text.strip() for cell in cells(row)
+        )
+        assert name == layer["name"].strip()
+        assert dtype in ("fp16", "bf16", "fp32")
+        assert headroom + " bits" == numbers.bits(layer["headroom"])
+        assert lost == share(layer["share_lost_worst"])
+        assert (amax, amin) == (numbers.number(layer["amax"]), numbers.number(layer["amin"]))
+        of = [layer[what][name] for what in ("underflow", "overflow") for name in FORMATS]
+        assert counts[:9] == [share(n / layer["measured"]) for n in (*of, layer["zeros"])]
+        assert counts[9:] == [numbers.count(layer["nan"]), numbers.count(layer["inf"])]
+
+
+def cells(row):
+    return [element for element in row.all() if element.tag in ("td", "th")]
+
+
+def share(value):
+    return numbers.percent(value) if value else "0"
+
+
+# --- one of them ----------------------------------------------------------------------------------
+
+
+def test_skips_are_marked_with_a_legend_and_told_in_a_table(skips):
+    steps = skips.tree.one("section", id="steps")
+    assert "5 skipped: overflow" in steps.text
+    (lane,) = steps.all("svg", class_="lane")
+    titles = [title.text for title in lane.all("title")]
+    assert titles == [f"step {n}: skipped: overflow" for n in (1, 2, 41, 42, 80)]
+    policy = skips.tree.one("section", id="policy")
+    (body,) = policy.all("tbody")
+    rows = [[cell.text for cell in cells(row)] for row in body.all("tr")]
+    assert [row[0] for row in rows] == ["1", "2", "41", "42", "80"]
+    assert rows[2][:6] == ["41", "AdamW", "overflow", "16384", "8192", "2.049"]
+    assert rows[2][6:] == ["blocks.1.attn", "blocks.1.attn.weight"]
+
+
+def test_what_cannot_be_known_is_said(skips):
+    policy = skips.tree.one("section", id="policy")
+    first = next(policy.one("tbody").all("tr"))
+    assert "not known" in first.text
+
+
+def test_the_policy_is_there_as_text(skips):
+    (text,) = skips.tree.one("section", id="policy").all("pre")
+    assert text.text == "standard"
+    assert "From step 1 on, float16 on cpu" in skips.tree.one("section", id="policy").text
+
+
+def test_machine_versions_and_command_are_there(skips):
+    text = skips.tree.one("section", id="machine").text
+    for fact in ("train.py --lr 1e-3", "AMD EPYC 7B13", "torch 2.13.0+cpu", "43,000,000", "2026"):
+        assert fact in text
+
+
+def test_all_words_are_explained(skips):
+    words = skips.tree.one("section", id="reading").one("dl")
+    explained = {word for term in words.all("dt") for word in term.text.split(", ")}
+    assert {"headroom", "underflow", "overflow", "flush", "subnormal", "skip"} <= explained
+
+
+def test_the_title_says_what_ran_and_how_it_went(skips):
+    assert skips.tree.one("head").one("title").text.startswith("train.py: ")
+    assert skips.tree.one("h1").text == "train.py"
+
+
+def test_tabs_work_without_script(skips):
+    heat = skips.tree.one("section", id="heat")
+    radios = list(heat.all("input", class_="tab"))
+    assert [radio.attributes["id"] for radio in radios] == [
+        "tab-output",
+        "tab-output_gradient",
+        "tab-parameter_gradient",
+        "tab-parameter",
+    ]
+    assert ["checked" in radio.attributes for radio in radios] == [True, False, False, False]
+    style = skips.tree.one("style").text
+    for radio in radios:
+        kind = radio.attributes["id"].removeprefix("tab-")
+        assert f"#{radio.attributes['id']}:checked~.panel-{kind}" in style
+        assert len(list(heat.all(class_=f"panel-{kind}"))) == 1
+
+
+def test_rows_of_maps_have_their_full_names_as_titles(skips):
+    heat = skips.tree.one("section", id="heat")
+    panel = next(heat.all(class_="panel-output"))
+    titles = [rect.text.split("\n")[0] for rect in next(panel.all(class_="rows")).all("rect")]
+    assert titles == list(records.LAYERS[:-1])
+
+
+def test_many_skips_are_counted(tmp_path):
+    steps = (records.skip(n) for n in range(1, MOST_SKIPS + 51))
+    page = page_of(records.write(tmp_path, [records.header(), *steps]))
+    policy = page.tree.one("section", id="policy")
+    assert len(list(policy.one("tbody").all("tr"))) == MOST_SKIPS
+    assert f"The first {MOST_SKIPS} of {MOST_SKIPS + 50}." in policy.text
+
+
+def test_a_run_without_samples_says_how_to_get_them(tmp_path):
+    page = page_of(records.killed(tmp_path))
+    assert "--every" in page.tree.one("section", id="heat").text
+    assert not list(page.tree.all("img"))
+
+
+# --- hostile names --------------------------------------------------------------------------------
+
+
+def test_hostile_names_are_text(hostile):
+    assert not [e for e in hostile.tree.all("img") if e.attributes.get("src") == "x"]
+    assert hostile.text.count(records.HOSTILE) == 0
+    names = [row for row in hostile.tree.all("th", scope="row") if "title" in row.attributes]
+    assert records.HOSTILE in [name.text for name in names]
+    assert records.HOSTILE in [name.attributes["title"] for name in names]
+    assert records.HOSTILE in hostile.tree.one("pre").text
+
+
+def test_a_name_with_quotes_stays_in_its_attribute(tmp_path):
+    name = "a\" onmouseover=alert(1) x='"
+    tensors = [records.tensor("output", name, records.bell(0), "float16")]
+    events = [records.header(), records.step(1, optimizer=name), records.sample(1, tensors)]
+    page = page_of(records.write(tmp_path, events))
+    assert not [e for e in page.tree.all() if "onmouseover" in e.attributes]
+    assert name in [e.attributes.get("title") for e in page.tree.all("th")]
+
+
+def test_the_script_is_small(skips):
+    (script,) = (s for s in skips.tree.all("script") if "type" not in s.attributes)
+    assert len(script.text) < 8_500
+
+
+def test_styles_and_scripts_are_in_the_package():
+    names = {file.name for file in (files("halfstep.report") / "templates").iterdir()}
+    assert {"page.html.jinja", "comparison.html.jinja", "page.css", "page.js"} <= names

@@ -1,0 +1,376 @@
+"""What is said about a run: what happened, how bad it is, what to do."""
+
+import math
+import re
+
+import pytest
+from tests.report import records
+from tests.report.records import counted, layers, sample, skip, step, tensor
+
+from halfstep import GradScaler, Policy
+from halfstep.recording.reading import read_run
+from halfstep.report.sentence import Code, code, names, plain, say
+from halfstep.report.sentences import sentences
+from halfstep.report.summarizing import summarize
+
+
+def said_of(folder):
+    return sentences(summarize(read_run(folder)))
+
+
+def said(folder, *events, header=None, policy=None, end=True):
+    """Return what is said of 100 steps and these events, sampled well."""
+    numbers = {event["step"] for event in events if event["event"] == "step"}
+    steps = [step(n) for n in range(1, 101) if n not in numbers]
+    own = [event for event in events if event["event"] == "step"]
+    steps = sorted([*steps, *own], key=lambda event: event["step"])
+    others = [event for event in events if event["event"] != "step"]
+    samples = [sample(n, layers()) for n in (10, 20, 30)]
+    first = [header or records.header(), policy or records.policy(), records.model()]
+    last = [records.end(50.0, 100)] if end else []
+    return said_of(records.write(folder, [*first, *steps, *samples, *others, *last]))
+
+
+def the_one(found, words):
+    (sentence,) = [sentence for sentence in found if words in sentence.text]
+    return sentence
+
+
+def codes(sentence):
+    return [part.text for part in sentence.parts if isinstance(part, Code)]
+
+
+# --- all is well ----------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_is_one_good_sentence_with_the_numbers(tmp_path):
+    (sentence,) = said_of(records.healthy(tmp_path))
+    assert sentence.severity == "good"
+    assert sentence.text == (
+        "All is well: 60 steps; none skipped; the loss went from 4 to 2.033 and the scale stayed "
+        "at 1024; no gradient underflows."
+    )
+
+
+def test_a_healthy_run_in_bf16(tmp_path):
+    (sentence,) = said_of(records.bf16(tmp_path))
+    assert sentence.severity == "good"
+    assert "scale" not in sentence.text
+
+
+def test_skips_at_the_start_are_well(tmp_path):
+    (sentence,) = said(tmp_path, skip(1, 4096.0), skip(2, 2048.0))
+    assert sentence.severity == "good"
+    assert "2 steps at the start were skipped while the scale came down from 4096" in sentence.text
+
+
+def test_a_little_underflow_is_told_with_its_size(tmp_path):
+    little = counted({0: 24_999}, zeros=1, flushed=1)
+    rows = [tensor("parameter_gradient", "tail.weight", little)]
+    (sentence,) = said(tmp_path, *(sample(n, rows) for n in (40, 50, 60)))
+    assert sentence.severity == "good"
+    assert "at most 0.004 % of the gradient entries" in sentence.text
+
+
+def test_notes_do_not_make_a_run_bad(tmp_path):
+    good, note = said(tmp_path, records.note(3, "the model is compiled"))
+    assert (good.severity, note.severity) == ("good", "notice")
+    assert note.text == "Step 3: the model is compiled."
+
+
+# --- skips ----------------------------------------------------------------------------------------
+
+
+def test_what_was_skipped_where_it_began_and_what_helps(tmp_path):
+    first, underflow, start = said_of(records.with_skips(tmp_path))
+    assert first.text.startswith(
+        "3 of 100 steps were skipped (3 %, steps 41, 42 and 80); all began in `blocks.1.attn`."
+    )
+    assert codes(first) == [
+        "blocks.1.attn",
+        "@blocks.1.attn:fp32",
+        "GradScaler(init_scale=2048.0, max_scale=2048.0)",
+    ]
+    assert [s.severity for s in (first, underflow, start)] == ["warning", "warning", "notice"]
+    assert "2 steps at the start" in start.text
+
+
+def test_the_cures_are_calls_that_work(tmp_path):
+    _, rule, call = codes(said_of(records.with_skips(tmp_path))[0])
+    assert Policy.parse(f"standard; {rule}")
+    assert eval(call, {"GradScaler": GradScaler}).get_scale() == 2048.0
+
+
+def test_skips_that_began_in_several_places(tmp_path):
+    events = [(skip(n), records.culprits(n, m)) for n, m in ((50, "a"), (60, "b"), (70, "b"))]
+    found = said(tmp_path, *(event for pair in events for event in pair))
+    assert "; 2 of them began in `b`, others in `a`." in the_one(found, "were skipped").text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "severity"),
+    [([50], "notice"), ([50, 60], "warning"), (range(50, 70), "bad")],
+)
+def test_many_skips_are_worse_than_few(tmp_path, numbers, severity):
+    found = said(tmp_path, *map(skip, numbers))
+    assert the_one(found, "skipped (").severity == severity
+
+
+def test_skips_that_do_not_end(tmp_path):
+    found = said(tmp_path, *map(skip, range(91, 101)))
+    assert the_one(found, "do not end").text.startswith(
+        "The skips do not end: the last 10 iterations were all skipped"
+    )
+    assert found[0].severity == "bad"
+
+
+def test_no_scale_helps(tmp_path):
+    found = said(tmp_path, skip(50, 1.0, reason="non-finite at any scale"))
+    sentence = the_one(found, "smallest scale too")
+    assert sentence.severity == "bad"
+    assert "(step 50)" in sentence.text
+    assert codes(sentence) == ["torch.autograd.detect_anomaly()"]
+
+
+def test_norms_far_above_the_median(tmp_path):
+    found = said(tmp_path, skip(50, reason="norm"))
+    assert codes(the_one(found, "norm far above")) == ["scaler.set_norm_limit(...)"]
+
+
+def test_skips_in_bf16_are_not_cured_by_a_scale(tmp_path):
+    found = said(tmp_path, skip(50), skip(60), policy=records.policy("bfloat16"))
+    assert "bf16 has the range of fp32, so no smaller scale helps" in found[0].text
+    assert "max_scale" not in found[0].text
+    assert the_one(found, "needs no GradScaler").severity == "notice"
+
+
+def test_a_scale_that_fell_to_its_floor(tmp_path):
+    found = said(tmp_path, step(1, scale=1024.0), step(100, scale=1.0, scale_after=1.0))
+    assert the_one(found, "The scale fell from 1024 to 1").severity == "bad"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_probe_is_no_scale_that_fell(tmp_path, is_last):
+    first = 100 if is_last else 50
+    probe = [skip(first, 1024.0, scale_after=1.0)]
+    probe += [step(n, scale=1.0, scale_after=512.0) for n in (51,) if not is_last]
+    found = said(tmp_path, *probe)
+    assert [sentence.severity for sentence in found] == ["good", "notice"]
+    assert not [sentence for sentence in found if "fell" in sentence.text]
+
+
+def test_a_scale_that_came_back_is_told_by_its_ends(tmp_path):
+    found = said(tmp_path, step(50, scale=2048.0))
+    assert "and the scale ended where it began, at 1024; no gradient" in found[0].text
+
+
+# --- the end, the loss ----------------------------------------------------------------------------
+
+
+def test_a_run_that_ended_with_an_error_and_a_loss_that_is_nan(tmp_path):
+    error, loss, *_ = said_of(records.failed(tmp_path))
+    assert error.text == (
+        "The run ended after 9 steps, at 4.5 s, with an error: `ValueError: the loss is NaN`."
+    )
+    assert loss.text.startswith("The loss became NaN at step 7; 3 steps had such a loss, the last")
+    assert {error.severity, loss.severity} == {"bad"}
+
+
+def test_a_loss_that_recovered_is_a_warning(tmp_path):
+    found = said(tmp_path, step(50, loss=math.inf))
+    assert found[0].severity == "warning"
+    assert "at step 50; 1 step had such a loss, and it recovered." in found[0].text
+
+
+def test_skips_for_a_loss_that_nobody_recorded(tmp_path):
+    found = said(tmp_path, *(step(n, loss=None) for n in range(1, 50) if n != 7), *(
+        step(n, loss=None) for n in range(50, 101)
+    ), skip(7, reason="loss", loss=None))  # fmt: skip
+    assert the_one(found, "before backward()").severity == "bad"
+
+
+def test_ctrl_c_is_no_failure(tmp_path):
+    found = said(tmp_path, records.end(50.0, 100, "KeyboardInterrupt"), end=False)
+    assert [sentence.severity for sentence in found] == ["good", "notice"]
+    assert "interrupted by hand after 100 steps" in found[1].text
+
+
+def test_a_run_without_an_end_was_killed_or_is_running(tmp_path):
+    found = said_of(records.killed(tmp_path))
+    assert found[0].severity == "warning"
+    assert "still going, or it was killed after 5 steps" in found[0].text
+    assert the_one(found, "line 9 of rank0.jsonl is cut").severity == "notice"
+
+
+def test_a_run_without_a_step(tmp_path):
+    first, *_ = said_of(records.only_header(tmp_path))
+    assert first.severity == "bad"
+    assert first.text.startswith("No step of an optimizer was recorded")
+
+
+def test_ranks_that_disagree_are_bad_and_missing_ones_told(tmp_path):
+    (sentence,) = said_of(records.several_ranks(tmp_path / "a"))
+    assert sentence.severity == "bad"
+    assert "ranks disagree from step 20 on" in sentence.text
+    found = said(tmp_path / "b", header=records.header(world_size=4))
+    assert "Only 1 of 4 processes have left a record" in found[1].text
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def test_what_would_underflow_and_the_scale_that_would_lose_none(tmp_path):
+    (sentence,) = said_of(records.underflowing(tmp_path))
+    assert sentence.severity == "warning"
+    assert sentence.text == (
+        "12 % of the gradient entries of `head.weight` would underflow in fp16 without a scaler; a "
+        "scale of 32768 to 65536 would lose none: `GradScaler(init_scale=32768.0)`."
+    )
+
+
+def test_what_was_flushed_is_not_known(tmp_path):
+    (sentence,) = said_of(records.flushing(tmp_path))
+    assert sentence.severity == "warning"
+    assert sentence.text == (
+        "12 % of the gradient entries of `head.weight` underflow at scale 1024; what was flushed "
+        "is not known any more, but a scale of at least 2048, and up to 65536, loses less: "
+        "`GradScaler(init_scale=65536.0)`."
+    )
+
+
+def test_a_scale_that_has_grown_shows_what_was_flushed_before(tmp_path):
+    (sentence,) = said_of(records.flushing(tmp_path, (1024.0, 1024.0, 65536.0)))
+    assert sentence.text == (
+        "8 % of the gradient entries of `head.weight` underflow at the scales of the samples (the "
+        "last: 65536); a scale of 4096 to 65536 would lose none: `GradScaler(init_scale=65536.0)`."
+    )
+
+
+def test_gradients_that_never_were_in_fp16_do_not_underflow(tmp_path):
+    rows = [tensor("parameter_gradient", "norm.weight", records.norm_like())]
+    (sentence,) = said(tmp_path, *(sample(n, rows) for n in (40, 50, 60)))
+    assert sentence.severity == "good"
+    assert sentence.text.endswith("no gradient underflows.")
+
+
+def test_what_is_left_is_at_least_so_much_where_zeros_were_flushed(tmp_path):
+    flushed = counted({0: 90}, zeros=10, flushed=10)
+    rows = [tensor("parameter_gradient", "tail.weight", flushed)]
+    high = [step(40, scale=16384.0), sample(40, rows, 16384.0), skip(41, 16384.0)]
+    sentence = the_one(said(tmp_path, *high, sample(50, rows)), "underflow")
+    assert re.search(
+        r"; no scale keeps them all, and 8192 loses least, at least 0\.0\d+ % of all entries: "
+        r"`GradScaler\(init_scale=8192\.0\)`",
+        sentence.text,
+    )
+    assert codes(sentence)[-1] == "@tail:fp32"
+
+
+def test_where_no_larger_scale_is_possible_the_layer_may_leave_fp16(tmp_path):
+    wide = counted({16: 40}, zeros=60, flushed=60)
+    rows = [tensor("parameter_gradient", "tail.weight", wide)]
+    found = said(tmp_path, *(sample(n, rows) for n in (40, 50, 60)))
+    sentence = the_one(found, "underflow")
+    assert sentence.severity == "bad"
+    assert "a larger scale than 1024 would overflow" in sentence.text
+    assert codes(sentence)[-1] == "@tail:fp32"
+
+
+def test_the_others_that_underflow_are_named(tmp_path):
+    lossy = counted({0: 90}, zeros=10, flushed=10)
+    rows = [tensor("parameter_gradient", f"{name}.weight", lossy) for name in "abcdef"]
+    sentence = the_one(said(tmp_path, *(sample(n, rows) for n in (40, 50, 60))), "underflow")
+    assert "`b.weight`, `c.weight`, `d.weight` and 2 more" in sentence.text
+
+
+def test_outputs_close_to_overflow(tmp_path):
+    near = [tensor("output", "head", counted({16: 1}), "float16")]
+    far = [tensor("output", "norm", counted({17: 1}), "float32")]
+    found = said(tmp_path, sample(40, near), sample(50, far))
+    sentence = the_one(found, "came within 0.4 bits")
+    assert "(step 40)" in sentence.text
+    assert codes(sentence) == ["head", "@head:fp32"]
+
+
+def test_outputs_and_weights_that_are_not_finite(tmp_path):
+    rows = [
+        tensor("output", "a", counted({0: 5}, inf=2), "float16"),
+        tensor("output", "b", counted({0: 5}, nan=1), "float16"),
+        tensor("parameter", "b.weight", counted({0: 5}, nan=3)),
+    ]
+    found = said(tmp_path, sample(40, rows))
+    outputs = the_one(found, "The outputs of `a` held 2 inf and 0 NaN, first in step 40")
+    assert "so did `b`" in outputs.text
+    assert the_one(found, "The weights of `b.weight` held 0 inf and 3 NaN").severity == "bad"
+
+
+def test_weights_that_fp16_cannot_hold(tmp_path):
+    rows = [tensor("parameter", "head.weight", counted({20: 3, 0: 7}))]
+    sentence = the_one(said(tmp_path, sample(40, rows)), "above the largest value of fp16")
+    assert sentence.text.startswith("3 measured entries of `head.weight`")
+
+
+def test_gradients_that_are_all_zero(tmp_path):
+    rows = [tensor("parameter_gradient", "dead.weight", counted({}, zeros=8))]
+    sentence = the_one(said(tmp_path, sample(40, rows)), "All gradient entries of `dead.weight`")
+    assert sentence.severity == "warning"
+
+
+def test_few_samples_and_none(tmp_path):
+    steps = [step(n) for n in range(1, 51)]
+    start = [records.header(), *steps]
+    end = records.end(25.0, 50)
+    _, none = said_of(records.write(tmp_path / "none", [*start, end]))
+    assert none.text.startswith("No tensors were sampled")
+    _, few = said_of(records.write(tmp_path / "few", [*start, sample(1, layers()), end]))
+    assert few.text.startswith("Only 1 step of 50 was sampled")
+
+
+# --- the form -------------------------------------------------------------------------------------
+
+
+def test_the_worst_comes_first(tmp_path):
+    found = said(
+        tmp_path,
+        records.note(1, "by the way"),
+        skip(50),
+        skip(60),
+        records.end(1.0, 1, "Boom"),
+        end=False,
+    )
+    assert [sentence.severity for sentence in found] == ["bad", "warning", "notice"]
+
+
+def test_every_sentence_ends_with_a_full_stop_and_no_name_stands_bare(tmp_path):
+    for write in (records.with_skips, records.failed, records.killed, records.hostile):
+        for sentence in said_of(write(tmp_path / write.__name__)):
+            assert re.search(r"[^.]\.$", sentence.text), sentence.text
+            assert "None" not in sentence.text
+
+
+def test_hostile_names_are_marked_and_stay_whole(tmp_path):
+    found = said_of(records.hostile(tmp_path))
+    assert records.HOSTILE in codes(the_one(found, "skipped ("))
+    for sentence in found:
+        outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", sentence.markdown)
+        assert not re.search(r"(?<!\\)<", outside)
+
+
+def test_a_sentence_as_text_and_as_markdown():
+    sentence = say("bad", "1 < 2 in ", Code("a`b|c\n\x1b[31m"), ".")
+    assert sentence.text == "1 < 2 in `a`b|c [31m`."
+    assert sentence.markdown == "1 \\< 2 in `` a`b\\|c [31m ``."
+
+
+def test_names_are_counted_when_there_are_many():
+    def text(of):
+        return say("good", *names(of)).text
+
+    assert text("a") == "`a`"
+    assert text("abc") == "`a`, `b` and `c`"
+    assert text("abcde") == "`a`, `b`, `c` and 2 more"
+
+
+def test_markup_from_outside_is_shown_as_it_is():
+    assert plain("*a* [b](c) <i>\n|") == "\\*a\\* \\[b\\](c) \\<i\\> \\|"
+    assert code("x``y") == "``` x``y ```"
