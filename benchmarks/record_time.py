@@ -56,7 +56,7 @@ class Training:
 class Stopwatch:
     """Adds up the seconds that pass in the methods by which a recorder is called."""
 
-    METHODS = ("on_loss", "on_backward", "on_norm", "on_iteration", "before_step", "after_step")
+    METHODS = ("on_loss", "on_backward", "on_norm", "on_iteration", "after_step")
 
     def __init__(self) -> None:
         self.seconds = 0.0

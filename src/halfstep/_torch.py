@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -17,6 +17,7 @@ import torch
 import torch.amp.autocast_mode
 import torch.compiler.config
 import torch.multiprocessing.reductions
+import torch.utils._python_dispatch
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -472,18 +473,22 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def listening_to_norms(listener: Callable[[torch.Tensor, float], None]) -> Iterator[None]:
+def listening_to_norms(
+    listener: Callable[[list[torch.Tensor], torch.Tensor], None],
+) -> Iterator[None]:
     """Hear of the norms that torch.nn.utils.clip_grad_norm_ measures, by whatever name it is known.
 
     Args:
-        listener: Gets the norm, a scalar, and which norm it is.
+        listener: Gets the gradients and their L2 norm, a scalar.
     """
     module = torch.nn.utils.clip_grad
     measure = module._get_total_norm
 
     def heard(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         norm: torch.Tensor = measure(tensors, norm_type, *args, **kwargs)
-        listener(norm, float(norm_type))
+        if float(norm_type) == 2.0:
+            listener(tensors, norm)
         return norm
 
     module._get_total_norm = heard
@@ -513,3 +518,30 @@ def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
 def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Say whether an optimizer of this class was made: then its ``step`` calls the step hooks."""
     return getattr(optimizer_class.step, "hooked", False)
+
+
+# The code of the function that PyTorch puts around ``step`` of every class of optimizers.
+_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+def optimizer_step_depth() -> int:
+    """Return how many steps of optimizers, each inside the one before, run in this thread."""
+    frame: Any = sys._getframe(1)
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is _STEP_CODE
+        frame = frame.f_back
+    return depth
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has no values: it belongs to a FakeTensorMode."""
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # else there is none
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def unseen_by_modes() -> AbstractContextManager[object]:
+    """Return a context whose ops no TorchDispatchMode of the user sees."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    return torch.utils._python_dispatch._disable_current_modes()

@@ -1,12 +1,27 @@
-"""What the devices of this machine are called."""
+"""What the devices of this machine are called, and which of several processes this is."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+
+
+def rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of this process, as a launcher such as torchrun gave it, else 0."""
+    return _count(environ.get("RANK"), 0)
+
+
+def num_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of processes, as a launcher such as torchrun gave it, else 1."""
+    return max(_count(environ.get("WORLD_SIZE"), 1), 1)
+
+
+def _count(text: str | None, otherwise: int) -> int:
+    return int(text) if text is not None and text.isdecimal() else otherwise
 
 
 def device_name(device: str) -> str:

@@ -47,12 +47,6 @@ def test_one_of_one_rank_is_a_single_process():
     assert launch.make_folder("train", environ, 1).name.startswith(f"train-{datetime.now():%Y}")
 
 
-def test_the_first_rank_speaks():
-    assert launch.is_first_rank({})
-    assert launch.is_first_rank({"RANK": "0"})
-    assert not launch.is_first_rank({"RANK": "1"})
-
-
 @pytest.mark.parametrize(
     ("given", "command"),
     [

@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from halfstep.errors import RecordError
     from halfstep.runner.script import require_file
     from halfstep.runner.session import Options, Program, Session
 
@@ -101,9 +102,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         session = Session(Program(target, rest, arguments.module), options)
     except OSError as error:
-        raise CommandError(
-            f"cannot write the record to {error.filename}: {error.strerror}"
-        ) from None
+        where = error.filename or arguments.output
+        raise CommandError(f"cannot write the record to {where}: {error.strerror}") from None
+    except RecordError as error:
+        raise CommandError(str(error)) from None
     session.run()
     return 0
 

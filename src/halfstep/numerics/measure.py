@@ -3,7 +3,7 @@
 Magnitudes are taken as bit patterns of float32, which are ordered as the numbers are. Almost all
 counts follow from one histogram of their exponents; entries are compared with a limit only if some
 lie in the bin that the limit cuts. A large tensor is read once for its extremes, and the rest is
-counted in a sample of its rows.
+counted in a sample of its rows, and of their entries where rows are long.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 
 def _values(tensor: Tensor) -> Tensor | None:
     values = tensor.detach()
-    if _torch.is_inside_functorch(values) or values.is_meta:
+    if _torch.is_inside_functorch(values) or values.is_meta or _torch.is_fake(values):
         return None
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.is_sparse else values.values()
     if values.is_complex():
-        values = torch.view_as_real(values)
+        values = torch.view_as_real(values.resolve_conj())
     return values if values.is_floating_point() else None
 
 
@@ -91,8 +91,9 @@ def _rows_of(values: Tensor) -> Tensor:
         # Of the weights of a convolution the last dimension is a few entries of a row.
         is_matrix_of_rows = values.shape[-1] > 7
         rows = values.reshape(-1, values.shape[-1]) if is_matrix_of_rows else values.flatten(1)
-    wanted = max(_limit(values) // rows.shape[1], NUM_ROWS)
-    return rows[:: max(rows.shape[0] // wanted, 1)]
+    limit = _limit(values)
+    sample = rows[:: max(rows.shape[0] // max(limit // rows.shape[1], NUM_ROWS), 1)]
+    return sample[:, :: max(sample.numel() // (NUM_ROWS * limit), 1)]  # of rows that are too long
 
 
 def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:

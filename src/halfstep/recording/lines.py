@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from io import SEEK_END
+from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,62 @@ class LineWriter:
 
     Args:
         path: The file; its folder is made. An earlier last line that was cut stays one of its own.
+
+    Raises:
+        RecordError: Another process writes it, or it is another program's file.
+        OSError: It cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_cut = path.exists() and path.stat().st_size > 0 and _ends_cut(path)
         self._file = path.open("ab", buffering=0)
-        if self._file.seek(0, SEEK_END) and not path.read_bytes().endswith(b"\n"):
-            self._file.write(b"\n")
+        _lock(self._file, path)
 
     def write(self, event: Event) -> None:
-        """Write one event, as one call of the system."""
+        """Write one event.
+
+        Raises:
+            OSError: The disk is full, or worse. The next line does not suffer from it.
+        """
         text = json.dumps(to_plain(event), allow_nan=False, separators=(",", ":"))
-        self._file.write(text.encode() + b"\n")
+        line = memoryview(b"\n" * self._is_cut + text.encode() + b"\n")
+        self._is_cut = True
+        while line:  # the system may take a part only
+            line = line[self._file.write(line) :]
+        self._is_cut = False
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _lock(file: FileIO, path: Path) -> None:
+    """Let no other process write the file, where the system can tell."""
+    try:
+        import fcntl
+
+        # Not flock, which processes that this one forks, such as workers, would hold after it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise RecordError(
+            f"{path}: another process is writing it. Give each run a folder of its own; the "
+            "processes of one run are told apart by the environment variable RANK, which torchrun "
+            "sets"
+        ) from None
+    except (ImportError, OSError):
+        return  # not on this system, or not on this file system
+
+
+def _ends_cut(path: Path) -> bool:
+    """Say whether the last line of a record was cut."""
+    with path.open("rb") as file:
+        first = parse_line(path, file.readline())
+        if first is None or first["event"] != "run":
+            raise RecordError(f"{path} is no record of a run: give another folder")
+        file.seek(-1, SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Event | None]]:

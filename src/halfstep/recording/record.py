@@ -14,15 +14,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep
 from halfstep import _torch
 from halfstep.errors import CallOrderError
-from halfstep.machine import device_name
+from halfstep.machine import device_name, num_ranks, rank
 from halfstep.recording.lines import SCHEMA, Event, LineWriter, file_of
 from halfstep.recording.models import Models
 from halfstep.recording.recorder import Recorder
@@ -55,6 +52,9 @@ class record:
         TypeError: ``model`` is no module, or ``scaler`` is none of halfstep's.
         ValueError: ``every`` is negative.
         CallOrderError: It is entered twice.
+        RecordError: Another process writes this record, or the folder holds another program's
+            ``rank0.jsonl``.
+        OSError: The folder cannot be written to.
 
     Sync: none of its own but in sampled steps; numbers are read late, many steps at once.
 
@@ -96,7 +96,7 @@ class record:
     def __enter__(self) -> Self:
         if self._recorder is not None:
             raise CallOrderError(f"the record {self.path} has been entered; make another one")
-        writer = LineWriter(file_of(self.path, _rank()))
+        writer = LineWriter(file_of(self.path, rank()))
         writer.write(_header(self._every))
         models = Models()
         if self._model is not None:
@@ -106,7 +106,6 @@ class record:
         recorder = Recorder(writer, models, engine, self._every, self._sinks)
         with ExitStack() as stack:
             stack.enter_context(_observing(recorder))
-            stack.callback(register_optimizer_step_pre_hook(recorder.before_step).remove)
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
             stack.enter_context(_listening_to_backward(recorder))
             stack.enter_context(_torch.listening_to_norms(recorder.on_norm))
@@ -135,10 +134,6 @@ class record:
         return 0 if self._recorder is None else self._recorder.num_skipped
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def _header(every: int) -> Event:
     return {
         "event": "run",
@@ -146,8 +141,8 @@ def _header(every: int) -> Event:
         "halfstep": halfstep.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "rank": _rank(),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "rank": rank(),
+        "world_size": num_ranks(),
         "device": None,  # told at the first step: the script decides which one it is
         "machine": device_name("cpu"),
         "cores": os.cpu_count(),

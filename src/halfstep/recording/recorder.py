@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import wraps
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -27,8 +29,29 @@ from halfstep.scaling.scalars import moved
 from halfstep.scaling.scale.state import Reason
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
+_Params = ParamSpec("_Params")
+
 NUM_CULPRITS = 20
 """So many names of parameters are written for a skipped step."""
+MOST_BACKWARD = 256
+"""A sample ends after so many backward passes in which no optimizer has stepped ..."""
+MOST_WAITS = 4
+"""... and after so many steps that none came before, as those of a second optimizer."""
+NO_MODEL = (
+    "no model was found: none was called in the first step, or it was called inside compiled code. "
+    "Name it: halfstep.record(path, model=model)"
+)
+
+
+def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
+    """Let no mode of the user see the ops of a method."""
+
+    @wraps(method)
+    def unseen(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        with _torch.unseen_by_modes():
+            method(*args, **kwargs)
+
+    return unseen
 
 
 class Recorder:
@@ -63,63 +86,71 @@ class Recorder:
         self._sampler = Sampler(models, is_searching=not len(models), say=self.say)
         self._began, self._pid = time.monotonic(), os.getpid()
         self._said: set[str] = set()
-        self._num_models_written = 0
         self._has_failed = False
         self._policies: dict[str, tuple[str, str]] = {}
-        self._losses: list[Tensor] = []
-        self._norm: Tensor | None = None
-        self._is_scaled = False
-        self._steps_open = 0
+        self._loss: Tensor | None = None
+        self._norms: list[tuple[frozenset[int], Tensor]] = []
+        self._is_scaled = self._is_old = False
+        self._num_backward = self._num_waits = 0
         self._sampler.begin(is_measuring=every > 0)
 
     # --- what it is told --------------------------------------------------------------------------
 
+    @_unseen
     def on_loss(self, engine: Engine, outputs: Any) -> None:
         """Take note of a loss before it is scaled."""
         if self._listens_to(engine):
             if not self._is_scaled:
-                self._losses, self._is_scaled = [], True
+                self._loss, self._is_scaled = None, True
             self._add_losses(tensors_in([outputs]))
 
+    @_unseen
     def on_backward(self, roots: Any) -> None:
         """Take note of what ``backward`` is called on: the loss, if no scaler has seen it."""
+        if not self._is_here() or _torch.backward_number() >= 0:
+            return  # inside of another one a checkpoint is computed again
+        self._num_backward += 1
+        if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
+            self._sampler.end()
+            self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
         if self._counts_plain_steps():
             self._add_losses(tensors_in([roots]))
 
-    def on_norm(self, norm: Tensor, norm_type: float) -> None:
-        """Take note of the norm that ``torch.nn.utils.clip_grad_norm_`` has measured."""
-        if norm_type == 2.0 and self._is_here():
-            self._norm = norm.detach()
+    @_unseen
+    def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
+        """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured."""
+        if self._is_here():
+            self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
 
+    @_unseen
     def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
         """Take note that ``update`` has ended an iteration."""
-        if not self._listens_to(engine):
+        if not outcomes or not self._listens_to(engine):
             return
         if self.num_steps == 0:
             for model in self._models:  # so that the scaler's own messages have names
                 engine.names.watch(model)
         for outcome in outcomes:
-            norm = self._norm
+            norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
                 norm = _norm_of_outcome(outcome)
             self._add_step(outcome.optimizer_name, outcome, norm)
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
-        self._end_iteration(outcomes[-1].scale if self._sampler.is_open and outcomes else 1.0)
+        self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take note that ``optimizer.step`` begins; what it calls are evaluations of a closure."""
-        self._steps_open += 1
-
+    @_unseen
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Take note of a step that no scaler has a part in."""
-        self._steps_open = max(self._steps_open - 1, 0)
-        if self._counts_plain_steps():
-            norm = self._norm
-            if norm is None and self._sampler.is_open:
-                norm = _norm_of_gradients(optimizer)
-            self._add_step(type(optimizer).__name__, None, norm)
-            self._end_iteration(1.0)
+        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+            return
+        if _torch.optimizer_step_depth() > 1:
+            return  # of an optimizer that another one is made of
+        norm = self._norm_of(optimizer)
+        if norm is None and self._sampler.is_open:
+            norm = _norm_of_gradients(optimizer)
+        self._add_step(type(optimizer).__name__, None, norm)
+        self._end_iteration(1.0)
 
     def say(self, text: str) -> None:
         """Write a note, once."""
@@ -132,7 +163,10 @@ class Recorder:
         if not self._is_here():
             return
         self._sampler.end()
-        self._write_steps(self._waiting.take_all())
+        try:
+            self._write_steps(self._waiting.take_all())
+        except RuntimeError as failure:  # the device may be what ended the run
+            self.say(f"the last steps could not be read: {failure}")
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()
 
@@ -150,37 +184,55 @@ class Recorder:
 
     def _add_losses(self, outputs: Any) -> None:
         found = [
-            tensor.detach().float().reshape(())
+            tensor.detach().float().reshape(()).clone()
             for tensor in outputs
             if tensor.numel() == 1
             and not tensor.is_complex()
             and not _torch.is_inside_functorch(tensor)
         ]
-        if found:
-            self._losses = found if self._steps_open else self._losses + found
+        if not found:
+            return
+        # The losses of micro-batches add up; what a step evaluates takes the place of the last one.
+        is_new = self._loss is None or self._is_old or _torch.optimizer_step_depth() > 0
+        device = found[-1].device
+        parts = found if is_new or self._loss is None else [self._loss, *found]
+        self._loss = torch.stack([moved(part, device) for part in parts]).sum()
+        self._is_old = False
+
+    def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
+        """Return the norm that was measured of exactly the gradients of an optimizer."""
+        if optimizer is None or not self._norms:
+            return None
+        own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
+        return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
 
     def _add_step(self, optimizer: str, outcome: Outcome | None, norm: Tensor | None) -> None:
-        step, loss = self.num_steps + 1, _sum(self._losses)
-        self._waiting.add(RawStep(step, self._time(), optimizer, outcome, loss, norm))
+        step = self.num_steps + 1
+        self._waiting.add(RawStep(step, self._time(), optimizer, outcome, self._loss, norm))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1
         if self.num_steps == 1:
             self._write_device()
-        self._losses, self._norm, self._is_scaled = [], None, False
-        if self._sampler.is_open:
+        # A second optimizer may step by the same backward pass: the loss stays until the next one.
+        self._norms, self._is_old, self._is_scaled = [], True, False
+        if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
+            self._num_waits = 0
             self._end_sample(scale)
         else:
+            self._num_waits += self._sampler.is_open
             self._write_steps(self._waiting.take())
-        if self._every and (self.num_steps + 1) % self._every == 0:
+        if self._every and (self.num_steps + 1) % self._every == 0 and not self._sampler.is_open:
             self._sampler.begin(is_measuring=True)
+        self._num_backward = 0
 
     def _end_sample(self, scale: float) -> None:
         self._write_steps(self._waiting.take_all())
         tensors = self._sampler.end()
-        for event in self._models.events(self.num_steps)[self._num_models_written :]:
+        for event in self._models.events(self.num_steps):
             self._write(event)
-        self._num_models_written = len(self._models)
+        if not len(self._models):
+            self.say(NO_MODEL)
         for device, policy in self._sampler.policies.items():
             if self._policies.get(device) != policy:
                 dtype, text = self._policies[device] = policy
@@ -203,8 +255,9 @@ class Recorder:
             self._log(event["step"], step_scalars(event))
 
     def _write_device(self) -> None:
-        tensors = self._losses or [parameter for _, parameter in self._models.parameters()]
-        device = tensors[0].device.type if tensors else "cpu"
+        parameter = next((parameter for _, parameter in self._models.parameters()), None)
+        tensor = parameter if self._loss is None else self._loss
+        device = "cpu" if tensor is None else tensor.device.type
         event = {"event": "device", "step": 1, "device": device}
         self._write(event | {"machine": device_name(device)})
 
@@ -235,7 +288,7 @@ class Recorder:
             # A full disk must not end a run; ValueError is that of a closed file.
             if not self._has_failed:
                 self._has_failed = True
-                warnings.warn(f"halfstep.record cannot write any more: {error}", stacklevel=2)
+                _warn(f"halfstep.record cannot write any more: {error}")
 
     def _log(self, step: int, scalars: dict[str, float]) -> None:
         for sink in [*self._sinks]:
@@ -243,10 +296,9 @@ class Recorder:
                 sink.log(step, scalars)
             except Exception as error:
                 self._sinks.remove(sink)
-                warnings.warn(
+                _warn(
                     f"halfstep.record goes on without {type(sink).__name__}, which has failed: "
-                    f"{type(error).__name__}: {error}",
-                    stacklevel=2,
+                    f"{type(error).__name__}: {error}"
                 )
 
 
@@ -261,7 +313,7 @@ def _may_be_skipped(outcome: Outcome) -> bool:
 
 def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
     try:
-        return torch.tensor(outcome.norm)
+        return torch.tensor(outcome.norm, dtype=torch.float32)
     except CallOrderError:
         return None  # its optimizer has divided the gradients by itself, or they are gone
 
@@ -271,8 +323,7 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     return measure(found, None).total(found.values[0].device) if found.grads else None
 
 
-def _sum(losses: list[Tensor]) -> Tensor | None:
-    if not losses:
-        return None
-    device = losses[-1].device
-    return torch.stack([moved(loss, device) for loss in losses]).sum()
+def _warn(text: str) -> None:
+    # Where warnings are errors this one must not end the run either.
+    with suppress(Warning):
+        warnings.warn(text, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
 from collections.abc import Callable
@@ -31,6 +32,7 @@ COMPILED = (
     "parts of the model are compiled: the outputs of modules inside them are not seen; their "
     "parameters and the gradients of these are"
 )
+_FILTER = ("ignore", re.compile(".*when there are global hooks"), Warning, None, 0)
 
 
 class Sampler:
@@ -55,35 +57,35 @@ class Sampler:
         self.is_open = self._is_measuring = False
         self._forward_hooks: list[RemovableHandle] = []
         self._parameter_hooks: list[RemovableHandle] = []
+        self._output_hooks: list[RemovableHandle] = []
         self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
         self._last_outputs: list[weakref.ref[Tensor]] = []
-        self._depth = self._num_watched = 0
+        self._depth = 0
         self._scope: scopes.Scope | None = None
         self.policies: dict[str, tuple[str, str]] = {}
 
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; measuring nothing it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring
-        self._depth = self._num_watched = 0
+        self._depth = 0
         # For all modules, not on each: nn.TransformerEncoderLayer computes in another way if it
         # has hooks.
         self._forward_hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        # torch.compile's own module warns of hooks for all modules; on it they are taken off.
-        warnings.filterwarnings("ignore", message=".*when there are global hooks")
-        self._filter = warnings.filters[0]
+        # torch.compile's own module warns of them; once it is known they are taken off. Not by
+        # filterwarnings(), after which every warning of the script would be shown again.
+        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
         self._watch_models()
 
     def end(self) -> list[Event]:
         """End the step and return its tensors, in the order of the kinds."""
         self.is_open = False
-        _remove(self._forward_hooks)
-        _remove(self._parameter_hooks)
-        filters: Any = warnings.filters  # a list, though typed as a Sequence
-        if self._filter in filters:
-            filters.remove(self._filter)
+        for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
+            _remove(hooks)
+        if _FILTER in warnings.filters:
+            warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
         found, self._found = self._found, {}
         by_kind = sorted(found.items(), key=lambda item: KINDS.index(item[0][0]))
         return [
@@ -92,21 +94,22 @@ class Sampler:
         ]
 
     def _watch_models(self) -> None:
-        """Put hooks on what came since the last call."""
-        first, self._num_watched = self._num_watched, len(self._models)
-        if first == self._num_watched:
+        """Put hooks on the models, anew when another one was found."""
+        if not len(self._models):
             return
         if self._models.has_compiled:
             # Hooks for all modules make torch.compile compile everything again.
             self._say(COMPILED)
-            if first == 0:
-                _remove(self._forward_hooks)
-            for module in self._models.eager_modules(first):
-                self._forward_hooks.append(module.register_forward_hook(self._leave))
+            _remove(self._forward_hooks)
+            for module in self._models.eager_modules():
+                handle = module.register_forward_hook(_ForwardHook(self._leave))
+                self._forward_hooks.append(handle)
         if not self._is_measuring:
             return
-        for name, parameter in self._models.parameters(first):
-            self._take("parameter", name, parameter)
+        _remove(self._parameter_hooks)
+        for name, parameter in self._models.parameters():
+            if ("parameter", name) not in self._found:
+                self._take("parameter", name, parameter)
             if parameter.requires_grad and parameter.is_leaf:
                 hook = partial(self._take_gradient, name)
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -115,22 +118,30 @@ class Sampler:
     # --- hooks ------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return
-        if self._depth == 0 and self._is_searching and _is_trained(module):
-            self._models.add(module)
+        if (
+            self._depth == 0
+            and self._is_searching
+            and self._models.name(module) is None
+            and _is_trained(module)
+        ):
+            if self._models.add(module):
+                self._found = {}  # it has the names of a part
             self._watch_models()
         self._depth += 1
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_traced():
             return
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
         # In a backward pass it is computed again, for a checkpoint.
-        if name is None or not torch.is_grad_enabled() or _torch.backward_number() >= 0:
+        if name is None or _torch.backward_number() >= 0:
             return
         self._models.ran(name)
+        if not torch.is_grad_enabled():
+            return
         self._note_policy()
         if self._is_measuring:
             self._take_outputs(name or OUTERMOST, output)
@@ -142,21 +153,24 @@ class Sampler:
             if any(tensor is seen for seen in last):
                 continue  # a container returns what its last module has returned
             self._take("output", name, tensor)
-            tensor.register_hook(partial(self._take, "output_gradient", name))  # type: ignore[no-untyped-call]
+            hook = partial(self._take, "output_gradient", name)
+            self._output_hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
         self._last_outputs = [weakref.ref(tensor) for tensor in outputs]
 
     def _take_gradient(self, name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            return  # another hook has used it up: a step inside of the backward pass
         # With several backward passes it is the sum so far: the last one counts.
         self._found.pop(("parameter_gradient", name), None)
         self._take("parameter_gradient", name, parameter.grad)
 
     def _take(self, kind: Kind, name: str, tensor: Tensor) -> None:
-        if not self.is_open:
-            return  # a gradient of an earlier step
+        if _is_traced():
+            return
         try:
             # In the gradients of outputs zeros are what a ReLU or a mask leaves.
-            statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
+            with _torch.unseen_by_modes():
+                statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
         except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
             self._say(f"{kind} {name} cannot be measured: {error}")
             return
@@ -176,6 +190,31 @@ class Sampler:
             if torch.is_autocast_enabled(device):
                 dtype = _name_of(torch.get_autocast_dtype(device))
                 self.policies[device] = dtype, str(policy.policy)
+
+
+class _ForwardHook:
+    """A hook on a module, which is not copied, and not saved, with it."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: object) -> _ForwardHook:
+        return _ForwardHook(_do_nothing)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _ForwardHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def _is_traced() -> bool:
+    """Say whether tensors have no values: a program is made of what runs."""
+    return torch.compiler.is_compiling() or _torch.is_jit_tracing()
 
 
 def _is_trained(module: nn.Module) -> bool:

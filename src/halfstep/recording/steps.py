@@ -43,7 +43,7 @@ class RawStep:
 
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector of float32, loss and norm first. Sync: none."""
-        missing = torch.full((), math.nan, device=device)
+        missing = torch.full((), math.nan, dtype=torch.float32, device=device)
         both = torch.stack(
             [
                 missing if scalar is None else moved(scalar.float().reshape(()), device)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from halfstep.machine import num_ranks
+
 RUNS = Path("runs")
 
 # What starts the processes of a run: modules and, by the name of the file, scripts, with the words
@@ -23,16 +25,6 @@ _LAUNCHERS = {
     "deepspeed.launcher.runner": ("deepspeed",),
 }
 _MODULE_OPTION = {"deepspeed": "--module"}
-
-
-def num_ranks(environ: Mapping[str, str]) -> int:
-    """Return the number of processes of the run, as the launcher gave it."""
-    return int(environ.get("WORLD_SIZE") or 1)
-
-
-def is_first_rank(environ: Mapping[str, str]) -> bool:
-    """Say whether this process speaks for the run."""
-    return int(environ.get("RANK") or 0) == 0
 
 
 def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:

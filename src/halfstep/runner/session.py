@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from halfstep import Policy, record
+from halfstep import Policy, machine, record
 from halfstep.runner import launch
 from halfstep.runner.replacements import replaced
 from halfstep.runner.script import execute, hide_our_frames
@@ -66,7 +66,7 @@ class Session:
         self._options = options
         self._failure: BaseException | None = None
         self._pid = os.getpid()
-        self._speaks = launch.is_first_rank(os.environ)
+        self._speaks = machine.rank() == 0
         self._stderr = sys.stderr  # the program may put another there
         self._stack = ExitStack()
         self._folder = options.folder or launch.make_folder(program.stem, os.environ, os.getppid())
@@ -92,8 +92,7 @@ class Session:
         # It is imported before the names mean something else: it watches PyTorch's scaler too.
         from halfstep.runner.mixed_precision import mixed_precision
 
-        num_ranks = launch.num_ranks(os.environ)
-        self._stack.enter_context(replaced(policy, num_ranks=num_ranks, say=self._say))
+        self._stack.enter_context(replaced(policy, num_ranks=machine.num_ranks(), say=self._say))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
 

@@ -168,6 +168,11 @@ class Outcome:
         self._after = self.loss_scale.snapshot()
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, None if it is gone. Sync: none."""
+        return self._optimizer()
+
+    @property
     def has_ended(self) -> bool:
         """Whether ``update`` has been called since the step. Sync: none."""
         return self._after is not None
