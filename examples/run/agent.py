@@ -12,7 +12,7 @@ Rules to remember:
 - The script need not know of halfstep; autocast and GradScaler are replaced under all their names.
 - The report's first sentences say what happened, where, and what helps.
 - Gradients that overflow beside gradients that underflow: no scale is right for both. Bring the
-  losses to one unit (here: divide the returns by a million: --unit 1e6), or use bfloat16.
+  losses to one unit (here: divide the returns by ten million: --unit 1e7), or use bfloat16.
 """
 
 import argparse
@@ -68,12 +68,14 @@ def main() -> None:
     for step in range(args.steps):
         states = torch.randn(64, 16, device=device)
         actions = states[:, :10].argmax(dim=1)
-        returns = 1e6 * states.square().sum(dim=1) / args.unit
+        returns = 1e7 * states.square().sum(dim=1) / args.unit
         optimizer.zero_grad()
         with torch.autocast(device, torch.float16):
             logits, values = agent(states)
             policy_loss = F.cross_entropy(logits, actions)
-            loss = (policy_loss + F.mse_loss(values.float(), returns)) / 4096  # of so many workers
+            loss = (
+                policy_loss + F.mse_loss(values.float(), returns)
+            ) / 65536  # a mean over so many workers
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

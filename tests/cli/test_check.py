@@ -69,7 +69,31 @@ def test_the_start_up_is_not_counted(tmp_path, capsys):
     records.write(tmp_path, [*events, records.end(1.0, 20)])
     code, (line,) = check(capsys, tmp_path, "--max-skipped", "0%")
     assert code == 0
-    assert "0 % skipped and 1 at the start (limit 0 %)" in line
+    assert "0 % skipped and 1 as dynamic scaling does (limit 0 %)" in line
+
+
+def test_a_run_in_float32_is_not_held_to_what_fp16_would_lose(tmp_path, capsys):
+    assert check(capsys, records.underflowing(tmp_path))[0] == 0
+    assert check(capsys, tmp_path, "--max-underflow", "5%")[0] == 1
+
+
+def test_gradients_that_are_nothing_but_zeros(tmp_path, capsys):
+    rows = [tensor("parameter_gradient", f"{n}.weight", counted({}, zeros=9)) for n in "ab"]
+    events = [records.header(), records.policy(), records.step(1), sample(1, rows)]
+    records.write(tmp_path, [*events, records.end(1.0, 1)])
+    code, (line,) = check(capsys, tmp_path, "--max-underflow", "5%")
+    assert code == 1
+    assert "half of the gradients or more are nothing but zeros in all samples" in line
+
+
+def test_many_layers_beyond_a_limit_are_counted(tmp_path, capsys):
+    lossy = counted({0: 80}, zeros=20, flushed=20)
+    rows = [tensor("parameter_gradient", f"{n}.weight", lossy) for n in "abcdefgh"]
+    events = [records.header(), records.policy(), records.step(1), sample(1, rows)]
+    records.write(tmp_path, [*events, records.end(1.0, 1)])
+    _, lines = check(capsys, tmp_path, "--max-underflow", "5%")
+    assert len(lines) == 6
+    assert "and 3 more layers beyond the limit" in lines[-1]
 
 
 def test_outputs_and_weights_that_overflow(tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.report import records
@@ -207,3 +208,33 @@ def test_help_and_what_it_imports():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--against RUN" in done.stdout
+
+
+def test_a_pipe_that_nobody_reads_is_no_traceback(tmp_path):
+    folder = records.healthy(tmp_path)
+    command = f"{sys.executable} -m halfstep report {folder} --json | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("{", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_no_room_for_the_output_is_one_line(tmp_path):
+    folder = records.healthy(tmp_path)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "halfstep", "check", folder],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "halfstep check: [Errno 28] No space left on device\n"
+
+
+def test_the_sentences_are_printed_if_the_page_cannot_be_written(tmp_path, capsys):
+    folder = records.healthy(tmp_path)
+    assert main(["report", str(folder), "-o", str(tmp_path / "no" / "page.html")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.startswith("good: All is well")
+    assert "cannot be written" in captured.err

@@ -4,10 +4,11 @@ import math
 import re
 
 import pytest
+import torch
 from tests.report import records
 from tests.report.records import counted, layers, sample, skip, step, tensor
 
-from halfstep import GradScaler, Policy
+import halfstep
 from halfstep.recording.reading import read_run
 from halfstep.report.sentence import Code, code, names, plain, say
 from halfstep.report.sentences import sentences
@@ -58,6 +59,15 @@ def test_a_healthy_run_in_bf16(tmp_path):
     assert "scale" not in sentence.text
 
 
+def island_of(module: str) -> str:
+    return f'halfstep.autocast(..., policy="standard; @{module}:fp32", module=model)'
+
+
+class Part(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
 def test_skips_at_the_start_are_well(tmp_path):
     (sentence,) = said(tmp_path, skip(1, 4096.0), skip(2, 2048.0))
     assert sentence.severity == "good"
@@ -88,17 +98,54 @@ def test_what_was_skipped_where_it_began_and_what_helps(tmp_path):
     )
     assert codes(first) == [
         "blocks.1.attn",
-        "@blocks.1.attn:fp32",
-        "GradScaler(init_scale=2048.0, max_scale=2048.0)",
+        'halfstep.autocast(..., policy="standard; @blocks.1.attn:fp32", module=model)',
+        "halfstep.GradScaler(init_scale=2048, max_scale=2048)",
     ]
     assert [s.severity for s in (first, underflow, start)] == ["warning", "warning", "notice"]
     assert "2 steps at the start" in start.text
 
 
 def test_the_cures_are_calls_that_work(tmp_path):
-    _, rule, call = codes(said_of(records.with_skips(tmp_path))[0])
-    assert Policy.parse(f"standard; {rule}")
-    assert eval(call, {"GradScaler": GradScaler}).get_scale() == 2048.0
+    _, island, call = codes(said_of(records.with_skips(tmp_path))[0])
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"attn": Part()}) for _ in range(2))
+    names = {"halfstep": halfstep, "model": model}
+    with eval(island.replace("...", '"cpu", torch.float16'), names | {"torch": torch}):
+        x = torch.ones(1, 2)
+        assert model.blocks[0]["attn"](x).dtype is torch.float16
+        assert model.blocks[1]["attn"](x).dtype is torch.float32
+    assert eval(call, names).get_scale() == 2048.0
+
+
+@pytest.mark.parametrize("module", ["", "(model)", "Critic[1].fc", "a b;c"])
+def test_no_rule_is_proposed_that_cannot_name_the_module(tmp_path, module):
+    found = said(tmp_path, skip(50), records.culprits(50, module), skip(51), skip(52))
+    assert "fp32" not in the_one(found, "skipped (").text
+
+
+def test_skips_after_growth_are_normal(tmp_path):
+    grown = [step(n, scale=2048.0, scale_after=2048.0) for n in (50, 51)]
+    events = (*grown, skip(52, 2048.0), records.culprits(52, "head"))
+    good, sentence = said(tmp_path, *events)
+    assert (good.severity, sentence.severity) == ("good", "notice")
+    assert sentence.text == (
+        "1 step was skipped at a scale that had just grown and went back, which is normal: so the "
+        "largest scale is found; it began in `head`."
+    )
+
+
+def test_a_scale_that_goes_below_where_it_grew_from_is_not(tmp_path):
+    events = (step(50, scale=2048.0, scale_after=2048.0), skip(51, 2048.0), skip(52, 1024.0))
+    sentence = the_one(said(tmp_path, *events), "skipped (")
+    assert "1 of 100 steps was skipped (1 %, step 52)" in sentence.text
+
+
+def test_most_gradients_nothing_but_zeros_are_bad(tmp_path):
+    zero = counted({}, zeros=10)
+    rows = [tensor("parameter_gradient", f"{name}.weight", zero) for name in "abcdef"]
+    for number, severity in ((5, "warning"), (6, "bad")):
+        found = said(tmp_path / severity, *(sample(n, rows[:number]) for n in (40, 50, 60)))
+        assert the_one(found, "All gradient entries of `a.weight`").severity == severity
 
 
 def test_skips_that_began_in_several_places(tmp_path):
@@ -220,11 +267,11 @@ def test_ranks_that_disagree_are_bad_and_missing_ones_told(tmp_path):
 
 
 def test_what_would_underflow_and_the_scale_that_would_lose_none(tmp_path):
-    (sentence,) = said_of(records.underflowing(tmp_path))
-    assert sentence.severity == "warning"
+    good, sentence = said_of(records.underflowing(tmp_path))
+    assert (good.severity, sentence.severity) == ("good", "notice")  # it is in float32
     assert sentence.text == (
         "12 % of the gradient entries of `head.weight` would underflow in fp16 without a scaler; a "
-        "scale of 32768 to 65536 would lose none: `GradScaler(init_scale=32768.0)`."
+        "scale of 32768 to 65536 would lose none: `halfstep.GradScaler(init_scale=32768)`."
     )
 
 
@@ -234,7 +281,7 @@ def test_what_was_flushed_is_not_known(tmp_path):
     assert sentence.text == (
         "12 % of the gradient entries of `head.weight` underflow at scale 1024; what was flushed "
         "is not known any more, but a scale of at least 2048, and up to 65536, loses less: "
-        "`GradScaler(init_scale=65536.0)`."
+        "`halfstep.GradScaler(init_scale=65536)`."
     )
 
 
@@ -242,7 +289,8 @@ def test_a_scale_that_has_grown_shows_what_was_flushed_before(tmp_path):
     (sentence,) = said_of(records.flushing(tmp_path, (1024.0, 1024.0, 65536.0)))
     assert sentence.text == (
         "8 % of the gradient entries of `head.weight` underflow at the scales of the samples (the "
-        "last: 65536); a scale of 4096 to 65536 would lose none: `GradScaler(init_scale=65536.0)`."
+        "last: 65536); a scale of 4096 to 65536 would lose none: "
+        "`halfstep.GradScaler(init_scale=65536)`."
     )
 
 
@@ -260,10 +308,10 @@ def test_what_is_left_is_at_least_so_much_where_zeros_were_flushed(tmp_path):
     sentence = the_one(said(tmp_path, *high, sample(50, rows)), "underflow")
     assert re.search(
         r"; no scale keeps them all, and 8192 loses least, at least 0\.0\d+ % of all entries: "
-        r"`GradScaler\(init_scale=8192\.0\)`",
+        r"`halfstep\.GradScaler\(init_scale=8192\)`",
         sentence.text,
     )
-    assert codes(sentence)[-1] == "@tail:fp32"
+    assert codes(sentence)[-1] == island_of("tail")
 
 
 def test_where_no_larger_scale_is_possible_the_layer_may_leave_fp16(tmp_path):
@@ -273,7 +321,7 @@ def test_where_no_larger_scale_is_possible_the_layer_may_leave_fp16(tmp_path):
     sentence = the_one(found, "underflow")
     assert sentence.severity == "bad"
     assert "a larger scale than 1024 would overflow" in sentence.text
-    assert codes(sentence)[-1] == "@tail:fp32"
+    assert codes(sentence)[-1] == island_of("tail")
 
 
 def test_the_others_that_underflow_are_named(tmp_path):
@@ -289,7 +337,7 @@ def test_outputs_close_to_overflow(tmp_path):
     found = said(tmp_path, sample(40, near), sample(50, far))
     sentence = the_one(found, "came within 0.4 bits")
     assert "(step 40)" in sentence.text
-    assert codes(sentence) == ["head", "@head:fp32"]
+    assert codes(sentence) == ["head", island_of("head")]
 
 
 def test_outputs_and_weights_that_are_not_finite(tmp_path):

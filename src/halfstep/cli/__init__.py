@@ -7,6 +7,7 @@ Each subcommand is a module of this package with ``add_parser(subcommands)``; it
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,9 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return EXIT_USAGE
     try:
-        return function(arguments)
+        code = function(arguments)
+        sys.stdout.flush()
+        return code
     except CommandError as error:
         print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        if function is run.run:
+            raise
+        # Nobody reads the output any more (`| head -1`), or there is no room for it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         if function is run.run:

@@ -52,14 +52,15 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
     run = run_at(arguments.run_path)
-    from halfstep.report.checking import DEFAULTS, Limits, held, violations
+    from halfstep.report.checking import Limits, defaults, held, violations
     from halfstep.report.summarizing import summarize
 
+    summary = summarize(run)
     shares = (arguments.max_skipped, arguments.max_underflow, arguments.max_overflow)
     if shares == (None, None, None):
-        shares = (DEFAULTS.skipped, DEFAULTS.underflow, DEFAULTS.overflow)
+        limits = defaults(summary)
+        shares = (limits.skipped, limits.underflow, limits.overflow)
     limits = Limits(*shares, arguments.allow_nan, arguments.allow_unfinished)
-    summary = summarize(run)
     found = violations(summary, limits)
     for line in found:
         print(f"{run.path}: {line}")

@@ -23,10 +23,13 @@ def run_at(path: Path | None) -> Run:
         CommandError: There is none, it cannot be read, or it holds no steps.
     """
     from halfstep.errors import RecordError  # imports PyTorch: not for --help
+    from halfstep.recording.lines import newest_in
     from halfstep.recording.reading import read_run
 
     if path is None:
-        path = _newest()
+        path = newest_in(RUNS)
+        if path is None:
+            raise CommandError(f"there is no record under {RUNS}/: name the folder of one")
         print(f"{path}: the newest record under {RUNS}/", file=sys.stderr)
     if path.is_file() and not re.fullmatch(r"rank\d+\.jsonl", path.name):
         raise CommandError(f"{path} is a file: give the folder of a record")
@@ -45,11 +48,3 @@ def run_at(path: Path | None) -> Run:
             "optimizer, or has not come so far"
         )
     return run
-
-
-def _newest() -> Path:
-    files = RUNS.rglob("rank*.jsonl")
-    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    if newest is None:
-        raise CommandError(f"there is no record under {RUNS}/: name the folder of one")
-    return newest.parent

@@ -73,10 +73,9 @@ def _report(run: Run, arguments: argparse.Namespace) -> None:
     else:
         from halfstep.report.page import render
 
-        path = _written(arguments.output or run.path / "report.html", render(summary, run))
         for sentence in sentences(summary):
             print(f"{sentence.severity}: {sentence.text}")
-        print(path)
+        print(_written(arguments.output or run.path / "report.html", render(summary, run)))
 
 
 def _compare(first: Run, second: Run, arguments: argparse.Namespace) -> None:

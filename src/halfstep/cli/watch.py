@@ -100,12 +100,13 @@ def _print_once(path: Path | None) -> None:
     from rich.console import Console
 
     from halfstep.recording.following import Follower
-    from halfstep.watching.loop import newest_record
+    from halfstep.recording.lines import newest_in
+    from halfstep.watching.loop import RUNS
     from halfstep.watching.screen import print_page
     from halfstep.watching.state import watched
     from halfstep.watching.words import how_to_start, missing
 
-    folder = path or newest_record()
+    folder = path or newest_in(RUNS)
     update = None if folder is None else Follower(folder).read()
     if update is None:
         raise CommandError(f"{missing(path)} is not there yet; {how_to_start(path)}")

@@ -36,6 +36,12 @@ def files_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def newest_in(folder: Path) -> Path | None:
+    """Return the record, at any depth, that was written to last; None if there is none."""
+    files = [file for file in folder.rglob("rank*.jsonl") if file.stem[4:].isdigit()]
+    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
+
+
 class LineWriter:
     """Appends events to a file, each flushed: what was written survives the process.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from halfstep.report.cures import island, literal
 from halfstep.report.numbers import (
     at_steps,
     count,
@@ -58,6 +59,8 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         " No scale changes that: look at the batch of that step and at the learning rate, and at "
         "log(), division and sqrt() at 0 in the loss, which should run in float32."
     )
+    if any(layer.inf for layer in summary.of_kind("output")):
+        cure = " An output overflowed, which is said below, and no scale changes that."
     if loss is not None and loss.first_non_finite is not None:
         is_last = not math.isfinite(loss.last)
         became = number(loss.last) if is_last else "inf or NaN"
@@ -113,9 +116,18 @@ def start_up(summary: Summary) -> str:
     )
 
 
+def after_growth(summary: Summary) -> Sentence:
+    """Say that there were skips by which dynamic scaling has found the largest scale."""
+    steps = summary.steps.after_growth
+    what = (
+        f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
+        "that had just grown and went back, which is normal: so the largest scale is found"
+    )
+    return say("notice", what, *_began(summary, steps), ".")
+
+
 def _skipped(summary: Summary, steps: Steps) -> Sentence:
-    num = steps.num_skipped_later
-    later = [step for step in steps.skipped if step not in steps.start_up]
+    num, later = steps.num_skipped_later, steps.later
     what = (
         f"{count(num)} of {things(steps.num, 'step')} {'was' if num == 1 else 'were'} skipped "
         f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
@@ -132,7 +144,7 @@ def _severity(steps: Steps) -> Severity:
     return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
 
 
-def _known(summary: Summary, later: list[int]) -> list[tuple[Origin, int]]:
+def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
     """Return the modules where these skips began, and in how many of them; most first."""
     found = [
         (origin, len(set(origin.steps).intersection(later)))
@@ -142,7 +154,7 @@ def _known(summary: Summary, later: list[int]) -> list[tuple[Origin, int]]:
     return sorted((each for each in found if each[1]), key=lambda each: -each[1])
 
 
-def _began(summary: Summary, later: list[int]) -> Iterator[str | Code]:
+def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     known = _known(summary, later)
     if not known:
         return
@@ -157,9 +169,11 @@ def _began(summary: Summary, later: list[int]) -> Iterator[str | Code]:
         yield from names(str(other.module) for other, _ in known[1:])
 
 
-def _cure(summary: Summary, later: list[int]) -> Iterator[str | Code]:
-    if not summary.steps.reasons.get("overflow"):
-        return
+def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
+    num_normal = len(summary.steps.start_up) + len(summary.steps.after_growth)
+    scale = summary.scale
+    if summary.steps.reasons.get("overflow", 0) <= num_normal or (scale and scale.stuck):
+        return  # something else than the scale
     if summary.lower == "bf16":
         yield (
             " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
@@ -167,17 +181,14 @@ def _cure(summary: Summary, later: list[int]) -> Iterator[str | Code]:
         )
         return
     known = _known(summary, later)
-    if not known and _severity(summary.steps) == "notice":
-        yield " Dynamic scaling needs a few, when it tries a larger scale."
-        return
-    scale = None if summary.scale is None else summary.scale.overflowed_at
     cures: list[tuple[str | Code, ...]] = []
-    if known:
-        cures.append((" keep that module in float32 with the rule ", _rule(known[0][0].module)))
-    if scale is not None and scale > 1:
-        below = power_below(scale)
-        first = "" if below >= _DEFAULT_SCALE else f"init_scale={below}, "
-        option = Code(f"GradScaler({first}max_scale={below})")
+    call = island(known[0][0].module, summary) if known else None
+    if call is not None:
+        cures.append((" keep that module in float32, ", call))
+    if scale is not None and scale.overflowed_at is not None and scale.overflowed_at > 1:
+        below = power_below(scale.overflowed_at)
+        first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
+        option = Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
         cures.append((" stay below the scales that overflow, ", option))
     cures.append((" use bf16 where the device has it",))
     yield " What helps:"
@@ -185,10 +196,6 @@ def _cure(summary: Summary, later: list[int]) -> Iterator[str | Code]:
         yield "" if not position else ", or" if position == len(cures) - 1 else ","
         yield from cure
     yield "."
-
-
-def _rule(module: str | None) -> Code:
-    return Code(f"@{module}:fp32")
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from halfstep.recording.run import Kind
+from halfstep.report.cures import island, literal
 from halfstep.report.numbers import bits, count, percent, power, things
 from halfstep.report.sentence import Code, Sentence, Severity, names, say
 from halfstep.report.summary import Layer, Summary
@@ -46,7 +47,7 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
         return
     worst = lossy[0]
     severity: Severity = "notice"
-    if worst.share_lost >= HARMFUL:
+    if summary.policies and worst.share_lost >= HARMFUL:
         severity = "bad" if worst.share_lost >= SEVERE else "warning"
     verb = "underflow" if summary.policies else f"would underflow in {summary.lower}"
     parts: list[str | Code] = [
@@ -90,7 +91,7 @@ def _better_scale(summary: Summary) -> Iterator[str | Code]:
             f"; what was flushed is not known any more, but a scale of at least "
             f"{power(window.smallest)}, and up to {power(best)}, loses less: "
         )
-    yield Code(f"GradScaler(init_scale={best})")
+    yield Code(f"halfstep.GradScaler(init_scale={literal(best)})")
     yield "."
 
 
@@ -98,11 +99,11 @@ def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
     """Where no scale is good enough, one layer may leave the lower precision."""
     gradients = summary.gradients
     is_curable = gradients is not None and not gradients.window.is_empty
-    module = worst.name.rpartition(".")[0]
-    if is_curable or not module or not summary.policies:
+    call = island(worst.name.rpartition(".")[0], summary)
+    if is_curable or call is None or not summary.policies:
         return
-    yield " Keep it in float32 with the rule "
-    yield Code(f"@{module}:fp32")
+    yield " Keep it in float32, "
+    yield call
     yield ", or use bf16 where the device has it." if summary.lower == "fp16" else "."
 
 
@@ -125,7 +126,9 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
             " What was lost there is lost: go back to an earlier checkpoint.",
         )
         if kind == "output":
-            cure = (" Keep it in float32 with the rule ", Code(f"@{first.name}:fp32"), ".")
+            has_bad_weights = any(x.inf or x.nan for x in summary.of_kind("parameter"))
+            call = island(first.name, summary) if first.inf and not has_bad_weights else None
+            cure = () if call is None else (" Keep it in float32, ", call, ".")
         yield say("bad", of, Code(first.name), what, *rest, ".", *cure)
 
 
@@ -141,6 +144,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
     if near:
         headroom, layer = min(near, key=lambda each: each[0])
         others = [other for _, other in near if other is not layer]
+        call = island(layer.name, summary)
         yield say(
             "warning",
             "The outputs of ",
@@ -148,9 +152,8 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             f" came within {bits(headroom)} of the largest value of {layer.format} (step "
             f"{layer.headroom_step})",
             *((", and nearly so did those of ", *_names(others)) if others else ()),
-            ". Keep it in float32 with the rule ",
-            Code(f"@{layer.name}:fp32"),
             ".",
+            *(() if call is None else (" Keep it in float32, ", call, ".")),
         )
     for layer in summary.of_kind("parameter"):
         outside = layer.overflow.get(layer.format, 0)
@@ -174,12 +177,20 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
     if zero:
         samples = max(layer.num_samples for layer in zero)
         yield say(
-            "warning",
+            "bad" if are_most_lost(summary) else "warning",
             "All gradient entries of ",
             *_names(zero),
             f" are zero (in {things(samples, 'sample')}): what does not reach the loss learns "
             "nothing; or all of it underflows, which a larger scale would show.",
         )
+
+
+def are_most_lost(summary: Summary) -> bool:
+    """Say whether half of the gradients, or more, are nothing but zeros in a run in float16."""
+    gradients = summary.of_kind("parameter_gradient")
+    num_zero = sum(layer.measured > 0 and layer.zeros == layer.measured for layer in gradients)
+    is_in_fp16 = bool(summary.policies) and summary.lower == "fp16"
+    return is_in_fp16 and num_zero > 0 and 2 * num_zero >= len(gradients)
 
 
 def worst_share_lost(summary: Summary) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from halfstep.report.numbers import at_steps, count, listed, number, percent
+from halfstep.report.about_tensors import are_most_lost
+from halfstep.report.numbers import at_steps, count, listed, number, percent, things
 from halfstep.report.sentence import one_line
 from halfstep.report.summary import Layer, Summary
 
@@ -15,7 +16,8 @@ class Limits:
     """What a run may do; a share of None is not looked at.
 
     Attributes:
-        skipped: Largest share of steps that may be skipped after the start-up of dynamic scaling.
+        skipped: Largest share of steps that may be skipped otherwise than as dynamic scaling does
+            at its start and after growth.
         underflow: Largest share of the gradient entries of one parameter that may underflow.
         overflow: Largest share of the entries of one output, or of the weights of one parameter,
             that may be inf, NaN, or too large for their format.
@@ -30,8 +32,15 @@ class Limits:
     allow_unfinished: bool = False
 
 
+MOST_LINES = 5
+"""Of so many layers beyond a limit each has a line."""
 DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0)
 """What is looked at if nothing is given."""
+
+
+def defaults(summary: Summary) -> Limits:
+    """Return what is looked at if nothing is given; without autocast nothing underflows."""
+    return DEFAULTS if summary.policies else replace(DEFAULTS, underflow=None)
 
 
 def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
@@ -48,9 +57,10 @@ def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
 def held(summary: Summary, limits: Limits) -> str:
     """Return what was seen and the limits, for a run that keeps within them."""
     steps = summary.steps
-    parts = [f"{count(steps.num)} steps"]
+    parts = [things(steps.num, "step")]
     if limits.skipped is not None:
-        at_start = f" and {len(steps.start_up)} at the start" if steps.start_up else ""
+        num_normal = len(steps.start_up) + len(steps.after_growth)
+        at_start = f" and {num_normal} as dynamic scaling does" if num_normal else ""
         parts.append(
             f"{percent(steps.share_skipped_later)} skipped{at_start} "
             f"(limit {percent(limits.skipped)})"
@@ -90,7 +100,7 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
     share = steps.share_skipped_later
     if limit is None or share <= limit:
         return
-    later = [step for step in steps.skipped if step not in steps.start_up]
+    later = steps.later
     modules = [origin.module for origin in summary.origins if set(origin.steps) & set(later)]
     known = [module for module in modules if module is not None]
     began = f", which began in {listed(known[:3])}" if known else ""
@@ -101,28 +111,43 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
 
 
 def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:
+    if limit is None:
+        return
     layers = _gradients(summary)
     yield from _sampled("underflow", "gradients", layers, limit)
-    for share, layer in layers:
-        if limit is not None and share > limit:
-            yield (
-                f"underflow: {percent(share)} of the gradient of {layer.name} in {layer.format}, "
-                f"the limit is {percent(limit)}: at worst {percent(layer.share_lost_worst)}, in "
-                f"step {layer.share_lost_step}"
-            )
+    if limit < 1 and are_most_lost(summary):
+        yield "underflow: half of the gradients or more are nothing but zeros in all samples"
+    beyond = _worst(layers, limit)
+    for share, layer in beyond[:MOST_LINES]:
+        yield (
+            f"underflow: {percent(share)} of the gradient of {layer.name} in {layer.format}, "
+            f"the limit is {percent(limit)}: at worst {percent(layer.share_lost_worst)}, in "
+            f"step {layer.share_lost_step}"
+        )
+    yield from _and_more("underflow", beyond)
 
 
 def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
     layers = _held_tensors(summary)
     yield from _sampled("overflow", "outputs and weights", layers, limit)
-    for share, layer in layers:
-        if limit is not None and share > limit:
-            whose = "output" if layer.kind == "output" else "weight"
-            yield (
-                f"overflow: {percent(share)} of the {whose} {layer.name} is inf, NaN or too large "
-                f"for {layer.format}, the limit is {percent(limit)}: {count(layer.inf)} inf, "
-                f"{count(layer.nan)} NaN in {count(layer.num_samples)} samples"
-            )
+    beyond = [] if limit is None else _worst(layers, limit)
+    for share, layer in beyond[:MOST_LINES]:
+        whose = "output" if layer.kind == "output" else "weight"
+        yield (
+            f"overflow: {percent(share)} of the {whose} {layer.name} is inf, NaN or too large "
+            f"for {layer.format}, the limit is {percent(limit or 0.0)}: {count(layer.inf)} inf, "
+            f"{count(layer.nan)} NaN in {count(layer.num_samples)} samples"
+        )
+    yield from _and_more("overflow", beyond)
+
+
+def _worst(layers: list[tuple[float, Layer]], limit: float) -> list[tuple[float, Layer]]:
+    return sorted((each for each in layers if each[0] > limit), key=lambda each: -each[0])
+
+
+def _and_more(what: str, beyond: list[tuple[float, Layer]]) -> Iterator[str]:
+    if len(beyond) > MOST_LINES:
+        yield f"{what}: and {count(len(beyond) - MOST_LINES)} more layers beyond the limit"
 
 
 def _sampled(

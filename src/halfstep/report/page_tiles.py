@@ -88,7 +88,7 @@ def _join(text: str, *figures: Markup) -> Markup:
 def _skips(summary: Summary, show: Figure) -> Tile:
     lines = [_join("{} of all", show("steps.share_skipped", numbers.percent))]
     if summary.steps.start_up:
-        lines.append(_join("{} after the start-up", show("steps.num_skipped_later")))
+        lines.append(_join("{} out of the ordinary", show("steps.num_skipped_later")))
     return Tile("Skipped", show("steps.num_skipped"), lines)
 
 

@@ -30,6 +30,8 @@ def sentences(summary: Summary) -> tuple[Sentence, ...]:
     If nothing is bad and nothing a warning, the first sentence says so with the numbers.
     """
     found = [sentence for topic in _TOPICS for sentence in topic(summary)]
+    if summary.steps.after_growth:
+        found.append(about_steps.after_growth(summary))
     found += _notes(summary)
     if not any(sentence.severity in ("bad", "warning") for sentence in found):
         return (_all_is_well(summary), *found)
@@ -50,10 +52,10 @@ def _all_is_well(summary: Summary) -> Sentence:
     parts = [f"All is well: {things(steps.num, 'step')}"]
     if not steps.num_skipped:
         parts.append("none skipped")
-    elif not steps.num_skipped_later:
-        parts.append(about_steps.start_up(summary))
-    else:
+    elif steps.num_skipped_later:
         parts.append(f"{percent(steps.share_skipped_later)} skipped")
+    elif steps.start_up:
+        parts.append(about_steps.start_up(summary))
     course = about_steps.about_course(summary)
     parts += [course] if course else []
     if summary.gradients is not None:

@@ -116,11 +116,11 @@ def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
     skipped = [not all(step.taken for step in each) for each in iterations]
     numbers = [each[0].step for each in iterations]
     start_up = _start_up(iterations)
-    later = [
-        is_skipped and n not in start_up for is_skipped, n in zip(skipped, numbers, strict=True)
-    ]
+    after_growth = tuple(step for step in _after_growth(iterations) if step not in start_up)
+    normal = {*start_up, *after_growth}
+    later = [is_skipped and n not in normal for is_skipped, n in zip(skipped, numbers, strict=True)]
     num, num_skipped = len(run.steps), len(run.skipped)
-    num_later = sum(step.step not in start_up for step in run.skipped)
+    num_later = sum(step.step not in normal for step in run.skipped)
     return Steps(
         num=num,
         num_taken=num - num_skipped,
@@ -129,6 +129,7 @@ def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
         reasons=dict(Counter(str(step.reason) for step in run.skipped).most_common()),
         skipped=tuple(n for n, is_skipped in zip(numbers, skipped, strict=True) if is_skipped),
         start_up=start_up,
+        after_growth=after_growth,
         num_skipped_later=num_later,
         share_skipped_later=num_later / num if num else 0.0,
         longest_in_a_row=max(_lengths(later), default=0),
@@ -162,6 +163,27 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
         lowest, taken_in_a_row = scale, 0
         found.append(iteration[0].step)
     return tuple(found) if taken_in_a_row else ()
+
+
+def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
+    """Yield the iterations that overflowed at a scale that had grown, and brought it back."""
+    before = grown_from = None
+    for iteration in iterations:
+        scales = [step.scale for step in iteration if step.scale is not None]
+        if not scales:
+            continue
+        scale = scales[-1]
+        if before is not None and scale > before:
+            grown_from = before
+        before = scale
+        skipped = [step for step in iteration if not step.taken]
+        if not skipped:
+            continue
+        back_at = skipped[-1].scale_after or 0.0
+        is_back = grown_from is not None and back_at >= grown_from
+        if is_back and all(step.reason == _OVERFLOW for step in skipped):
+            yield iteration[0].step
+        grown_from = None
 
 
 def _scale(steps: Iterable[Step], overflowed_at: float | None) -> Scale | None:

@@ -102,10 +102,12 @@ class Steps:
         skipped: The iterations in which a step was skipped.
         start_up: Those of them in which dynamic scaling was still looking for its first scale:
             normal, and not a sign of trouble.
+        after_growth: Those of them at a scale that had grown and went back to what it was: so
+            dynamic scaling finds the largest scale, which is normal too.
         num_skipped_later: How many steps were skipped in the others.
         share_skipped_later: Those as a share of all steps; 0 if there are none.
         longest_in_a_row: The largest number of iterations in a row with a skipped step, without
-            those of the start-up.
+            those of the start-up and after growth.
         skipped_at_end: How many iterations in a row were skipped last.
     """
 
@@ -116,10 +118,17 @@ class Steps:
     reasons: Mapping[str, int]
     skipped: tuple[int, ...]
     start_up: tuple[int, ...]
+    after_growth: tuple[int, ...]
     num_skipped_later: int
     share_skipped_later: float
     longest_in_a_row: int
     skipped_at_end: int
+
+    @property
+    def later(self) -> tuple[int, ...]:
+        """The iterations whose skips are not part of how dynamic scaling works."""
+        normal = {*self.start_up, *self.after_growth}
+        return tuple(step for step in self.skipped if step not in normal)
 
 
 @dataclass(frozen=True)

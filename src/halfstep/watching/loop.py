@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 from halfstep.recording.following import Follower, Update
-from halfstep.recording.lines import files_in
+from halfstep.recording.lines import newest_in
 from halfstep.watching import words
 from halfstep.watching.lines import end_line, heading, lines
 from halfstep.watching.state import Watched, watched
@@ -27,12 +27,6 @@ class View(Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
-
-
-def newest_record(runs: Path = RUNS) -> Path | None:
-    """Return the folder in ``runs`` that was written to last; None if it holds no record."""
-    files = [file for folder in runs.glob("*/") for file in files_in(folder).values()]
-    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
 
 
 def watch(path: Path | None, view: View, say: TextIO) -> None:
@@ -64,7 +58,7 @@ def watch(path: Path | None, view: View, say: TextIO) -> None:
 def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
     has_said = False
     while True:
-        folder = path or newest_record()
+        folder = path or newest_in(RUNS)
         if folder is not None:
             follower = Follower(folder)
             update = follower.read()
