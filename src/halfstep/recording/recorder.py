@@ -33,6 +33,8 @@ _Params = ParamSpec("_Params")
 
 NUM_CULPRITS = 20
 """So many names of parameters are written for a skipped step."""
+MOST_NORMS = 16
+"""So many measured norms wait for the step that they belong to."""
 MOST_BACKWARD = 256
 """A sample ends after so many backward passes in which no optimizer has stepped ..."""
 MOST_WAITS = 4
@@ -121,6 +123,7 @@ class Recorder:
         """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured."""
         if self._is_here():
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
+            del self._norms[:-MOST_NORMS]
 
     @_unseen
     def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:

@@ -131,7 +131,7 @@ def _numbers(summary: Summary) -> dict[str, tuple[float | None, _Format]]:
     return {
         "steps": (steps.num, _whole),
         "skipped steps": (steps.num_skipped, _whole),
-        "skipped after the start-up": (steps.num_skipped_later, _whole),
+        "skipped out of the ordinary": (steps.num_skipped_later, _whole),
         "share skipped": (steps.share_skipped, numbers.percent),
         "skipped in a row": (steps.longest_in_a_row, _whole),
         "last loss": (loss.last if loss else None, numbers.number),
