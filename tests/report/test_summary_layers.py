@@ -84,6 +84,14 @@ def test_float32_is_judged_by_the_lower_precision_of_the_run(tmp_path, dtype, lo
     assert (summary.lower, summary.layers[0].format) == (lower, lower)
 
 
+def test_each_sample_is_judged_by_the_policy_of_its_step(tmp_path):
+    flushed = gradient({0: 60}, zeros=40, flushed=40)
+    events = [sample(1, [flushed]), records.policy("bfloat16", step=5), sample(9, [flushed])]
+    (layer,) = summary_of(tmp_path, *events).layers
+    assert (layer.lost, layer.share_lost_worst, layer.share_lost_step) == (40, 0.4, 1)
+    assert layer.share_lost_last == 0.0  # bfloat16 has flushed nothing
+
+
 def test_zeros_that_underflow_has_made_are_lost_too(tmp_path):
     (layer,) = summary_of(tmp_path, sample(1, [gradient({0: 60}, zeros=40, flushed=30)])).layers
     assert (layer.lost, layer.share_lost, layer.flushed) == (30, 0.3, 30)

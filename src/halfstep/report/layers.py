@@ -8,7 +8,7 @@ from typing import NamedTuple
 from halfstep.numerics.formats import FORMATS, Format
 from halfstep.numerics.statistics import Statistics, merged
 from halfstep.recording.run import Kind, Measured, Sample
-from halfstep.report.summary import Gradients, Layer, ScaleWindow
+from halfstep.report.summary import Gradients, Layer, PolicyInForce, ScaleWindow
 from halfstep.report.windows import largest_scale, power_below, smallest_scale, window
 
 _FORMATS_OF_DTYPES = {
@@ -38,6 +38,17 @@ def lower_of(dtype: str) -> str:
     return format_of(dtype, "fp16")
 
 
+def lower_at(policies: Sequence[PolicyInForce], step: int) -> tuple[str, bool]:
+    """Return the lower precision at a step, and whether it is in force there.
+
+    Before the first policy, and without any, it is asked what would be lost in it.
+    """
+    so_far = [policy for policy in policies if policy.step <= step]
+    if so_far:
+        return lower_of(so_far[-1].dtype), True
+    return (lower_of(policies[0].dtype) if policies else "fp16"), False
+
+
 class Judged(NamedTuple):
     """How one tensor of one sample does in its format.
 
@@ -63,7 +74,7 @@ def judge(measured: Measured, lower: str, *, is_in_force: bool) -> Judged:
 
     Args:
         measured: The tensor.
-        lower: The lower precision of the run, :attr:`Summary.lower`.
+        lower: The lower precision, see :func:`lower_at`.
         is_in_force: Whether the run is in it. If not, it is asked what would be lost.
     """
     name, statistics = format_of(measured.dtype, lower), measured.statistics
@@ -101,18 +112,18 @@ class Seen(NamedTuple):
 
 
 def seen_by_layer(
-    samples: Iterable[Sample], overflows: Mapping[int, float], lower: str, *, is_in_force: bool
+    samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicyInForce]
 ) -> dict[tuple[Kind, str], list[Seen]]:
     """Return what was sampled by kind and name, in the order in which it was first seen.
 
     Args:
         samples: The samples.
         overflows: The scales of the steps that overflowed, by step.
-        lower: The lower precision of the run.
-        is_in_force: Whether the run is in it.
+        policies: The policies in force, in order.
     """
     found: dict[tuple[Kind, str], list[Seen]] = {}
     for sample in samples:
+        lower, is_in_force = lower_at(policies, sample.step)
         for measured in sample.tensors:
             judged = judge(measured, lower, is_in_force=is_in_force)
             seen = Seen(sample.step, sample.scale, sample.step in overflows, measured, judged)

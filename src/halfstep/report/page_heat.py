@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from halfstep.recording.run import KINDS, Kind, Run
 from halfstep.report import numbers
-from halfstep.report.layers import judge
+from halfstep.report.layers import judge, lower_at
 from halfstep.report.page_levels import HEADROOM, LOST, Levels
 from halfstep.report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE, data_uri, png
 from halfstep.report.summary import Layer, Summary
@@ -149,8 +149,9 @@ def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
     found: defaultdict[tuple[Kind, str], defaultdict[int, _Cell]]
     found = defaultdict(lambda: defaultdict(_Cell))
     for column, sample in zip(column_of, run.samples, strict=True):
+        lower, is_in_force = lower_at(summary.policies, sample.step)
         for measured in sample.tensors:
-            judged = judge(measured, summary.lower, is_in_force=bool(summary.policies))
+            judged = judge(measured, lower, is_in_force=is_in_force)
             statistics = measured.statistics
             cell = found[measured.kind, measured.name][column]
             cell.is_finite &= not (statistics.nan or statistics.inf)

@@ -41,7 +41,7 @@ def summarize(run: Run) -> Summary:
         for step in run.skipped
         if step.reason == _OVERFLOW and step.scale is not None
     }
-    found = seen_by_layer(run.samples, overflows, lower, is_in_force=bool(policies))
+    found = seen_by_layer(run.samples, overflows, policies)
     layers = tuple(layer_of(*key, seen) for key, seen in found.items())
     iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
     return Summary(
