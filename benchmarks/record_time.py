@@ -25,6 +25,7 @@ import halfstep
 from halfstep.demo.gpt import GPT, SIZES, GPTConfig
 from halfstep.machine import device_name
 from halfstep.recording.recorder import Recorder
+from step_time import ratios
 
 
 class Training:
@@ -100,12 +101,6 @@ def measure(training: Training, rounds: int) -> tuple[dict[str, list[float]], li
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return times, own
-
-
-def ratios(times: list[float], to: list[float]) -> tuple[float, float, float]:
-    """Return the quartiles of the ratios within each round."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, to, strict=True)], n=4)
-    return low, middle, high
 
 
 def main() -> None:

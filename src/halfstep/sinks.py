@@ -16,10 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from halfstep.numerics.formats import FORMATS
+from halfstep.numerics.formats import FORMATS, FORMATS_BY_DTYPE
 from halfstep.numerics.statistics import Statistics
-
-_FORMATS_BY_DTYPE = {str(f.dtype).removeprefix("torch."): f for f in FORMATS.values()}
 
 
 class Sink(Protocol):
@@ -125,7 +123,7 @@ def sample_scalars(tensors: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     headrooms, underflows, non_finite = [], [0.0], 0
     for tensor in tensors:
         statistics = Statistics.from_json(tensor)
-        format = _FORMATS_BY_DTYPE.get(tensor["dtype"], FORMATS["fp16"])
+        format = FORMATS_BY_DTYPE.get(tensor["dtype"], FORMATS["fp16"])
         headroom = statistics.headroom(format)
         if headroom is not None:
             headrooms.append(headroom)

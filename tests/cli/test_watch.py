@@ -1,5 +1,6 @@
 """``halfstep watch`` as it is used: beside a training that writes its record."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -8,9 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.recording import events
 
 from halfstep.cli import main
-from halfstep.recording.lines import LineWriter, file_of
+from halfstep.recording.lines import file_of
 from halfstep.watching import loop
 
 COMMAND = [sys.executable, "-c", "import sys; from halfstep.cli import main; sys.exit(main())"]
@@ -25,26 +27,11 @@ HEADER = {
 END = {"event": "end", "time": 3.0, "steps": 3, "error": None}
 
 
-def step(number, **values):
-    return {
-        "event": "step",
-        "step": number,
-        "time": float(number),
-        "optimizer": "SGD",
-        "taken": True,
-        "reason": None,
-        "scale": 8.0,
-        "scale_after": 8.0,
-        "norm": 1.0,
-        "loss": 2.5,
-    } | values
+step = functools.partial(events.step, loss=2.5)
 
 
-def write(folder, *events):
-    writer = LineWriter(file_of(folder, 0))
-    for event in events:
-        writer.write(event)
-    writer.close()
+def write(folder, *lines):
+    events.write(folder, lines)
 
 
 @pytest.fixture

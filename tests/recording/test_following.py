@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from tests.recording.events import step
 
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics
@@ -22,21 +23,6 @@ HEADER = {
 }
 LATER = HEADER | {"started": "2026-01-01T00:01:00+00:00"}
 END = {"event": "end", "time": 9.0, "steps": 2, "error": None}
-
-
-def step(number, **values):
-    return {
-        "event": "step",
-        "step": number,
-        "time": float(number),
-        "optimizer": "SGD",
-        "taken": True,
-        "reason": None,
-        "scale": 8.0,
-        "scale_after": 8.0,
-        "norm": 1.0,
-        "loss": 1.0,
-    } | values
 
 
 def skip(number):

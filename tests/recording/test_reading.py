@@ -4,10 +4,11 @@ import json
 import math
 
 import pytest
+from tests.recording.events import step, write
 
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics
-from halfstep.recording.lines import LineWriter, file_of
+from halfstep.recording.lines import file_of
 from halfstep.recording.reading import read_run
 
 STATISTICS = Statistics(
@@ -28,31 +29,9 @@ FIRST = HEADER | {"started": "2026-01-01T00:00:00+00:00"}
 SECOND = HEADER | {"started": "2026-01-01T00:01:00+00:00"}
 
 
-def step(number, **values):
-    return {
-        "event": "step",
-        "step": number,
-        "time": float(number),
-        "optimizer": "SGD",
-        "taken": True,
-        "reason": None,
-        "scale": 8.0,
-        "scale_after": 8.0,
-        "norm": None,
-        "loss": 1.0,
-    } | values
-
-
 def sample(number, statistics=STATISTICS):
     row = {"kind": "output", "name": "fc", "dtype": "float16"} | statistics.to_json()
     return {"event": "sample", "step": number, "scale": 8.0, "tensors": [row]}
-
-
-def write(folder, events, rank=0):
-    writer = LineWriter(file_of(folder, rank))
-    for event in events:
-        writer.write(event)
-    writer.close()
 
 
 def test_what_is_written_is_read(tmp_path):

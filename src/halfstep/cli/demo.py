@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from halfstep.cli.exits import EXIT_INTERRUPTED, CommandError
+from halfstep.cli.exits import EXIT_INTERRUPTED, CommandError, require_rich
 
 EPILOG = """\
 examples:
@@ -65,14 +65,8 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
-    try:
-        from halfstep.demo.run import run_demo
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "rich":
-            raise
-        raise CommandError(
-            "needs the package rich, which is not installed; install it with: pip install rich"
-        ) from None
+    require_rich()
+    from halfstep.demo.run import run_demo
     from halfstep.demo.settings import DemoError, Settings
 
     given = {

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli.exits import CommandError
+from halfstep.recording.lines import RUNS, newest_in
 
 if TYPE_CHECKING:
     from halfstep.recording.run import Run
 
-RUNS = Path("runs")
 RUN_HELP = f"folder of the record; left out, the newest under {RUNS}/"
 
 
@@ -23,7 +23,6 @@ def run_at(path: Path | None) -> Run:
         CommandError: There is none, it cannot be read, or it holds no steps.
     """
     from halfstep.errors import RecordError  # imports PyTorch: not for --help
-    from halfstep.recording.lines import newest_in
     from halfstep.recording.reading import read_run
 
     if path is None:

@@ -9,7 +9,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.exits import CommandError
+from halfstep.cli.exits import CommandError, require_rich
 from halfstep.errors import RecordError
 from halfstep.recording.lines import files_in
 
@@ -96,12 +96,11 @@ def _watch(path: Path | None, every: int | None) -> None:
 
 
 def _print_once(path: Path | None) -> None:
-    _require_rich()
+    require_rich()
     from rich.console import Console
 
     from halfstep.recording.following import Follower
-    from halfstep.recording.lines import newest_in
-    from halfstep.watching.loop import RUNS
+    from halfstep.recording.lines import RUNS, newest_in
     from halfstep.watching.screen import print_page
     from halfstep.watching.state import watched
     from halfstep.watching.words import how_to_start, missing
@@ -114,18 +113,9 @@ def _print_once(path: Path | None) -> None:
 
 
 def _screen() -> View:
-    _require_rich()
+    require_rich()
     from rich.console import Console
 
     from halfstep.watching.screen import Screen
 
     return Screen(Console())
-
-
-def _require_rich() -> None:
-    try:
-        import rich  # noqa: F401
-    except ModuleNotFoundError:
-        raise CommandError(
-            "needs the package rich, which is not installed; install it with: pip install rich"
-        ) from None

@@ -62,3 +62,6 @@ FORMATS = {
     )
 }
 """The formats by the names that the record gives them."""
+
+FORMATS_BY_DTYPE = {str(format.dtype).removeprefix("torch."): format for format in FORMATS.values()}
+"""The same by the names of their dtypes, such as ``"float16"``."""

@@ -51,11 +51,6 @@ class Statistics:
     flushed: int | None = None
     square_sum: float | None = None
 
-    @property
-    def finite(self) -> int:
-        """How many of the measured entries are finite."""
-        return self.measured - self.nan - self.inf
-
     def share(self, count: int) -> float:
         """Return a count as a share of what was measured, 0 to 1."""
         return count / self.measured if self.measured else 0.0

@@ -18,6 +18,9 @@ from halfstep.errors import RecordError
 SCHEMA = 1
 """Version of the events; it stands in the first line of each segment."""
 
+RUNS = Path("runs")
+"""Where the records of runs are that were given no folder."""
+
 Event = dict[str, Any]
 
 

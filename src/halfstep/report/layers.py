@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from halfstep.numerics.formats import FORMATS, Format
+from halfstep.numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
 from halfstep.numerics.statistics import Statistics, merged
 from halfstep.recording.run import Kind, Measured, Sample
 from halfstep.report.summary import Gradients, Layer, PolicyInForce, ScaleWindow
 from halfstep.report.windows import largest_scale, power_below, smallest_scale, window
-
-_FORMATS_OF_DTYPES = {
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-}
-
 
 CERTAINLY_WIDER = 2**7
 """Below so many times the smallest subnormal value it shows in which dtype values were made."""
@@ -30,7 +22,8 @@ def format_of(dtype: str, lower: str) -> str:
         dtype: Name of its dtype, such as ``"float16"``.
         lower: Name of the format that others, such as float32, are judged by.
     """
-    return _FORMATS_OF_DTYPES.get(dtype, lower)
+    format = FORMATS_BY_DTYPE.get(dtype)
+    return lower if format is None else format.name
 
 
 def lower_of(dtype: str) -> str:
@@ -80,7 +73,7 @@ def judge(measured: Measured, lower: str, *, is_in_force: bool) -> Judged:
     name, statistics = format_of(measured.dtype, lower), measured.statistics
     format = FORMATS[name]
     lost, is_held = statistics.lost(format), False
-    is_cast = measured.kind == "parameter_gradient" and measured.dtype not in _FORMATS_OF_DTYPES
+    is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
         # What has passed through the lower precision has lost already what it loses.
         lost = _flushed(statistics, format)

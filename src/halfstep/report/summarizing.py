@@ -34,7 +34,7 @@ _NUM_PARAMETERS = 20
 
 def summarize(run: Run) -> Summary:
     """Return all numbers of a run."""
-    policies = _policies(run)
+    policies = policies_of(run)
     lower = lower_of(policies[-1].dtype) if policies else "fp16"
     overflows = {
         step.step: step.scale
@@ -95,7 +95,7 @@ def _median_distance(steps: Iterable[Step]) -> float | None:
     return median(distances) if distances else None
 
 
-def _policies(run: Run) -> tuple[PolicyInForce, ...]:
+def policies_of(run: Run) -> tuple[PolicyInForce, ...]:
     """Return the policies in order; a run that was started again states the same one again."""
     found: list[PolicyInForce] = []
     for event in run.policies:

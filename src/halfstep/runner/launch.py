@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from halfstep.machine import num_ranks
-
-RUNS = Path("runs")
+from halfstep.recording.lines import RUNS
 
 # What starts the processes of a run: modules and, by the name of the file, scripts, with the words
 # of the right command line. After these stand its own options, then ours.

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 from halfstep.recording.following import Follower, Update
-from halfstep.recording.lines import newest_in
+from halfstep.recording.lines import RUNS, newest_in
 from halfstep.watching import words
 from halfstep.watching.lines import end_line, heading, lines
 from halfstep.watching.state import Watched, watched
 
 REFRESH_SECONDS = 0.5
-RUNS = Path("runs")
 """Where ``halfstep run`` puts its records."""
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from halfstep.recording.following import Update
 from halfstep.recording.run import Measured, Note, Run, Sample, Step
-from halfstep.report.layers import Judged, judge, lower_of
+from halfstep.report.layers import Judged, judge, lower_at
+from halfstep.report.summarizing import policies_of
 from halfstep.watching.trail import Trail
 
 KEPT = 50
@@ -143,8 +144,7 @@ class Watched:
         """Return the tensors of the latest sample, the worst first."""
         if self.sample is None:
             return []
-        lower = lower_of(self.run.policies[-1]["dtype"]) if self.run.policies else "fp16"
-        is_in_force = bool(self.run.policies)
+        lower, is_in_force = lower_at(policies_of(self.run), self.sample.step)
         found = [
             Worst(measured, judge(measured, lower, is_in_force=is_in_force))
             for measured in self.sample.tensors
