@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: help setup demo test check fuzz test-gpu bench clean
+.PHONY: help setup demo test check fuzz score test-gpu bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -30,6 +30,9 @@ test: check  ## check, then all tests that need no GPU
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
 	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaling/test_scaler_fuzz.py $(ARGS)
 
+score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minutes)
+	$(BIN)/python -m tests.diagnosing.score $(ARGS)
+
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
 
@@ -42,6 +45,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/scale_rules.py
 	$(BIN)/python benchmarks/record_time.py
+	$(BIN)/python benchmarks/diagnose_time.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

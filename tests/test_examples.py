@@ -40,6 +40,7 @@ class Expected:
             (epochs_dataloader: 1.07 times).
         iteration: the calls of the scaler in one iteration.
         dtype: what the linear layers return.
+        simulated: what they return in simulations, autocast or not.
     """
 
     arguments: str
@@ -47,6 +48,7 @@ class Expected:
     falls_by: float
     iteration: str = "scale step update"
     dtype: torch.dtype = torch.float16
+    simulated: frozenset[torch.dtype] = frozenset()
 
 
 LOSS = r"loss +(-?\d\S*)"
@@ -64,6 +66,14 @@ EXPECTED = {
     "skipped_steps": Expected("--steps 300", LOSS, 3),
     "two_optimizers": Expected(
         "--steps 600", r"off the circle by (\S+)", 3, "scale step scale step update"
+    ),
+    "why_nan": Expected("--steps 100", r"step +\d+ +loss +(\S+)", 10),
+    "which_format": Expected(
+        "--steps 40",
+        r"(?:last|first) loss (\d\S*)",
+        3,
+        dtype=torch.float32,
+        simulated=frozenset({torch.float16}),
     ),
     "why_is_it_slow": Expected("--steps 100", r"step +\d+ +loss +(\S+)", 2, "", torch.bfloat16),
 }
@@ -212,7 +222,7 @@ def test_what_runs_where(name: str, watch: Callable[..., Watched]) -> None:
     """Layers in lower precision; parameters, gradients, backward and step outside autocast."""
     expected = EXPECTED[name]
     watched = watch(name, "--steps 2", init_scale=2.0**10)
-    assert watched.outputs == {expected.dtype}
+    assert watched.outputs == {expected.dtype} | expected.simulated
     assert watched.states <= {torch.float32}
     assert watched.wrongly_inside == []
     assert watched.zeroed == watched.stepped
@@ -230,7 +240,7 @@ def test_optimizer_sees_the_gradients_of_float32(
     mixed = watch(name, "--steps 1", init_scale=2.0**12)
     monkeypatch.setattr(halfstep, "autocast", functools.partial(halfstep.autocast, enabled=False))
     plain = watch(name, "--steps 1", init_scale=1.0)
-    assert plain.outputs == {torch.float32}
+    assert plain.outputs == {torch.float32} | EXPECTED[name].simulated
     assert len(mixed.gradients) == len(plain.gradients) > 0
     assert relative_error(mixed.gradients[0], plain.gradients[0]) < 0.02
 
@@ -362,6 +372,18 @@ def test_cpu_bf16_shows_the_dtypes() -> None:
     assert float(re.search(r"result: (\S+)%", printed)[1]) > 75  # guessing has 50
 
 
+def test_formats_lose_what_they_cannot_hold() -> None:
+    printed = run_alone("which_format")
+    shares = re.findall(r"(\S+) % of its values became zero", printed)
+    without_scaler, with_scaler, _ = map(float, shares)
+    assert without_scaler > 20
+    assert with_scaler < 10
+    ratios = [float(each.split()[-1]) for each in printed.splitlines()[-1].split(";")]
+    assert ratios[0] == 1
+    assert ratios[2] == pytest.approx(1, abs=0.02)  # with the scaler
+    assert max(ratios) < 1.6
+
+
 # --- under halfstep run ---------------------------------------------------------------------------
 
 
@@ -391,3 +413,39 @@ def test_the_report_tells_why_the_agent_trains_badly(tmp_path: Path) -> None:
 
 def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
     assert report_of_agent(tmp_path, "--unit", "1e7").startswith("good: All is well: 110 steps")
+
+
+# --- and halfstep tune ----------------------------------------------------------------------------
+
+
+def test_tune_finds_the_two_modules_and_then_it_learns(tmp_path: Path) -> None:
+    script, policy = FOLDER / "tune" / "signals.py", tmp_path / "policy.toml"
+    printed = []
+    for command in (
+        ["-m", "halfstep", "tune", f"{script}:make", "-o", policy],
+        ["-W", "error", script, "--policy", policy, "--steps", "120"],
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        printed.append(done.stdout)
+    assert printed[0].startswith("fp16: 2 islands in 11 modules are needed and enough\n")
+    assert halfstep.Policy.load(policy) == halfstep.Policy.parse("standard; @1:fp32; @5:fp32")
+    losses = [float(loss) for loss in re.findall(LOSS, printed[1])]
+    assert losses[-1] < losses[0] / 10
+    assert int(re.search(r"result: (\d+) of 120 steps were skipped", printed[1])[1]) < 10
+
+
+def test_without_the_policy_no_step_is_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["signals", "--steps", "20"])
+    with pytest.warns(halfstep.errors.SkippedStepsWarning, match="steps 1 to 20 were skipped"):
+        runpy.run_path(str(FOLDER / "tune" / "signals.py"), run_name="__main__")
+    assert "result: 20 of 20 steps were skipped with standard" in capsys.readouterr().out

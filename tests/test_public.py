@@ -10,6 +10,7 @@ import halfstep
 
 PUBLIC = {
     "CallOrderError",
+    "Diagnosis",
     "Dynamic",
     "GradScaler",
     "LogMax",
@@ -24,11 +25,16 @@ PUBLIC = {
     "clear_cache",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
+    "doctor",
     "keep",
     "limit_cache",
     "preset",
     "record",
+    "self_check",
+    "simulate",
     "trace",
+    "tune",
 }
 
 

@@ -7,7 +7,9 @@ import functools
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
+import pytest
 import torch
 
 from halfstep import _torch
@@ -57,6 +59,22 @@ def test_nodes_of_autograd_have_numbers() -> None:
     assert numbers[0] == numbers[1]
     assert passes[0] >= 0 > _torch.backward_number()
     assert _torch.running_sequence_number() is None
+
+
+def test_modes_of_a_thread_are_known_also_while_one_of_them_runs() -> None:
+    seen = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(_torch.dispatch_modes())
+            return func(*args, **kwargs or {})
+
+    outer, inner = Mode(), Mode()
+    with outer, inner:
+        assert _torch.dispatch_modes() == [outer, inner]
+        torch.ones(1).add(1)
+    assert seen[-2:] == [[outer], []]  # that of the inner one, then that of the outer one
+    assert _torch.dispatch_modes() == []
 
 
 def test_a_backward_pass_tells_which_gradient_it_adds_to() -> None:
@@ -120,10 +138,10 @@ def test_a_mode_sees_the_switches_of_its_caller() -> None:
 
 
 def test_a_storage_that_is_gone_does_not_give_its_number_away() -> None:
-    references = [_torch.storage_reference(torch.ones(2).untyped_storage()) for _ in range(9)]
+    references = [_torch.memory_of(torch.ones(2)) for _ in range(9)]
     assert len({reference.cdata for reference in references}) == 9
     x = torch.ones(2)
-    one, other = (_torch.storage_reference(y.untyped_storage()) for y in (x, x[1:]))
+    one, other = (_torch.memory_of(y) for y in (x, x[1:]))
     assert one.cdata == other.cdata
 
 
@@ -323,3 +341,61 @@ def test_optimizers_are_hooked_when_the_first_is_made() -> None:
     assert not _torch.is_hooked(Own)
     Own([torch.nn.Parameter(torch.ones(1))])
     assert _torch.is_hooked(Own)
+
+
+def test_versions_of_tensors_can_be_set_back() -> None:
+    tensor = torch.zeros(2)
+    tensor.add_(1)
+    _torch.set_version(tensor, 0)
+    assert tensor._version == 0
+
+
+def test_switches_of_a_context_of_pytorch() -> None:
+    context = torch.autocast("cpu", torch.float16, enabled=False, cache_enabled=False)
+    assert _torch.switches_of(context) == ("cpu", torch.float16, False, False)
+
+
+def test_the_code_that_every_backward_pass_begins_in() -> None:
+    seen: list[bool] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not _torch.ENGINE_CODE:
+            frame = frame.f_back  # type: ignore[assignment]
+        seen.append(frame is not None)
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(look)  # type: ignore[no-untyped-call]
+    x.sum().backward()
+    torch.autograd.grad(x.sum(), x)
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("has_scaled", [False, True])
+def test_pytorchs_scaler_with_new_books(has_scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if has_scaled:
+        scaler.scale(torch.ones(1))
+    before = dict(vars(scaler))
+    _torch.restart_scaler(scaler, 2.0)
+    assert scaler.get_scale() == 2.0
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler.scale((weight * torch.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    vars(scaler).clear()
+    vars(scaler).update(before)
+    assert scaler.get_scale() == 8.0
+    assert not scaler._per_optimizer_states
+
+
+def test_the_store_of_a_job(tmp_path: Path) -> None:
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        _torch.default_store().set("key", "value")
+        assert _torch.default_store().get("key") == b"value"
+    finally:
+        torch.distributed.destroy_process_group()

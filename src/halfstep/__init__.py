@@ -17,15 +17,21 @@ from halfstep.casting import (
     limit_cache,
     preset,
 )
+from halfstep.diagnosing.diagnose import diagnose
+from halfstep.diagnosing.diagnosis import Diagnosis
+from halfstep.doctoring.checkup import doctor
 from halfstep.errors import CallOrderError
 from halfstep.recording.record import record
 from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
+from halfstep.simulating import simulate
 from halfstep.tracing import trace
+from halfstep.tuning import self_check, tune
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "CallOrderError",
+    "Diagnosis",
     "Dynamic",
     "GradScaler",
     "LogMax",
@@ -40,9 +46,14 @@ __all__ = [
     "clear_cache",
     "custom_bwd",
     "custom_fwd",
+    "diagnose",
+    "doctor",
     "keep",
     "limit_cache",
     "preset",
     "record",
+    "self_check",
+    "simulate",
     "trace",
+    "tune",
 ]

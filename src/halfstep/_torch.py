@@ -140,7 +140,10 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 def has_kernel(op: torch._ops.OpOverload, key: torch._C.DispatchKey) -> bool:
     """Say whether a kernel is registered for ``op`` at ``key``."""
     name: str = op.name()  # type: ignore[no-untyped-call]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key.name)
+    except RuntimeError:  # an op of Python alone, such as aten::sym_size
+        return False
 
 
 @cache
@@ -178,11 +181,15 @@ class TemporaryKernels:
 
     def __init__(self) -> None:
         self._libraries: dict[str, torch.library.Library] = {}
+        self._registered: set[tuple[torch._ops.OpOverload, torch._C.DispatchKey]] = set()
 
     def register(
         self, op: torch._ops.OpOverload, key: torch._C.DispatchKey, kernel: Kernel
     ) -> None:
-        """Do what :func:`register_kernel` does, for a while."""
+        """Do what :func:`register_kernel` does, for a while; once for an op at a key."""
+        if (op, key) in self._registered:
+            return
+        self._registered.add((op, key))
         if op.namespace not in self._libraries:
             library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
             self._libraries[op.namespace] = library
@@ -236,8 +243,12 @@ def is_tracing() -> bool:
         return True
     if torch.autograd.forward_ad._current_level >= 0:
         return True
-    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
-    return not all(isinstance(mode, DispatchMode) for mode in modes)
+    return not all(isinstance(mode, DispatchMode) for mode in dispatch_modes())
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the modes that see the ops of this thread, the innermost last."""
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
 # --- autocast: recomputation ----------------------------------------------------------------------
@@ -291,6 +302,13 @@ def set_autocast_switches(switches: Switches) -> None:
     torch.set_autocast_enabled(switches.device, switches.enabled)
     torch.set_autocast_dtype(switches.device, switches.dtype)
     torch.set_autocast_cache_enabled(switches.cache)
+
+
+def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
+    """Return what a context of plain ``torch.autocast`` sets the switches to."""
+    return Switches(
+        context.device, context.fast_dtype, context._enabled, bool(context._cache_enabled)
+    )
 
 
 @cache
@@ -401,6 +419,12 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
+def made_as(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the number of the node that made a tensor, and which result it is; None for a leaf."""
+    node = tensor.grad_fn
+    return None if node is None else (node._sequence_nr(), tensor.output_nr)
+
+
 def running_sequence_number() -> int | None:
     """Return the number of the node whose backward runs in this thread, None if none does."""
     node = torch._C._current_autograd_node()
@@ -456,12 +480,24 @@ def autocast_switches_of_caller(device_type: str) -> Switches:
         return autocast_switches(device_type)
 
 
-def storage_reference(storage: torch.UntypedStorage) -> Any:
-    """Return a weak reference, whose ``cdata`` tells the storage from all others while it is held.
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Return a weak reference to the memory of a tensor, None if it has none of its own.
 
-    The memory of the tensor is freed as always; only its address is not used again.
+    Its ``cdata`` tells the memory from all other while the reference is held. The memory is freed
+    as always; only its address is not used again.
     """
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
+        return None
     return torch.multiprocessing.reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor count as written to so many times, for what autograd has saved of it."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -496,6 +532,36 @@ def listening_to_norms(
         yield
     finally:
         module._get_total_norm = measure
+
+
+# --- diagnosing -----------------------------------------------------------------------------------
+
+# What every backward pass begins in; what it calls in Python lies above that on the stack.
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def restart_scaler(scaler: torch.amp.GradScaler, scale: float | None) -> None:
+    """Give PyTorch's scaler new books, so that those it has are left alone.
+
+    Args:
+        scaler: Its attributes are replaced; keep ``vars(scaler)`` to bring them back.
+        scale: The scale; None for the one that it has.
+    """
+    attributes: Any = vars(scaler)
+    device = None if attributes["_scale"] is None else attributes["_scale"].device
+    value = scaler.get_scale() if scale is None else scale
+    if device is None:
+        attributes["_init_scale"] = value
+    else:
+        attributes["_scale"] = torch.tensor(value, dtype=torch.float32, device=device)
+        attributes["_growth_tracker"] = torch.tensor(0, dtype=torch.int32, device=device)
+    states = attributes["_per_optimizer_states"]
+    attributes["_per_optimizer_states"] = type(states)(states.default_factory)
+
+
+def default_store() -> Any:
+    """Return the store through which the ranks of this job have found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 # --- the runner -----------------------------------------------------------------------------------

@@ -36,3 +36,7 @@ class RecordError(ValueError):
 
 class SkippedStepsWarning(UserWarning):
     """Steps are being skipped and no smaller scale helps, or too many in a row were skipped."""
+
+
+class DiagnosisWarning(UserWarning):
+    """A step went bad; the message names the op, the module, the line, the cause and the cure."""

@@ -133,6 +133,36 @@ def test_a_run_that_failed_fails_whatever_the_limits(tmp_path, capsys):
     assert check(capsys, folder, "--max-skipped", "100%", *allowed)[0] == 0
 
 
+def test_what_was_diagnosed_fails_with_the_reason_and_the_cure(tmp_path, capsys):
+    code, lines = check(capsys, records.diagnosed(tmp_path), "--max-skipped", "100%")
+    assert code == 1
+    assert lines == [
+        f"{tmp_path}: steps 41, 42 went bad: range of float16: linear (addmm) in blocks.1.mlp, "
+        "forward needs a wider dtype, in float32 it is finite; cure: autocast(..., "
+        'policy="standard; linear@blocks.1.mlp:fp32") (--allow-nan)',
+        f"{tmp_path}: step 80 went bad: maths: log in head, forward is not finite in float32 "
+        "either (--allow-nan)",
+    ]
+    assert check(capsys, tmp_path, "--max-skipped", "100%", "--allow-nan")[0] == 0
+
+
+def test_diagnoses_of_too_large_a_scale_are_a_matter_of_the_limit_on_skips(tmp_path, capsys):
+    steps = [*map(records.step, range(1, 50)), records.skip(50)]
+    rest = [records.diagnosis(50, verdict="scale"), records.diagnosis(50, verdict="none")]
+    records.write(tmp_path, [records.header(), *steps, *rest, records.end(1.0, 50)])
+    assert check(capsys, tmp_path, "--max-skipped", "2%")[0] == 0
+    code, (line,) = check(capsys, tmp_path, "--max-skipped", "1%")
+    assert (code, "skipped: 2 %" in line) == (1, True)
+
+
+def test_many_places_that_went_bad_are_counted(tmp_path, capsys):
+    places = [records.diagnosis(1, bad=records.bad_op(module=f"m{n}")) for n in range(8)]
+    events = [records.header(), records.step(1), *places, records.end(1.0, 1)]
+    _, lines = check(capsys, records.write(tmp_path, events), "--max-skipped", "5%")
+    assert len(lines) == 6
+    assert lines[-1].endswith("and 3 more places went bad in other steps")
+
+
 def test_a_run_without_an_end_fails_unless_it_may_be_unfinished(tmp_path, capsys):
     folder = records.killed(tmp_path)
     code, (line,) = check(capsys, folder, "--max-skipped", "1%")
@@ -175,8 +205,8 @@ def test_what_is_no_share_is_refused(tmp_path, capsys, share, message):
 
 
 def test_the_limits_in_the_help_are_those_of_no_limits(capsys):
+    from halfstep.numbers import percent
     from halfstep.report.checking import DEFAULTS
-    from halfstep.report.numbers import percent
 
     with pytest.raises(SystemExit):
         main(["check", "--help"])

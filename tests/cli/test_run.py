@@ -21,7 +21,16 @@ def test_help(capsys):
         main(["run", "--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    for word in ("--policy", "--output", "--every", "--quiet", "--amp", "torchrun", "default: 50"):
+    for word in (
+        "--diagnose",
+        "--policy",
+        "--output",
+        "--every",
+        "--quiet",
+        "--amp",
+        "torchrun",
+        "default: 50",
+    ):
         assert word in out
 
 
@@ -59,6 +68,10 @@ def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
         (
             ["--every", "9", "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
             "Use: torchrun --nproc-per-node 2 -m halfstep run --every 9 train.py",
+        ),
+        (
+            ["--diagnose", "--amp", "fp16", "torchrun", "train.py"],
+            "Use: torchrun -m halfstep run --amp fp16 --diagnose train.py",
         ),
         (
             ["/path/bin/torchrun", "-m", "package.train", "--help"],

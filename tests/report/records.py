@@ -9,8 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from halfstep.diagnosing.diagnosis import BadOp, Cure, Diagnosis, Line, Operand
 from halfstep.numerics.formats import FORMATS
 from halfstep.numerics.statistics import Statistics
+from halfstep.recording.diagnoses import event_of
 from halfstep.recording.lines import LineWriter, file_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -97,6 +99,38 @@ def culprits(number: int, module: str | None, **values: Any) -> Event:
         "parameters": [f"{module}.weight"] if module else ["0.weight"],
         "num_parameters": 1,
     } | values
+
+
+CURE = Cure("policy", 'autocast(..., policy="standard; linear@blocks.1.mlp:fp32")', is_finite=True)
+
+
+def bad_op(**values: Any) -> BadOp:
+    given = {
+        "op": "addmm",
+        "name": "linear",
+        "module": "blocks.1.mlp",
+        "call": 0,
+        "phase": "forward",
+        "rule": "linear:lower",
+        "line": Line("/home/me/model.py", 31, "forward", "x = self.mlp(x)"),
+        "forward_op": None,
+        "forward_line": None,
+        "inputs": (Operand("", "float16", (32, 64), -900.0, 1200.0, 0, 0, 0),),
+        "output": Operand("", "float16", (32, 8), -100.0, 60000.0, 0, 3, 0),
+        "needs": 97280.0,
+        "limit": 65504.0,
+    }
+    return BadOp(**given | values)
+
+
+def found(**values: Any) -> Diagnosis:
+    """Return a diagnosis, by default of a linear that needs a wider dtype than float16."""
+    given = {"verdict": "range", "bad": bad_op(), "ends": ("loss",), "scale": 1024.0, "cure": CURE}
+    return Diagnosis(**given | values)
+
+
+def diagnosis(number: int, **values: Any) -> Event:
+    return event_of(found(**values), number)
 
 
 def sample(number: int, tensors: Iterable[Event], scale: float = 1024.0) -> Event:
@@ -280,6 +314,26 @@ def failed(folder: Path) -> Path:
     )
 
 
+def diagnosed(folder: Path) -> Path:
+    """Write a run of which steps 41 and 42 went bad in one place and step 80 in another."""
+    bad = (41, 42, 80)
+    steps = (skip(n, reason="loss") if n in bad else step(n) for n in range(1, 101))
+    log = bad_op(op="log", name="log", module="head")
+    return write(
+        folder,
+        [
+            header(),
+            model(),
+            policy(),
+            *_with_samples(steps, 25),
+            diagnosis(41),
+            diagnosis(42),
+            diagnosis(80, verdict="maths", bad=log, cure=None),
+            end(50.0, 100),
+        ],
+    )
+
+
 def killed(folder: Path) -> Path:
     """Write a run without an end whose last line is cut."""
     write(folder, [header(), model(), policy(), *(step(n) for n in range(1, 6))])
@@ -341,6 +395,15 @@ def hostile(folder: Path) -> Path:
             *(sample(n, layers(names)) for n in (1, 10)),
             skip(20, optimizer=HOSTILE),
             culprits(20, HOSTILE),
+            diagnosis(
+                20,
+                verdict="data",
+                bad=bad_op(name=HOSTILE, module=HOSTILE, line=Line(HOSTILE, 1, HOSTILE, HOSTILE)),
+                tensor=HOSTILE,
+                cure=Cure("data", HOSTILE),
+                notes=("\n```\n# title", HOSTILE),
+            ),
+            diagnosis(20, cure=Cure("policy", HOSTILE)),
             note(20, HOSTILE),
             end(10.0, 20, HOSTILE),
         ],

@@ -5,6 +5,7 @@ import json
 import pytest
 from tests.report import records
 
+from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.recording.lines import to_plain
 from halfstep.recording.reading import read_run
 from halfstep.report.plain import summary_json, summary_markdown
@@ -16,6 +17,7 @@ WRITERS = (
     records.with_skips,
     records.underflowing,
     records.failed,
+    records.diagnosed,
     records.killed,
     records.bf16,
     records.several_ranks,
@@ -56,6 +58,16 @@ def test_markdown_has_the_key_numbers_and_the_worst_layers(tmp_path):
     assert "| `head.weight` | gradient | float32 | 12 % |" in text
 
 
+def test_markdown_has_the_diagnoses_as_code_that_nothing_in_them_ends(tmp_path):
+    text = summary_markdown(summary_of(records.diagnosed(tmp_path / "a")))
+    start = "### Diagnosis, steps 41, 42\n\n    range of float16: linear (addmm) in blocks.1.mlp"
+    assert start in text
+    assert "\n    cure (replayed: finite):\n      autocast(...," in text
+    hostile = summary_markdown(summary_of(records.hostile(tmp_path / "b")))
+    assert "\n    # title" in hostile
+    assert "\n# title" not in hostile
+
+
 def test_markdown_of_a_large_run_is_short(tmp_path):
     summary = summary_of(records.huge(tmp_path, num_steps=100))
     assert len(summary_markdown(summary).splitlines()) < 40
@@ -75,6 +87,14 @@ def test_json_is_strict_and_holds_every_number(tmp_path, write):
         to_plain(layer.histogram) for layer in summary.layers
     ]
     assert [s["text"] for s in values["sentences"]] == [s.text for s in sentences(summary)]
+
+
+def test_json_has_the_whole_diagnosis_of_each_place(tmp_path):
+    summary = summary_of(records.diagnosed(tmp_path))
+    first, second = summary_json(summary)["bad_places"]
+    assert (first["steps"], first["ranks"]) == ([41, 42], [0])
+    assert Diagnosis.from_data(first["diagnosis"]) == records.found()
+    assert second["diagnosis"]["bad"]["name"] == "log"
 
 
 def test_json_has_nan_as_a_string(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from tests.report import records
 from tests.report.markup import at, page_of
 
+from halfstep import numbers
 from halfstep.numerics.formats import FORMATS
-from halfstep.report import numbers
 from halfstep.report.page import MOST_SKIPS
 from halfstep.report.plain import summary_json
 
@@ -17,6 +17,7 @@ RUNS = (
     records.healthy,
     records.with_skips,
     records.failed,
+    records.diagnosed,
     records.killed,
     records.bf16,
     records.several_ranks,
@@ -45,7 +46,10 @@ def hostile(tmp_path_factory):
 
 def test_the_sections_are_in_order(page):
     sections = [section.attributes["id"] for section in page.tree.all("section")]
-    assert sections == ["steps", "heat", "layers", "precision", "policy", "machine", "reading"]
+    always = ["steps", "heat", "layers", "precision", "policy", "machine", "reading"]
+    assert sections == ["diagnoses"] * bool(page.summary.bad_places) + always
+    links = [link.attributes["href"] for link in page.tree.one("nav").all("a")]
+    assert links == [f"#{section}" for section in sections]
 
 
 def test_the_page_asks_nobody_for_anything(page):
@@ -217,6 +221,15 @@ def test_a_run_without_samples_says_how_to_get_them(tmp_path):
     assert not list(page.tree.all("img"))
 
 
+def test_what_went_bad_is_told_as_it_was_printed(tmp_path):
+    page = page_of(records.diagnosed(tmp_path))
+    section = page.tree.one("section", id="diagnoses")
+    assert [title.text for title in section.all("h3")] == ["Steps 41, 42", "Step 80"]
+    blocks = [block.text for block in section.all("pre")]
+    assert blocks == [str(place.diagnosis) for place in page.summary.bad_places]
+    assert "cure (replayed: finite):\n  autocast(...," in blocks[0]
+
+
 # --- hostile names --------------------------------------------------------------------------------
 
 
@@ -226,7 +239,8 @@ def test_hostile_names_are_text(hostile):
     names = [row for row in hostile.tree.all("th", scope="row") if "title" in row.attributes]
     assert records.HOSTILE in [name.text for name in names]
     assert records.HOSTILE in [name.attributes["title"] for name in names]
-    assert records.HOSTILE in hostile.tree.one("pre").text
+    pieces = [pre.text for pre in hostile.tree.all("pre")]
+    assert [records.HOSTILE in piece for piece in pieces] == [True] * 3  # two diagnoses, the policy
 
 
 def test_a_name_with_quotes_stays_in_its_attribute(tmp_path):

@@ -10,9 +10,9 @@ from tests.report.records import counted, layers, sample, skip, step, tensor
 
 import halfstep
 from halfstep.recording.reading import read_run
-from halfstep.report.sentence import Code, code, names, plain, say
 from halfstep.report.sentences import sentences
 from halfstep.report.summarizing import summarize
+from halfstep.sentence import Code, code, names, plain, say
 
 
 def said_of(folder):
@@ -39,6 +39,9 @@ def the_one(found, words):
 
 def codes(sentence):
     return [part.text for part in sentence.parts if isinstance(part, Code)]
+
+
+ADVICE = "halfstep run --diagnose train.py"
 
 
 # --- all is well ----------------------------------------------------------------------------------
@@ -100,13 +103,14 @@ def test_what_was_skipped_where_it_began_and_what_helps(tmp_path):
         "blocks.1.attn",
         'halfstep.autocast(..., policy="standard; @blocks.1.attn:fp32", module=model)',
         "halfstep.GradScaler(init_scale=2048, max_scale=2048)",
+        ADVICE,
     ]
     assert [s.severity for s in (first, underflow, start)] == ["warning", "warning", "notice"]
     assert "2 steps at the start" in start.text
 
 
 def test_the_cures_are_calls_that_work(tmp_path):
-    _, island, call = codes(said_of(records.with_skips(tmp_path))[0])
+    _, island, call, _ = codes(said_of(records.with_skips(tmp_path))[0])
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList(torch.nn.ModuleDict({"attn": Part()}) for _ in range(2))
     names = {"halfstep": halfstep, "model": model}
@@ -176,7 +180,8 @@ def test_no_scale_helps(tmp_path):
     sentence = the_one(found, "smallest scale too")
     assert sentence.severity == "bad"
     assert "(step 50)" in sentence.text
-    assert codes(sentence) == ["torch.autograd.detect_anomaly()"]
+    assert "and NaN in the parameters." in sentence.text
+    assert codes(sentence) == [ADVICE]
 
 
 def test_norms_far_above_the_median(tmp_path):

@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.report import records
 
+import halfstep
 from halfstep import preset
+from halfstep.recording.reading import read_run
 from halfstep.runner import session
 from halfstep.runner.session import Options, Program, Session
 
@@ -29,7 +32,7 @@ def seen(monkeypatch, tmp_path):
 
 def options(**changes) -> Options:
     given = {"policy": preset("fp32"), "folder": None, "every": 0, "is_quiet": False, "amp": None}
-    return Options(**(given | changes))
+    return Options(**(given | {"is_diagnosing": False} | changes))
 
 
 def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsys):
@@ -57,6 +60,56 @@ def test_one_rank_has_the_last_word(quiet, rank, lines, seen, monkeypatch, capsy
     Session(PROGRAM, options(is_quiet=quiet)).run()
     seen.close()
     assert capsys.readouterr().err.count("\n") == lines
+
+
+class FakeWatch:
+    """Finds something in each of its steps, of which there are two."""
+
+    def __init__(self, engine, model, tell):
+        assert (engine, model) == (None, None)
+        self.found, self.notes, self._tell = [], [], tell
+
+    def __enter__(self):
+        for step in (1, 2):
+            self.found.append(records.found())
+            self._tell(self.found[-1], step)
+
+    def __exit__(self, *exception):
+        self.notes.append("step 3 was not replayed: no model was called in it")
+
+
+@pytest.mark.parametrize(
+    ("quiet", "environ", "names", "last"),
+    [
+        (False, {}, "", "0 skipped, 2 diagnoses: halfstep report"),
+        (False, {"RANK": "1", "WORLD_SIZE": "2"}, "rank 1, ", "no model was called in it"),
+        (True, {}, "", ""),
+    ],
+)
+def test_diagnoses_are_recorded_and_printed_unless_quiet(
+    quiet, environ, names, last, seen, monkeypatch, capsys, tmp_path
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("halfstep.diagnosing.watch.Watch", FakeWatch)
+    monkeypatch.setattr(halfstep.record, "num_steps", 2)
+    Session(PROGRAM, options(is_diagnosing=True, is_quiet=quiet, folder=tmp_path / "out")).run()
+    seen.close()
+    err = capsys.readouterr().err
+    run = read_run(tmp_path / "out")
+    rank = int(environ.get("RANK", 0))
+    assert [(each.rank, each.diagnosis) for each in run.diagnoses] == [(rank, records.found())] * 2
+    assert [note.text.partition(":")[0] for note in run.notes] == ["step 3 was not replayed"]
+    assert err.count(f"halfstep: {names}step 1 went bad:\n{records.found()}\n") == 2 - 2 * quiet
+    assert err.count("was not replayed") == 1 - quiet
+    assert last in err.rstrip().rpartition("\n")[2]
+    assert bool(err) is not quiet
+
+
+def test_nobody_watches_unless_told_to(seen, monkeypatch):
+    monkeypatch.setattr("halfstep.diagnosing.watch.Watch", None)
+    Session(PROGRAM, options()).run()
+    seen.close()
 
 
 def test_the_last_word_may_go_nowhere(seen, monkeypatch, tmp_path):

@@ -6,8 +6,6 @@ of two, so that everything must be the same bit for bit: parameters, buffers and
 
 import math
 import random
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +15,6 @@ import torch
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
-from halfstep.scaling.loops.retrying import Randomness
 from halfstep.scaling.scale.rules import Dynamic, Static
 
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -341,36 +338,3 @@ def test_wrong_times(times: Any, error: type[Exception], words: str) -> None:
     _, optimizer, scaler = one_parameter()
     with pytest.raises(error, match=words):
         scaler.retry(optimizer, times)
-
-
-# --- random numbers ----------------------------------------------------------------------------
-
-
-def test_numpy_that_is_not_loaded_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "numpy.random")
-    randomness = Randomness(one_parameter()[1], [])
-    assert "numpy.random" not in sys.modules
-    monkeypatch.undo()  # the first attempt loads it
-    expected = np.random.get_state()[1].copy()
-    randomness.restore()
-    assert np.array_equal(np.random.get_state()[1], expected)
-
-
-def test_random_numbers_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every device of a parameter, of the optimizer or of a module, and no other."""
-    states = {torch.device("cuda", 0): 1, torch.device("cuda", 1): 2, torch.device("cuda", 2): 3}
-    device_module = types.SimpleNamespace(
-        get_rng_state=states.__getitem__,
-        set_rng_state=lambda state, device: states.__setitem__(device, state),
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: device_module)
-    params = [
-        types.SimpleNamespace(device=torch.device(name)) for name in ("cuda:0", "cpu", "meta")
-    ]
-    optimizer: Any = types.SimpleNamespace(param_groups=[{"params": params}])
-    here = types.SimpleNamespace(device=torch.device("cuda", 1))
-    module: Any = types.SimpleNamespace(parameters=lambda: [here])
-    randomness = Randomness(optimizer, [module])
-    states.update(dict.fromkeys(states, 9))
-    randomness.restore()
-    assert list(states.values()) == [1, 2, 9]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.report import records
 
 from halfstep.numerics.statistics import Statistics
 from halfstep.recording.following import Update
-from halfstep.recording.run import Culprits, Measured, Note, Run, Sample, Step
+from halfstep.recording.run import Culprits, Diagnosed, Measured, Note, Run, Sample, Step
 from halfstep.watching.lines import end_line, heading, lines
 from halfstep.watching.page import Page
 from halfstep.watching.state import watched
@@ -45,6 +46,7 @@ def update(**values):
         steps=(),
         samples=(),
         culprits=(),
+        diagnoses=(),
         notes=(),
         error=None,
         has_ended=False,
@@ -194,6 +196,7 @@ def full():
             steps=tuple(skipped(i) if i % 9 == 0 else taken(i) for i in range(1, 3000)),
             samples=(Sample(1, 1.0, tensors),),
             notes=tuple(Note(i, "something rather long to say " * 5) for i in range(9)),
+            diagnoses=(diagnosed(9, "a_rather_long_name" * 9),),
             culprits=tuple(Culprits(i, "SGD", "名" * 90, (), 1, 0) for i in range(2970, 3000)),
             header=HEADER | {"command": ["train.py"] * 50},
         ),
@@ -232,6 +235,19 @@ def test_without_colour_the_marks_stay(monkeypatch):
     assert "!" in plain
 
 
+def diagnosed(number, name="linear", **values):
+    return Diagnosed(0, number, records.found(bad=records.bad_op(name=name), **values))
+
+
+def test_the_newest_diagnosis_is_a_line():
+    known = watched(None, update(steps=(taken(1),), diagnoses=(diagnosed(3), diagnosed(7, "exp"))))
+    known = watched(known, update(steps=(taken(2),)))
+    assert line_of(draw(known, width=200), "step 7 went bad: range of float16: exp (addmm)")
+    assert "step 3" not in draw(known)
+    hostile = watched(None, update(diagnoses=(diagnosed(1, "[b]\x1b[31m"),)))
+    assert r"[b]\x1b[31m" in line_of(draw(hostile, width=200), "step 1 went bad")
+
+
 def test_a_new_record_replaces_what_was_known():
     known = watched(None, update(steps=(taken(1), skipped(2))))
     new = update(steps=(taken(1),))
@@ -247,6 +263,7 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
         steps=(*(taken(i) for i in range(1, 6)), skipped(6), taken(7, loss=math.nan)),
         samples=(Sample(4, 1.0, (tensor("a\nb", lost=12), tensor("good"))),),
         culprits=(Culprits(6, "SGD", "fc", ("fc.weight",), 3, 0),),
+        diagnoses=(diagnosed(6),),
         notes=(Note(1, "something"),),
     )
     assert lines(watched(None, new), new, every=None) == [
@@ -257,9 +274,11 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
         "sample 4  headroom 16.0 bits  underflow 0 %  nan 0  inf 0  output good",
         "step 6  loss 2.5  scale 1024  norm inf  skipped: overflow, scale now 512",
         "skip 6  began in fc  parameters 3  rank 0",
+        "diagnosis 6  rank 0  range of float16: linear (addmm) in blocks.1.mlp, forward needs a "
+        "wider dtype, in float32 it is finite",
     ]
     numbers = [line.split()[1] for line in lines(watched(None, new), new, every=3)]
-    assert numbers == ["1", "1", "3", "4", "4", "6", "6"]
+    assert numbers == ["1", "1", "3", "4", "4", "6", "6", "6"]
 
 
 def test_first_and_last_line():

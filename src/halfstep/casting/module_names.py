@@ -17,6 +17,14 @@ def without_wrappers(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
+def replicated(model: nn.Module) -> nn.Module:
+    """Return what data parallelism runs copies of; another module as it is."""
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
 def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]:
     """Return the modules whose names in ``model`` are like ``pattern``, a glob.
 
@@ -28,9 +36,7 @@ def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]
     Raises:
         ValueError: There is none; the message names those like it.
     """
-    if isinstance(model, (DataParallel, DistributedDataParallel)):
-        model = model.module
-    modules = model.named_modules(remove_duplicate=False)
+    modules = replicated(model).named_modules(remove_duplicate=False)
     names = {without_wrappers(name): module for name, module in modules if name}
     found = {name: module for name, module in names.items() if fnmatchcase(name, pattern)}
     if not found:

@@ -1,5 +1,8 @@
 """Entering and leaving autocast, with everything settled; in torch.compile's graphs too."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple
 
@@ -27,6 +30,8 @@ class Settings(NamedTuple):
 class Region:
     """The context manager behind :class:`autocast`, with everything settled."""
 
+    _is_users = True
+
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._traced: list[object] = []
@@ -43,6 +48,8 @@ class Region:
             self._traced.append(_torch.enter_traced(switches))
             enter_scope_in_graph(self._settings)
         else:
+            if _thread.change is not None and self._is_users:
+                switches, policy, inherit = _thread.change(self._settings)
             _enter(switches, policy, inherit)
 
     @_torch.do_not_compile_alone
@@ -57,6 +64,33 @@ class Region:
             _torch.exit_traced(self._traced.pop())
         else:
             _exit()
+
+
+class ModuleRegion(Region):
+    """How a module runs by a rule of its own, inside of what the user has entered."""
+
+    _is_users = False
+
+
+class _Thread(threading.local):
+    change: Callable[[Settings], Settings] | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
+    """Let what the user enters meanwhile in this thread switch on something else.
+
+    Args:
+        change: Returns the settings to use, given those that were asked for.
+    """
+    before, _thread.change = _thread.change, change
+    try:
+        yield
+    finally:
+        _thread.change = before
 
 
 def current_policy(device_type: str) -> Policy | None:

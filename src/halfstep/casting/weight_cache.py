@@ -201,7 +201,7 @@ class WeightCache:
             return weight.detach().to(dtype)
         with torch.inference_mode(False):  # what is made in it autograd cannot use later
             cast = weight.detach().to(dtype)
-        entry.kept = _Kept(marks, cast, _torch.storage_reference(storage))
+        entry.kept = _Kept(marks, cast, _torch.memory_of(weight))
         return cast
 
     def _has_room(self, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from halfstep import _torch
 from halfstep.casting.casts import tensors_in
-from halfstep.casting.region import Region, Settings, settings_within
+from halfstep.casting.region import ModuleRegion, Settings, settings_within
 
 
 class Island(NamedTuple):
@@ -55,7 +55,7 @@ class Wrapped:
             return run(*args, **kwargs)
         if not settings.switches.enabled:
             return _run_on_island(Island(torch.float32, cast_back=False), run, args, kwargs)
-        with Region(settings):
+        with ModuleRegion(settings):
             return run(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -121,7 +121,7 @@ def _run_on_island(island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     if device is None or not torch.is_autocast_enabled(device):
         result = run(*args, **kwargs)
     else:
-        with Region(_off(device)):
+        with ModuleRegion(_off(device)):
             result = run(*args, **kwargs)
     if cast_back and given is not None and given.dtype is not dtype:
         result = _cast(result, given.dtype, dtype)

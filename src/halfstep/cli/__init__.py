@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 import halfstep
-from halfstep.cli import check, demo, policy, report, run, watch
+from halfstep.cli import check, demo, doctor, policy, report, run, tune, watch
 from halfstep.cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 
-COMMANDS = (run, watch, report, check, policy, demo)
+COMMANDS = (run, watch, report, check, doctor, tune, policy, demo)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

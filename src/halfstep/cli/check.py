@@ -12,8 +12,9 @@ EPILOG = """\
 Exit code 0 and one line if all limits hold; 1 and a line for each that does not; 2 if there is no
 record to read. A SHARE is 1% or 0.01. Without any limit it checks
   --max-skipped 1% --max-underflow 5% --max-overflow 0%
-and with some only those. Whatever the limits, a run fails whose loss was inf or NaN, that ended
-with an error or has no end, or whose ranks disagree on a step.
+and with some only those. Whatever the limits, a run fails whose loss was inf or NaN, in which a
+step was diagnosed (halfstep run --diagnose) with more than too large a scale, that ended with an
+error or has no end, or whose ranks disagree on a step.
 
 examples:
   halfstep check runs/a
@@ -40,7 +41,11 @@ def add_parser(subcommands: Any) -> None:
         parser.add_argument(
             f"--max-{name}", type=_share, metavar="SHARE", help=f"largest share {text}"
         )
-    parser.add_argument("--allow-nan", action="store_true", help="the loss may be inf or NaN")
+    parser.add_argument(
+        "--allow-nan",
+        action="store_true",
+        help="the loss may be inf or NaN, and steps may have been diagnosed",
+    )
     parser.add_argument(
         "--allow-unfinished",
         action="store_true",

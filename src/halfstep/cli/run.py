@@ -19,6 +19,7 @@ examples:
   halfstep run train.py --lr 3e-4                  as python train.py --lr 3e-4
   halfstep run -m mypackage.train                  as python -m mypackage.train
   halfstep run --policy "standard; softmax:lower" train.py
+  halfstep run --diagnose train.py                 says which op made a loss or gradient NaN
   torchrun --nproc-per-node 8 -m halfstep run train.py
   accelerate launch -m halfstep run train.py
 
@@ -60,11 +61,19 @@ def add_parser(subcommands: Any) -> None:
         default=50,
         help="measure tensors every N steps, 0 for never (default: 50)",
     )
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing at the end")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print no diagnosis, say nothing at the end"
+    )
     parser.add_argument(
         "--amp",
         choices=("fp16", "bf16"),
         help="train in this precision, for a script that has no autocast of its own",
+    )
+    parser.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="replay a step whose loss or gradients are inf or NaN, and say which op it is, in "
+        "which module, why, and what cures it",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
     parser.add_argument(
@@ -98,7 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise CommandError(f"can't open file {target!r}: {error.strerror}") from None
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
-    options = Options(policy, arguments.output, arguments.every, arguments.quiet, amp)
+    options = Options(
+        policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
+    )
     try:
         session = Session(Program(target, rest, arguments.module), options)
     except OSError as error:
@@ -120,6 +131,7 @@ def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace
         if value != arguments.default(name)
         for word in (f"--{name}", str(value))
     ]
+    options += ["--diagnose"] if arguments.diagnose else []
     command = command_inside_launcher(target, rest, options)
     if command is not None:
         raise CommandError(

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import platform
-import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 import halfstep
+from halfstep.doctoring.machine import WORTH_IT
+from halfstep.doctoring.speed import DTYPES, measure_speeds
 from halfstep.machine import device_name
 
-MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
-"""Large enough to be limited by arithmetic, small enough for a fp16 CPU kernel to end soon."""
-
-FEWEST_PRODUCTS, MEASURE_SECONDS = 5, 0.2
-"""Of each dtype, whichever takes longer."""
-
-WORTH_IT = 1.2
-"""From this ratio to fp32 on, the sentence calls a dtype fast."""
+MEASURE_SECONDS = 0.6
+"""For all dtypes, in turn."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +59,11 @@ class Machine:
 
 def measure_machine(device: str) -> Machine:
     """Measure a few matrix products, in about a second, and look up names and versions."""
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    speeds = measure_speeds(device, MEASURE_SECONDS, kinds=("matmul",))
     return Machine(
         device=device_name(device),
         threads=torch.get_num_threads(),
-        gflops={name: _matmul_gflops(device, dtype) for name, dtype in dtypes.items()},
+        gflops={name: speeds.gflops["matmul"][name] for name in DTYPES},
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -77,17 +71,3 @@ def measure_machine(device: str) -> Machine:
         },
         system=platform.platform(),
     )
-
-
-def _matmul_gflops(device: str, dtype: torch.dtype) -> float:
-    """The best of many products, as a linear layer does: other programs only slow them down."""
-    side = MATRIX_SIDE[device]
-    a = torch.ones(side, side, device=device, dtype=dtype)
-    durations: list[float] = []
-    while len(durations) < FEWEST_PRODUCTS or sum(durations) < MEASURE_SECONDS:
-        started = time.perf_counter()
-        F.linear(a, a)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        durations.append(time.perf_counter() - started)
-    return 2 * side**3 / min(durations) / 1e9

@@ -48,7 +48,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 
     Sync: two or more.
     """
-    values = _values(tensor)
+    values = float_values(tensor)
     if values is None:
         return None
     sample, amax = values, None
@@ -67,7 +67,11 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     return statistics.with_gradient(flushed, norm**2)
 
 
-def _values(tensor: Tensor) -> Tensor | None:
+def float_values(tensor: Tensor) -> Tensor | None:
+    """Return the floating-point numbers that a tensor of any layout holds, None if it has none.
+
+    So it is with whole numbers, inside of ``torch.func.vmap``, and where there are no values.
+    """
     values = tensor.detach()
     if _torch.is_inside_functorch(values) or values.is_meta or _torch.is_fake(values):
         return None

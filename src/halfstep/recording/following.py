@@ -20,8 +20,8 @@ class Update:
     """What was added to a record since it was last read.
 
     Attributes:
-        new: The run as it is now, but of its steps, samples, culprits and notes only what is new.
-            Of the samples at most one, the latest.
+        new: The run as it is now, but of its steps, samples, culprits, diagnoses and notes only
+            what is new. Of the samples at most one, the latest.
         is_anew: Whether this is the beginning of a record: nothing read before belongs to it. So in
             the first update, and after the files were replaced.
         written: When a rank wrote last, in seconds since the epoch.
@@ -85,7 +85,7 @@ class Follower:
         self._is_anew = False
         self._last_step = run.steps[-1].step if run.steps else self._last_step
         for rank in ranks.values():
-            rank.steps, rank.culprits, rank.notes = [], [], []
+            rank.steps, rank.culprits, rank.diagnoses, rank.notes = [], [], [], []
         return update
 
     def _start_over(self) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics
+from halfstep.recording.diagnoses import diagnosis_of
 from halfstep.recording.lines import Event, to_float
-from halfstep.recording.run import Culprits, Measured, Note, Sample, Step
+from halfstep.recording.run import Culprits, Diagnosed, Measured, Note, Sample, Step
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Rank:
         steps: In order.
         samples: The sampled steps.
         culprits: Of skipped steps.
+        diagnoses: Of steps that went bad.
         notes: The recorder's, and one for each line that is cut.
         end: The ``end`` event of the last segment, None if it has none.
     """
@@ -41,6 +43,7 @@ class Rank:
     steps: list[Step] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     culprits: list[Culprits] = field(default_factory=list)
+    diagnoses: list[Diagnosed] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     end: Event | None = None
     _steps_before: int = 0
@@ -108,6 +111,9 @@ class Rank:
                 self.samples.append(_sample(event))
             case "culprits":
                 self.culprits.append(_culprits(event, self.number))
+            case "diagnosis":
+                found = Diagnosed(self.number, event["step"], diagnosis_of(event))
+                self.diagnoses.append(found)
             case "device":
                 self.header |= {key: event[key] for key in ("device", "machine")}
             case "model":

@@ -61,6 +61,8 @@ def joined(folder: Path, ranks: Mapping[int, Rank]) -> Run:
         notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
     ends = [rank.end for rank in ranks.values()]
     errors = [end["error"] for end in ends if end is not None and end["error"] is not None]
+    culprits = (each for rank in ranks.values() for each in rank.culprits)
+    diagnoses = (each for rank in ranks.values() for each in rank.diagnoses)
     return Run(
         path=folder,
         header=first.header,
@@ -70,9 +72,8 @@ def joined(folder: Path, ranks: Mapping[int, Rank]) -> Run:
         policies=tuple(first.policies),
         steps=tuple(first.steps),
         samples=joined_samples(rank.samples for rank in ranks.values()),
-        culprits=tuple(
-            sorted((c for rank in ranks.values() for c in rank.culprits), key=lambda c: c.step)
-        ),
+        culprits=tuple(sorted(culprits, key=lambda each: each.step)),
+        diagnoses=tuple(sorted(diagnoses, key=lambda each: each.step)),
         notes=tuple(notes),
         error=errors[0] if errors else None,
         has_ended=all(end is not None for end in ends),

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep
 from halfstep import _torch
+from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.errors import CallOrderError
 from halfstep.machine import device_name, num_ranks, rank
 from halfstep.recording.lines import SCHEMA, Event, LineWriter, file_of
@@ -122,6 +123,48 @@ class record:
         assert self._recorder is not None
         self._stack.close()
         self._recorder.close(_text(error))
+
+    def add_diagnosis(self, diagnosis: Diagnosis) -> int:
+        """Write what :func:`halfstep.diagnose` has found, for the report.
+
+        Args:
+            diagnosis: What was found.
+
+        Returns:
+            The number of the iteration that it is written for: inside of a step of an optimizer the
+            one that this ends, else the last one that has ended; 1 before that.
+
+        Raises:
+            CallOrderError: The record has not been entered.
+
+        Sync: none.
+
+        Example:
+            >>> import tempfile, halfstep
+            >>> step = lambda: torch.zeros(1, requires_grad=True).log().sum().backward()
+            >>> with halfstep.record(tempfile.mkdtemp()) as run:
+            ...     run.add_diagnosis(halfstep.diagnose(step))
+            1
+        """
+        return self._require_entered().add_diagnosis(diagnosis)
+
+    def add_note(self, text: str) -> None:
+        """Write what a reader has to know; the same text is written once.
+
+        Args:
+            text: A sentence.
+
+        Raises:
+            CallOrderError: The record has not been entered.
+
+        Sync: none.
+        """
+        self._require_entered().say(text)
+
+    def _require_entered(self) -> Recorder:
+        if self._recorder is None:
+            raise CallOrderError(f"the record {self.path} has not been entered: use `with`")
+        return self._recorder
 
     @property
     def num_steps(self) -> int:

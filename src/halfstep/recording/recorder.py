@@ -15,8 +15,10 @@ from torch import Tensor
 
 from halfstep import _torch
 from halfstep.casting.casts import tensors_in
+from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.errors import CallOrderError
 from halfstep.machine import device_name
+from halfstep.recording.diagnoses import event_of
 from halfstep.recording.lines import Event, LineWriter
 from halfstep.recording.models import Models
 from halfstep.recording.sampling import Sampler
@@ -24,6 +26,7 @@ from halfstep.recording.steps import RawStep, Waiting
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import collect, parameters
 from halfstep.scaling.gradients.passes import measure
+from halfstep.scaling.observers import OBSERVERS
 from halfstep.scaling.outcomes.outcome import Outcome
 from halfstep.scaling.scalars import moved
 from halfstep.scaling.scale.state import Reason
@@ -85,7 +88,8 @@ class Recorder:
         self.num_steps = self.num_skipped = 0
         self._writer, self._engine, self._every, self._sinks = writer, engine, every, list(sinks)
         self._models, self._waiting = models, Waiting()
-        self._sampler = Sampler(models, is_searching=not len(models), say=self.say)
+        is_searching = not len(models)
+        self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
         self._said: set[str] = set()
         self._has_failed = False
@@ -109,7 +113,7 @@ class Recorder:
     @_unseen
     def on_backward(self, roots: Any) -> None:
         """Take note of what ``backward`` is called on: the loss, if no scaler has seen it."""
-        if not self._is_here() or _torch.backward_number() >= 0:
+        if not self._is_listening() or _torch.backward_number() >= 0:
             return  # inside of another one a checkpoint is computed again
         self._num_backward += 1
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
@@ -121,7 +125,7 @@ class Recorder:
     @_unseen
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
         """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured."""
-        if self._is_here():
+        if self._is_listening():
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
             del self._norms[:-MOST_NORMS]
 
@@ -155,6 +159,14 @@ class Recorder:
         self._add_step(type(optimizer).__name__, None, norm)
         self._end_iteration(1.0)
 
+    def add_diagnosis(self, diagnosis: Diagnosis) -> int:
+        """Write what is wrong with the present step, and return its number. Sync: none."""
+        is_stepping = _torch.optimizer_step_depth() > 0
+        step = max(self.num_steps + is_stepping, 1)
+        if self._is_here():
+            self._write(event_of(diagnosis, step))
+        return step
+
     def say(self, text: str) -> None:
         """Write a note, once."""
         if text not in self._said:
@@ -179,11 +191,15 @@ class Recorder:
         """Whether this is the process that records, and not one that it has forked."""
         return os.getpid() == self._pid
 
+    def _is_listening(self) -> bool:
+        """Whether what happens counts: a diagnosis takes all observers away while it replays."""
+        return self in OBSERVERS and self._is_here()
+
     def _listens_to(self, engine: Engine) -> bool:
         return self._engine in (None, engine) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
-        return self._engine is None and not self._is_scaled and self._is_here()
+        return self._engine is None and not self._is_scaled and self._is_listening()
 
     def _add_losses(self, outputs: Any) -> None:
         found = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.numerics.statistics import Statistics
 from halfstep.tracing.recording import Recording
 
@@ -91,6 +92,20 @@ class Culprits(NamedTuple):
     rank: int
 
 
+class Diagnosed(NamedTuple):
+    """A step that went bad and was replayed.
+
+    Attributes:
+        rank: Who saw it.
+        step: Number of the iteration in the record.
+        diagnosis: What was found.
+    """
+
+    rank: int
+    step: int
+    diagnosis: Diagnosis
+
+
 class Note(NamedTuple):
     """Something that the recorder has to say.
 
@@ -117,6 +132,7 @@ class Run:
         steps: Rank 0's steps, in order.
         samples: The sampled steps, of all ranks together.
         culprits: Of all ranks.
+        diagnoses: Of all ranks, by step.
         notes: What the recorders had to say, and what the reader has: lines that are cut, ranks
             that disagree.
         error: What ended the last segment, None if it ended well.
@@ -133,6 +149,7 @@ class Run:
     steps: tuple[Step, ...]
     samples: tuple[Sample, ...]
     culprits: tuple[Culprits, ...]
+    diagnoses: tuple[Diagnosed, ...]
     notes: tuple[Note, ...]
     error: str | None
     has_ended: bool

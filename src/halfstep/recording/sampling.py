@@ -44,16 +44,23 @@ class Sampler:
         models: The models.
         is_searching: Whether outermost modules that run with gradients are models too.
         say: Is told what a reader of the record has to know.
+        is_listening: Says whether what runs is part of the training.
 
     Attributes:
         is_open: Whether a step is being sampled.
         policies: By device type the lower precision and the text of the policy that was last seen.
     """
 
-    def __init__(self, models: Models, is_searching: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        models: Models,
+        is_searching: bool,
+        say: Callable[[str], None],
+        is_listening: Callable[[], bool],
+    ) -> None:
         self._models = models
         self._is_searching = is_searching
-        self._say = say
+        self._say, self._is_listening = say, is_listening
         self.is_open = self._is_measuring = False
         self._forward_hooks: list[RemovableHandle] = []
         self._parameter_hooks: list[RemovableHandle] = []
@@ -118,7 +125,7 @@ class Sampler:
     # --- hooks ------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        if _is_traced():
+        if _is_traced() or not self._is_listening():
             return
         if (
             self._depth == 0
@@ -132,7 +139,7 @@ class Sampler:
         self._depth += 1
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
-        if _is_traced():
+        if _is_traced() or not self._is_listening():
             return
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
@@ -158,8 +165,8 @@ class Sampler:
         self._last_outputs = [weakref.ref(tensor) for tensor in outputs]
 
     def _take_gradient(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return  # another hook has used it up: a step inside of the backward pass
+        if parameter.grad is None or not self._is_listening():
+            return  # used up by another hook, a step inside of the backward pass; or a replay
         # With several backward passes it is the sum so far: the last one counts.
         self._found.pop(("parameter_gradient", name), None)
         self._take("parameter_gradient", name, parameter.grad)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from halfstep.report.cures import island, literal
-from halfstep.report.numbers import (
+from halfstep.numbers import (
     at_steps,
     count,
     listed,
@@ -16,9 +15,10 @@ from halfstep.report.numbers import (
     seconds,
     things,
 )
-from halfstep.report.sentence import Code, Sentence, Severity, names, say
+from halfstep.report.cures import island, literal
 from halfstep.report.summary import Origin, Steps, Summary
 from halfstep.report.windows import power_below
+from halfstep.sentence import Code, Sentence, Severity, names, say
 
 ENDLESS = 5
 """So many skipped iterations at the end are skips that do not end."""
@@ -59,7 +59,9 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         " No scale changes that: look at the batch of that step and at the learning rate, and at "
         "log(), division and sqrt() at 0 in the loss, which should run in float32."
     )
-    if any(layer.inf for layer in summary.of_kind("output")):
+    if any("loss" in place.diagnosis.ends for place in summary.bad_places):
+        cure = ""  # the diagnosis has a better one
+    elif any(layer.inf for layer in summary.of_kind("output")):
         cure = " An output overflowed, which is said below, and no scale changes that."
     if loss is not None and loss.first_non_finite is not None:
         is_last = not math.isfinite(loss.last)
@@ -88,13 +90,14 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         )
     if summary.scale is not None and summary.scale.stuck:
         where = at_steps(summary.scale.stuck)
+        cure = (
+            " Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where(), and NaN in the "
+            "parameters."
+        )
         yield say(
             "bad",
             "The gradients were inf or NaN at the smallest scale too, while the loss was finite "
-            f"({where}): not the scale but the backward pass. Look for sqrt(), norm() or "
-            "pow() at 0, 0/0, a NaN hidden by where(), and NaN in the parameters; ",
-            Code("torch.autograd.detect_anomaly()"),
-            " names the first op that returns NaN.",
+            f"({where}): not the scale but the backward pass.{'' if summary.bad_places else cure}",
         )
     if summary.steps.reasons.get("norm"):
         yield say(
@@ -134,10 +137,11 @@ def _skipped(summary: Summary, steps: Steps) -> Sentence:
     )
     if steps.longest_in_a_row > 2:
         what += f", up to {count(steps.longest_in_a_row)} in a row"
-    return say(_severity(steps), what, *_began(summary, later), ".", *_cure(summary, later))
+    return say(severity_of_skips(steps), what, *_began(summary, later), ".", *_cure(summary, later))
 
 
-def _severity(steps: Steps) -> Severity:
+def severity_of_skips(steps: Steps) -> Severity:
+    """Return how bad the skips are that are not part of how dynamic scaling works."""
     share = steps.share_skipped_later
     if share > MANY or steps.skipped_at_end >= ENDLESS:
         return "bad"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from halfstep.numbers import bits, count, percent, power, things
 from halfstep.recording.run import Kind
 from halfstep.report.cures import island, literal
-from halfstep.report.numbers import bits, count, percent, power, things
-from halfstep.report.sentence import Code, Sentence, Severity, names, say
 from halfstep.report.summary import Layer, Summary
+from halfstep.sentence import Code, Sentence, Severity, names, say
 
 NOTABLE, HARMFUL, SEVERE = 0.01, 0.05, 0.5
 """Shares of the gradient entries of a parameter that underflow."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from halfstep.numbers import at_steps, count, listed, number, percent, things
+from halfstep.report.about_diagnoses import headline, is_matter_of_skips, when
 from halfstep.report.about_tensors import are_most_lost
-from halfstep.report.numbers import at_steps, count, listed, number, percent, things
-from halfstep.report.sentence import one_line
 from halfstep.report.summary import Layer, Summary
+from halfstep.sentence import one_line
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Limits:
         underflow: Largest share of the gradient entries of one parameter that may underflow.
         overflow: Largest share of the entries of one output, or of the weights of one parameter,
             that may be inf, NaN, or too large for their format.
-        allow_nan: Whether the loss may be inf or NaN.
+        allow_nan: Whether the loss may be inf or NaN, and steps may have gone bad.
         allow_unfinished: Whether the run may lack its end, or have ended with an error.
     """
 
@@ -33,7 +34,7 @@ class Limits:
 
 
 MOST_LINES = 5
-"""Of so many layers beyond a limit each has a line."""
+"""Of so many layers beyond a limit, and places that went bad, each has a line."""
 DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0)
 """What is looked at if nothing is given."""
 
@@ -47,6 +48,7 @@ def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
     """Return a line for each limit that does not hold: what was seen, the limit, and where."""
     found = (
         *_course(summary, limits),
+        *(() if limits.allow_nan else _diagnosed(summary)),
         *_skipped(summary, limits.skipped),
         *_underflow(summary, limits.underflow),
         *_overflow(summary, limits.overflow),
@@ -93,6 +95,21 @@ def _course(summary: Summary, limits: Limits) -> Iterator[str]:
     for note in summary.notes:
         if "ranks disagree" in note.text:
             yield note.text
+
+
+def _diagnosed(summary: Summary) -> Iterator[str]:
+    """Too large a scale is a matter of the limit on skips."""
+    bad = [
+        place
+        for place in summary.bad_places
+        if place.diagnosis.verdict != "none" and not is_matter_of_skips(place, summary)
+    ]
+    for place in bad[:MOST_LINES]:
+        cure = place.diagnosis.cure
+        what = "" if cure is None else f"; cure: {cure.text}"
+        yield f"{when(place, summary)} went bad: {headline(place.diagnosis)}{what} (--allow-nan)"
+    if len(bad) > MOST_LINES:
+        yield f"and {things(len(bad) - MOST_LINES, 'more place')} went bad in other steps"
 
 
 def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:

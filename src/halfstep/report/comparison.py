@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from halfstep import numbers
 from halfstep.casting.policy import Policy
 from halfstep.recording.run import Kind
-from halfstep.report import numbers
 from halfstep.report.summary import Layer, PolicyInForce, Summary
 
 MOST_LAYERS = 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from halfstep.casting import Policy
-from halfstep.report.sentence import Code
 from halfstep.report.summary import Summary
+from halfstep.sentence import Code
 
 
 def island(module: str | None, summary: Summary) -> Code | None:

@@ -17,10 +17,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 import halfstep
+from halfstep import numbers
 from halfstep.numerics.formats import FORMATS
 from halfstep.recording.lines import to_plain
 from halfstep.recording.run import Culprits, Run, Step
-from halfstep.report import numbers
+from halfstep.report.about_diagnoses import when
 from halfstep.report.comparison import Comparison
 from halfstep.report.page_curves import curves
 from halfstep.report.page_heat import KIND_TITLES, Heat, heat
@@ -29,10 +30,10 @@ from halfstep.report.page_levels import HEADROOM, LOST
 from halfstep.report.page_precision import precision_map
 from halfstep.report.page_tiles import Figure, tiles, value_tag
 from halfstep.report.palette import FIRST_LEVEL, NOT_FINITE, css
-from halfstep.report.sentence import SEVERITIES, Sentence, Severity
 from halfstep.report.sentences import sentences
 from halfstep.report.summary import Layer, Summary
 from halfstep.report.svg import dots
+from halfstep.sentence import SEVERITIES, Sentence, Severity
 from halfstep.tracing.rows import short
 
 MOST_SKIPS = 200
@@ -69,6 +70,7 @@ def render(summary: Summary, run: Run) -> str:
         verdict=_verdict(said),
         script_name=_script_name(summary),
         command=shlex.join(summary.facts.command),
+        places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
         tiles=tiles(summary),
         figure=Figure(summary),
         curves=curves({"": run.steps}),

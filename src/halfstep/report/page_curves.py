@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from halfstep import numbers
 from halfstep.recording.run import Step
-from halfstep.report import numbers
 from halfstep.report.page_steps import Mark, Track, columns_of, kept, marks, tracks_of
 from halfstep.report.svg import UNITS, Axis, Tick, line, round_numbers
 from halfstep.tracing.rows import grouped

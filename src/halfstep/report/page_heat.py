@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from halfstep import numbers
 from halfstep.recording.run import KINDS, Kind, Run
-from halfstep.report import numbers
 from halfstep.report.layers import judge, lower_at
 from halfstep.report.page_levels import HEADROOM, LOST, Levels
 from halfstep.report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE, data_uri, png

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from halfstep.report.numbers import percent
+from halfstep.numbers import percent
 from halfstep.report.palette import FIRST_LEVEL, Colour, css, palette
 from halfstep.report.svg import Tick
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from markupsafe import Markup
 
+from halfstep import numbers
 from halfstep.recording.lines import to_plain
-from halfstep.report import numbers
 from halfstep.report.summary import ScaleWindow, Summary
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from halfstep.numbers import NONE, bits, count, number, percent, power, seconds, step_list
 from halfstep.recording.lines import to_plain
+from halfstep.report.about_diagnoses import when
 from halfstep.report.comparison import Comparison
-from halfstep.report.numbers import NONE, bits, count, number, percent, power, seconds, step_list
-from halfstep.report.sentence import Sentence, code, one_line, plain
 from halfstep.report.sentences import sentences
-from halfstep.report.summary import Layer, Summary
+from halfstep.report.summary import BadPlace, Layer, Summary
+from halfstep.sentence import Sentence, code, one_line, plain
 
 NUM_WORST = 5
 _KINDS = {
@@ -47,6 +48,7 @@ def summary_markdown(summary: Summary) -> str:
     parts = [
         f"## halfstep report: {code(summary.path)}",
         "\n".join(f"- **{s.severity}**: {s.markdown}" for s in sentences(summary)),
+        *(_diagnosis(place, summary) for place in summary.bad_places),
         _table(("what", "value"), _key_numbers(summary)),
     ]
     worst = _worst(summary)
@@ -54,6 +56,12 @@ def summary_markdown(summary: Summary) -> str:
         head = ("worst layers", "what", "dtype", "underflow", "headroom", "at steps")
         parts.append(_table(head, (_layer_row(layer) for layer in worst)))
     return "\n\n".join(parts)
+
+
+def _diagnosis(place: BadPlace, summary: Summary) -> str:
+    """Return a diagnosis as a block of code that nothing in it can end."""
+    lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
+    return "\n".join((f"### Diagnosis, {when(place, summary)}", "", *lines))
 
 
 def comparison_markdown(comparison: Comparison) -> str:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from halfstep.report import about_steps, about_tensors
-from halfstep.report.numbers import percent, things
-from halfstep.report.sentence import SEVERITIES, Code, Sentence, Severity, say
+from halfstep.numbers import percent, things
+from halfstep.report import about_diagnoses, about_steps, about_tensors
 from halfstep.report.summary import Summary
+from halfstep.sentence import SEVERITIES, Code, Sentence, Severity, say
 
 __all__ = ["Code", "Sentence", "Severity", "sentences"]
 
+
+def about_loss_and_skips(summary: Summary) -> list[Sentence]:
+    """Say when steps were bad or skipped and, unless that is known, how to learn which op it is."""
+    loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
+    # A run whose bad steps could not be replayed has been asked already.
+    if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
+        return [*loss, *skips]
+    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
+        return [*about_diagnoses.with_advice(loss), *skips]
+    return about_diagnoses.with_advice([*loss, *skips])
+
+
 _TOPICS = (
     about_steps.about_end,
-    about_steps.about_loss,
+    about_diagnoses.about_diagnoses,
+    about_loss_and_skips,
     about_tensors.about_non_finite,
-    about_steps.about_skips,
     about_steps.about_scale,
     about_tensors.about_underflow,
     about_tensors.about_range,
@@ -43,7 +56,7 @@ def sentences(summary: Summary) -> tuple[Sentence, ...]:
 def _notes(summary: Summary) -> Iterator[Sentence]:
     for note in summary.notes:
         severity: Severity = "bad" if "ranks disagree" in note.text else "notice"
-        is_dated = not note.step or f"step {note.step}" in note.text
+        is_dated = not note.step or re.search(r"\bstep \d", note.text) is not None
         yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
 
 

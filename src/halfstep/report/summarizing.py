@@ -9,9 +9,11 @@ from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
-from halfstep.recording.run import Note, Run, Step
+from halfstep.diagnosing.diagnosis import Diagnosis
+from halfstep.recording.run import Diagnosed, Note, Run, Step
 from halfstep.report.layers import gradients_of, layer_of, lower_of, seen_by_layer
 from halfstep.report.summary import (
+    BadPlace,
     Curve,
     Facts,
     ModelFacts,
@@ -59,6 +61,7 @@ def summarize(run: Run) -> Summary:
         loss=_curve({s.step: s.loss for s in run.steps if s.loss is not None}),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
         origins=_origins(run),
+        bad_places=_bad_places(run),
         sampled=tuple(sample.step for sample in run.samples),
         layers=layers,
         gradients=gradients_of(found, layers, overflows),
@@ -256,6 +259,28 @@ def _origins(run: Run) -> tuple[Origin, ...]:
         for module, numbers in steps.items()
     )
     return tuple(sorted(found, key=lambda origin: -origin.num))
+
+
+def _bad_places(run: Run) -> tuple[BadPlace, ...]:
+    found: dict[tuple[object, ...], list[Diagnosed]] = {}
+    for each in run.diagnoses:
+        others = (other for other in each.diagnosis.others if other.verdict != "none")
+        for one in (each.diagnosis, *others):
+            found.setdefault(_place(one), []).append(Diagnosed(one.rank, each.step, one))
+    return tuple(
+        BadPlace(
+            steps=tuple(sorted({one.step for one in alike})),
+            ranks=tuple(sorted({one.rank for one in alike})),
+            diagnosis=alike[0].diagnosis,
+        )
+        for alike in found.values()
+    )
+
+
+def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
+    bad = diagnosis.bad
+    where = None if bad is None else (bad.name, bad.op, bad.module, bad.phase)
+    return (diagnosis.verdict, where, diagnosis.tensor)
 
 
 def _notes(run: Run) -> tuple[StatedNote, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.recording.run import Kind
 
 State: TypeAlias = Literal["ended", "failed", "no end"]
@@ -196,6 +197,21 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class BadPlace:
+    """An op of a module that made steps bad, for one and the same reason.
+
+    Attributes:
+        steps: The iterations.
+        ranks: The ranks that saw it.
+        diagnosis: What was found the first time.
+    """
+
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True)
 class ScaleWindow:
     """The scales, powers of two, at which none of the measured gradients is lost.
 
@@ -334,6 +350,7 @@ class Summary:
         norm: How the norm of the unscaled gradients went in the steps that were taken; None if
             nobody measured it.
         origins: Where skips began, the most frequent first.
+        bad_places: What the diagnoses of bad steps have found, in the order of the first step.
         sampled: The steps that were sampled.
         layers: All that was sampled, in the order in which it was first seen.
         gradients: The gradients of all parameters; None if none were sampled.
@@ -351,6 +368,7 @@ class Summary:
     loss: Curve | None
     norm: Curve | None
     origins: tuple[Origin, ...]
+    bad_places: tuple[BadPlace, ...]
     sampled: tuple[int, ...]
     layers: tuple[Layer, ...]
     gradients: Gradients | None

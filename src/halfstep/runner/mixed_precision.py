@@ -11,13 +11,13 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from halfstep.casting import Policy
+from halfstep.patches import Patches, watch_steps
 from halfstep.runner.amp.backward import Backward
 from halfstep.runner.amp.findings import Findings
 from halfstep.runner.amp.forward import Forward
 from halfstep.runner.amp.fresh import Fresh
-from halfstep.runner.amp.patches import Patches
 from halfstep.runner.amp.schedules import Schedules
-from halfstep.runner.amp.steps import Steps, watch_steps
+from halfstep.runner.amp.steps import Steps
 from halfstep.scaling import GradScaler
 from halfstep.scaling.torch_calls import TorchCalls
 

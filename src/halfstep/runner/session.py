@@ -9,13 +9,19 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from halfstep import Policy, machine, record
+from halfstep.diagnosing.diagnosis import Diagnosis
+from halfstep.numbers import things
 from halfstep.runner import launch
 from halfstep.runner.replacements import replaced
 from halfstep.runner.script import execute, hide_our_frames
+
+if TYPE_CHECKING:
+    from halfstep.diagnosing.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,9 @@ class Options:
         policy: What ``torch.autocast`` means where the script gives no policy.
         folder: For the record; None for one of its own.
         every: Tensors are measured every so many steps, 0 for never.
-        is_quiet: Nothing is said at the end.
+        is_quiet: Nothing is said at the end, and no diagnosis is printed.
         amp: The lower precision to train in, for a script that has no autocast of its own.
+        is_diagnosing: Whether steps that go bad are replayed.
     """
 
     policy: Policy
@@ -49,6 +56,7 @@ class Options:
     every: int
     is_quiet: bool
     amp: torch.dtype | None
+    is_diagnosing: bool
 
 
 class Session:
@@ -66,7 +74,8 @@ class Session:
         self._options = options
         self._failure: BaseException | None = None
         self._pid = os.getpid()
-        self._speaks = machine.rank() == 0
+        self._rank, self._num_ranks = machine.rank(), machine.num_ranks()
+        self._watch: Watch | None = None
         self._stderr = sys.stderr  # the program may put another there
         self._stack = ExitStack()
         self._folder = options.folder or launch.make_folder(program.stem, os.environ, os.getppid())
@@ -89,12 +98,23 @@ class Session:
 
     def _put_in_place(self) -> None:
         amp, policy = self._options.amp, self._options.policy
-        # It is imported before the names mean something else: it watches PyTorch's scaler too.
+        # They are imported before the names mean something else: they see PyTorch's scaler too.
         from halfstep.runner.mixed_precision import mixed_precision
 
-        self._stack.enter_context(replaced(policy, num_ranks=machine.num_ranks(), say=self._say))
+        if self._options.is_diagnosing:
+            from halfstep.diagnosing.watch import Watch
+
+            self._watch = Watch(engine=None, model=None, tell=self._tell)
+        self._stack.enter_context(replaced(policy, num_ranks=self._num_ranks, say=self._say))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
+        if self._watch is not None:
+            self._stack.enter_context(self._watch)
+
+    def _tell(self, diagnosis: Diagnosis, _: int) -> None:
+        """Record what is wrong with a step, and print it, on whichever rank it is."""
+        step = self._record.add_diagnosis(diagnosis)  # its own number, as the record counts
+        self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 
     def _close(self) -> None:
         """Complete the record and say where it is."""
@@ -103,6 +123,9 @@ class Session:
         failure = self._failure
         try:
             self._stack.close()
+            for note in [] if self._watch is None else self._watch.notes:
+                self._record.add_note(note)
+                self._say_of_rank(note)
         finally:
             self._record.__exit__(type(failure) if failure else None, failure, None)
             if not self._options.is_quiet:
@@ -116,10 +139,24 @@ class Session:
                 "no optimizer step was seen: the program made none, or it trains in processes that "
                 f"it starts itself, which are not recorded (torchrun ... -m halfstep run). {view}"
             )
-        return f"{steps} step{'' if steps == 1 else 's'} recorded, {skipped} skipped: {view}"
+        diagnosed = ""
+        if self._watch is not None:
+            num = len(self._watch.found)
+            diagnosed = f", {'1 diagnosis' if num == 1 else f'{num} diagnoses'}"
+        return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}: {view}"
 
     def _say(self, text: str) -> None:
-        if self._speaks and self._stderr is not None:
+        """Print what is the same on all ranks: on one."""
+        if self._rank == 0:
+            self._print(text)
+
+    def _say_of_rank(self, text: str) -> None:
+        """Print what may differ from rank to rank: on this one."""
+        if not self._options.is_quiet:
+            self._print(f"rank {self._rank}, {text}" if self._num_ranks > 1 else text)
+
+    def _print(self, text: str) -> None:
+        if self._stderr is not None:
             try:
                 print(f"halfstep: {text}", file=self._stderr, flush=True)
             except (OSError, ValueError):  # nobody reads it any more, or it was closed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from halfstep.scaling.scale.rules import Dynamic, Rule
 from halfstep.scaling.scale.state import ScaleState
 from halfstep.scaling.steps import clipping
 from halfstep.scaling.torch_calls import TorchCalls
+
+if TYPE_CHECKING:
+    from halfstep.diagnosing.diagnosis import Diagnosis
+    from halfstep.diagnosing.watch import Watch
 
 
 class Counts(NamedTuple):
@@ -289,6 +293,43 @@ class GradScaler(TorchCalls):
         self._engine.names.watch(module)
 
     @keep_out_of_graphs
+    def diagnose(
+        self,
+        model: torch.nn.Module | None = None,
+        tell: Callable[[Diagnosis, int], object] | None = None,
+    ) -> Watch:
+        """Diagnose the steps that go bad in a block: the op, the module, the line and the cure.
+
+        A step with a loss that is not finite, or one that is skipped beyond what dynamic scaling
+        does at its start and after it has grown, is replayed at once; see
+        :func:`halfstep.diagnose`, which does that for a step on request.
+
+        Args:
+            model: The model; left out, the first module with parameters that is called.
+            tell: Is called with each new diagnosis and the number of the step; left out, it is a
+                warning.
+
+        Returns:
+            A context manager, whose ``found`` are the diagnoses.
+
+        Sync: none of its own, but one in each step of a fused optimizer.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer, scaler = torch.optim.SGD(model.parameters()), GradScaler()
+            >>> with scaler.diagnose(model, tell=lambda found, step: print(step, found.verdict)):
+            ...     for batch in (torch.ones(2, 4), torch.full((2, 4), float("nan"))):
+            ...         optimizer.zero_grad()
+            ...         scaler.scale(model(batch).mean()).backward()
+            ...         _ = scaler.step(optimizer)
+            ...         scaler.update()
+            2 data
+        """
+        # Imported here: what diagnoses stands on top of what scales.
+        from halfstep.diagnosing.watch import Watch
+
+        return Watch(self._engine if self.is_enabled() else None, model, tell)
+
     def after_step(
         self,
         optimizer: torch.optim.Optimizer,

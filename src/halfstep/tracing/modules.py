@@ -41,11 +41,28 @@ class _Stack(threading.local):
 class RunningModules:
     """The calls of a model's modules that have not returned, in this thread."""
 
-    def __init__(self, model: nn.Module) -> None:
-        # The first name of a module that has several. `model` itself is called "".
-        self._names = {m: without_wrappers(name) for name, m in model.named_modules()}
+    def __init__(self, model: nn.Module | None) -> None:
+        self._names: dict[nn.Module, str] = {}
+        if model is not None:
+            self.add(model)
         self._counts: Counter[nn.Module] = Counter()
         self._stack = _Stack()
+
+    def add(self, model: nn.Module, name: str = "") -> None:
+        """Know the modules of a model too.
+
+        Args:
+            model: The model.
+            name: What it is called itself, and what stands before the names of its modules.
+        """
+        # The first name of a module that has several.
+        for path, module in model.named_modules():
+            names = (each for each in (name, without_wrappers(path)) if each)
+            self._names.setdefault(module, ".".join(names))
+
+    def knows(self, module: nn.Module) -> bool:
+        """Say whether a module is one of them."""
+        return module in self._names
 
     @property
     def have_run(self) -> bool:

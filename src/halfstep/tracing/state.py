@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from halfstep import _torch
 from halfstep.casting.rule import Rule
-from halfstep.tracing.rows import Cast, Phase, Row
+from halfstep.tracing.rows import Cast, Phase
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Place(NamedTuple):
         rule: The text of the rule that decided.
         op: What that rule was asked for.
         cast: The number of the cast, if it is one.
+        number: Of a node of autograd: that of the op that it was made for.
     """
 
     module: str = ""
@@ -44,6 +45,7 @@ class Place(NamedTuple):
     rule: str | None = None
     op: str | None = None
     cast: int | None = None
+    number: int = -1
 
 
 class ThreadState(threading.local):
@@ -51,24 +53,17 @@ class ThreadState(threading.local):
 
     Attributes:
         ruled: The ops that run by a rule, each inside the one before it.
-        is_cast: Whether a kernel of autocast has cast the arguments of what is taken apart.
-        casts: Made under plain ``torch.autocast``: by its kernels for the next op, or by hand.
-            Each with a row of its own.
         next_node: The number that the next node of autograd got when an op was last seen.
         nodes: What the nodes of autograd that it made were made for, by their numbers.
         records: For each backward pass whether gradients are recorded in it.
         recomputed: Backward passes that began in it after something was recomputed.
-        place: That of the last op.
         phase: That of the last op.
     """
 
     def __init__(self) -> None:
         self.ruled: list[Ruled] = []
-        self.is_cast = False
-        self.casts: list[Row] = []
         self.next_node = _torch.next_sequence_number()
         self.nodes: dict[int, Place] = {}
         self.records: dict[int, bool] = {}
         self.recomputed: set[int] = set()
-        self.place = Place()
         self.phase: Phase = "forward"

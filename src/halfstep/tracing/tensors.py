@@ -27,9 +27,8 @@ class Memories:
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of the memory of a tensor; a new one if it has no memory of its own."""
-        try:
-            reference = _torch.storage_reference(tensor.untyped_storage())
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
+        reference = _torch.memory_of(tensor)
+        if reference is None:
             return next(self._count)
         found = self._numbers.get(reference.cdata)
         if found is None:

@@ -7,33 +7,46 @@ backward pass belongs to, by the number of its node, noted in the forward pass.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep.casting import scopes
 from halfstep.casting.casts import tensors_in
 from halfstep.casting.plans import PolicyOnDevice
 from halfstep.casting.rule import Rule
 from halfstep.tracing.clock import Clock
-from halfstep.tracing.modules import Call, RunningModules
+from halfstep.tracing.modules import RunningModules
+from halfstep.tracing.op_mode import OpMode, autocast_of_caller
 from halfstep.tracing.ops import casts_to, computes_nothing, device_of, op_name, written_to
-from halfstep.tracing.rows import Cast, Phase, Row, Value, cast_bytes, computed_in, dtype_name
-from halfstep.tracing.state import Place, Ruled, ThreadState
-from halfstep.tracing.tensors import Memories, is_dense
+from halfstep.tracing.places import Places
+from halfstep.tracing.rows import Cast, Row, Value, cast_bytes, computed_in
+from halfstep.tracing.tensors import Memories
 
 
-class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class _Thread(threading.local):
+    """What a trace keeps of a thread.
+
+    Attributes:
+        casts: Made under plain ``torch.autocast``: by its kernels for the next op, or by hand.
+            Each with a row of its own.
+        of_cast: In the backward pass: the cast whose gradient the last op computed.
+    """
+
+    def __init__(self) -> None:
+        self.casts: list[Row] = []
+        self.of_cast: int | None = None
+
+
+class Tracer(OpMode):  # type: ignore[no-untyped-call]
     """Writes a row for every op of a thread. Changes no tensor and takes no random number."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.modules = RunningModules(model)
         self.policies: dict[str, None] = {}  # in the order in which they decided first
         self._memories = Memories(model)
@@ -41,8 +54,8 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         self._clock = Clock()
         self._numbers = count()
         self._by_hand: set[int] = set()
-        self._thread = ThreadState()
-        self._nodes = self._thread.nodes  # of the thread that runs the forward pass
+        super().__init__(Places(self.modules, lambda leaf: self._memories.value(leaf).name))
+        self._thread = _Thread()
 
     def rows(self) -> tuple[Row, ...]:
         """Return all rows up to now. Sync: waits for the ops on CUDA."""
@@ -66,29 +79,18 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
         """Take what runs meanwhile for parts of ``op``, for which ``rule`` decided."""
         self.policies[str(policy.policy)] = None
-        # Read here: the kernel may switch off PyTorch's cache for the casts that it makes.
-        switches = _torch.autocast_switches(policy.device)
-        lower = dtype_name(switches.dtype)
-        ruled = Ruled(op.rpartition(".")[0], rule, (lower, switches.cache))
-        stack = self._thread.ruled
-        stack.append(ruled)
-        try:
-            yield
-        finally:
-            if ruled.casts:  # no op of it followed
-                self._write_casts(self._row(ruled.op, (), policy.device), ruled.casts)
-            stack.pop()
+        with self._places.under(op, rule, policy) as ruled:
+            try:
+                yield
+            finally:
+                if ruled.casts:  # no op of it followed
+                    self._write_casts(self._row(ruled.op, (), policy.device), ruled.casts)
 
-    @_torch.keep_out_of_graphs
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
         """Run an op and write it down."""
-        kwargs = kwargs or {}
-        given = list(tensors_in((args, kwargs)))
         device = device_of(given, kwargs)
-        if _torch.is_made_of_others(func, device) and all(map(is_dense, given)):
-            return self._take_apart(func, device, args, kwargs)
         to = casts_to(func, args, kwargs)
         row = self._row(op_name(func), tuple(map(self._memories.value, given)), device, to)
         with self._clock.taken(row.number, device):
@@ -103,38 +105,18 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
             self._memories.note_model(row.inputs[0], outputs[0])
         return result
 
-    def _take_apart(
-        self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a composite as its parts: in inference mode nothing above this mode does so.
-
-        Autocast, off in a mode, is on for the parts unless a kernel of it has cast for them all.
-        """
-        here, before = self._thread, self._thread.is_cast
-        here.is_cast = before or self._is_cast_by_autocast(func, device)
-        is_on = not here.is_cast and _autocast_of_caller(device)[0] is not None
-        try:
-            with _torch.autocast_again(device) if is_on else nullcontext(), self:
-                return _torch.decompose(func, args, kwargs)
-        finally:
-            here.is_cast = before
-
-    def _is_cast_by_autocast(self, func: Any, device: str) -> bool:
-        if device in scopes.current().policies:
-            ruled = self._thread.ruled
-            return bool(ruled) and ruled[-1].rule.action != "leave"
-        name = f"{op_name(func)}.{func._overloadname}"
-        return name in _torch.overloads_with_autocast_kernel(device)
-
     # --- where ------------------------------------------------------------------------------------
 
     def _row(
         self, op: str, inputs: tuple[Value, ...], device: str, cast_to: str | None = None
     ) -> Row:
         """Return the row of an op before it runs."""
-        number, ruled = next(self._numbers), self._thread.ruled
-        place, phase = self._place(op, number if cast_to else None)
-        autocast, cache = ruled[-1].switches if ruled else _autocast_of_caller(device)
+        number, ruled = next(self._numbers), self._places.ruled
+        if self._places.backward_begins():
+            self._note_seed()
+        place, phase = self._places.place(op, number, is_cast=cast_to is not None)
+        self._thread.of_cast = place.cast
+        autocast, cache = ruled[-1].switches if ruled else autocast_of_caller(device)
         return Row(
             number=number,
             module=place.module,
@@ -149,46 +131,6 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
             device=device,
         )
 
-    def _place(self, op: str, cast: int | None) -> tuple[Place, Phase]:
-        """Return what an op belongs to, and note that for the nodes that were made for it."""
-        here, task = self._thread, _torch.backward_number()
-        call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
-        phase: Phase = "forward"
-        if task < 0:
-            place = Place(call.module, call.number) if call else Place()
-        else:
-            place, phase = self._place_in_backward(task, call, op)
-        if ruled is not None:
-            place = place._replace(rule=str(ruled.rule), op=ruled.op)
-        following = _torch.next_sequence_number()
-        made_for = place if phase == "backward" else place._replace(op=place.op or op)
-        for node in range(here.next_node, following):
-            here.nodes[node] = made_for._replace(cast=cast)
-        here.next_node, here.place, here.phase = following, place, phase
-        return place, phase
-
-    def _place_in_backward(self, task: int, call: Call | None, op: str) -> tuple[Place, Phase]:
-        here = self._thread
-        if task not in here.records:
-            self._note_seed()
-            if here.phase == "recompute":
-                here.recomputed.add(task)
-        records = here.records.setdefault(task, torch.is_grad_enabled())
-        # On CUDA the backward pass, and what it recomputes, runs in a thread of autograd.
-        nodes = here.nodes if task in here.recomputed else self._nodes
-        node = _torch.running_sequence_number()
-        place = nodes.get(-1 if node is None else node, Place())
-        if call is not None and call.in_backward:
-            return Place(call.module, call.number), "recompute"
-        if torch.is_grad_enabled() and not records:  # a function that is no module
-            return Place(place.module, place.call), "recompute"
-        into = _torch.accumulated_into()
-        if into is not None:
-            return Place(self._memories.value(into).name.rpartition(".")[0]), "backward"
-        if op in ("add", "add_"):  # autograd's sum of gradients, by no rule
-            place = place._replace(rule=None, op=None)
-        return place, "backward"
-
     def _note_seed(self) -> None:
         """Take the gradient that a backward pass begins with for a part of that."""
         if self._rows and (self._rows[-1].op, self._rows[-1].phase) == ("ones_like", "forward"):
@@ -197,17 +139,17 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
     # --- writing ----------------------------------------------------------------------------------
 
     def _note_cast(self, row: Row, to: str, result: int) -> None:
-        source, here = row.inputs[-1], self._thread
+        source, ruled = row.inputs[-1], self._places.ruled
         self._memories.note_cast(source, result)
         size = cast_bytes(source.shape, source.dtype, to)
         cast = Cast(row.number, source, to, result, size, False, None)
-        if here.ruled:
-            here.ruled[-1].casts.append(cast)
+        if ruled:
+            ruled[-1].casts.append(cast)
         elif row.phase == "backward":
-            of = here.place.cast
+            of = self._thread.of_cast
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
         elif _is_under_pytorchs_autocast(row):
-            here.casts.append(replace(row, casts=(cast,)))
+            self._thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
 
@@ -226,9 +168,9 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
 
     def _pending(self, row: Row) -> list[Cast]:
         """Return the casts that belong to an op."""
-        here = self._thread
-        if here.ruled:
-            return here.ruled[-1].casts
+        here, ruled = self._thread, self._places.ruled
+        if ruled:
+            return ruled[-1].casts
         # A kernel of PyTorch casts what the op then reads. Casts by hand may look the same.
         reads = {value.storage for value in row.inputs}
         pending, here.casts = here.casts, []
@@ -252,14 +194,6 @@ class Tracer(_torch.DispatchMode):  # type: ignore[no-untyped-call]
                 casts=tuple(casts),
             )
         )
-
-
-def _autocast_of_caller(device: str) -> tuple[str | None, bool]:
-    """Return the lower precision, None where autocast is off, and whether casts are kept."""
-    if device not in _torch.autocast_devices():
-        return None, False
-    switches = _torch.autocast_switches_of_caller(device)
-    return (dtype_name(switches.dtype) if switches.enabled else None), switches.cache
 
 
 def _is_under_pytorchs_autocast(row: Row) -> bool:

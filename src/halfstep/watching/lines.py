@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from operator import itemgetter
 
+from halfstep.numbers import bits, number, percent, power
 from halfstep.recording.following import Update
-from halfstep.recording.run import Culprits, Step
-from halfstep.report.numbers import bits, number, percent, power
+from halfstep.recording.run import Culprits, Diagnosed, Step
 from halfstep.watching import words
 from halfstep.watching.state import Watched, Worst
 
@@ -21,7 +21,7 @@ def heading(watched: Watched) -> str:
 
 
 def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
-    """Return what is new by step: every so-many-th step, each skip, each sample, each note.
+    """Return what is new by step: every so-many-th step, each skip, diagnosis, sample, note.
 
     Args:
         watched: What is known, with the update.
@@ -38,6 +38,7 @@ def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
         if not step.taken or step.step == 1 or step.step % every == 0
     ]
     found += [(culprits.step, _culprits_line(culprits)) for culprits in new.culprits]
+    found += [(each.step, _diagnosis_line(each)) for each in new.diagnoses]
     for sample in new.samples:
         worst = watched.worst()[:NUM_WORST]
         found += [(sample.step, _layer_line(sample.step, each)) for each in worst]
@@ -61,6 +62,11 @@ def _culprits_line(culprits: Culprits) -> str:
         f"skip {culprits.step}  began in {words.printable(module)}  "
         f"parameters {culprits.num_parameters}  rank {culprits.rank}"
     )
+
+
+def _diagnosis_line(diagnosed: Diagnosed) -> str:
+    what = words.what_is_wrong(diagnosed)
+    return f"diagnosis {diagnosed.step}  rank {diagnosed.rank}  {what}"
 
 
 def _layer_line(step: int, worst: Worst) -> str:

@@ -10,8 +10,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, OverflowMethod, RenderResult
 from rich.text import Text
 
+from halfstep.numbers import number, percent, power
 from halfstep.recording.run import Kind
-from halfstep.report.numbers import number, percent, power
 from halfstep.watching import words
 from halfstep.watching.state import Watched, Worst
 from halfstep.watching.trail import ASCII_BLOCKS, BLOCKS, MARK, Trail, sparkline
@@ -126,8 +126,10 @@ def _range(trail: Trail, text: Callable[[float | None], str]) -> str:
 
 
 def _below(watched: Watched, width: int, height: int | None, signs: Signs) -> list[Text]:
-    """Return skips, layers and notes, those that fit: layers give way first, then skips."""
+    """Return what is wrong, skips, layers and notes that fit: layers give way first, then skips."""
     left = 10**6 if height is None else height
+    diagnosed = watched.diagnosed if left > 0 else None
+    left -= diagnosed is not None
     notes = min(len(watched.notes), MOST_NOTES, max(0, left // 4))
     left -= notes + 2 if notes else 0
     skips = min(len(watched.skips), MOST_SKIPS, max(0, left // 2 - 3))
@@ -135,6 +137,9 @@ def _below(watched: Watched, width: int, height: int | None, signs: Signs) -> li
     worst = watched.worst()
     layers = min(len(worst), MOST_LAYERS, max(0, left - 3))
     lines: list[Text] = []
+    if diagnosed is not None:
+        what = words.what_is_wrong(diagnosed)
+        lines.append(_line((f"step {diagnosed.step:,} went bad: {what}", "red")))
     if skips:
         lines += [Text(), *_skips(watched, skips, width, signs)]
     if layers:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from halfstep.recording.following import Update
-from halfstep.recording.run import Measured, Note, Run, Sample, Step
+from halfstep.recording.run import Diagnosed, Measured, Note, Run, Sample, Step
 from halfstep.report.layers import Judged, judge, lower_at
 from halfstep.report.summarizing import policies_of
 from halfstep.watching.trail import Trail
@@ -50,13 +50,15 @@ class Watched:
     """What is known of a run so far.
 
     Attributes:
-        run: The run as it is now; of its steps, samples, culprits and notes only the newest.
+        run: The run as it is now; of its steps, samples, culprits, diagnoses and notes only the
+            newest.
         written: When a rank wrote last, in seconds since the epoch.
         num_steps: How many steps the optimizers have made.
         num_skipped: How many of them were skipped.
         recent: The last steps.
         skips: The last of those that were skipped.
         began_in: By step, where the last skips began, as far as it is known.
+        diagnosed: The latest diagnosis.
         sample: The latest.
         notes: The last ones.
         loss: Of all steps.
@@ -73,6 +75,7 @@ class Watched:
     recent: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
     skips: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
     began_in: dict[int, str] = field(default_factory=dict)
+    diagnosed: Diagnosed | None = None
     sample: Sample | None = None
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT))
     loss: Trail = field(default_factory=Trail)
@@ -90,6 +93,8 @@ class Watched:
                 self.began_in.setdefault(culprits.step, culprits.began_in)
         while len(self.began_in) > KEPT:
             del self.began_in[min(self.began_in)]
+        if update.new.diagnoses:
+            self.diagnosed = update.new.diagnoses[-1]
         self.notes.extend(update.new.notes)
         if update.new.samples:
             self.sample = update.new.samples[-1]

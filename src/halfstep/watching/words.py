@@ -7,8 +7,9 @@ import shlex
 from datetime import timedelta
 from pathlib import Path
 
-from halfstep.recording.run import Step
-from halfstep.report.numbers import seconds
+from halfstep.numbers import seconds
+from halfstep.recording.run import Diagnosed, Step
+from halfstep.report.about_diagnoses import headline
 from halfstep.watching.state import Watched
 
 
@@ -63,6 +64,11 @@ def state(watched: Watched, now: float) -> str:
 def why_skipped(step: Step) -> str:
     """Return the reason of a skipped step."""
     return printable(step.reason or "unknown")
+
+
+def what_is_wrong(diagnosed: Diagnosed) -> str:
+    """Return what a diagnosis has found, in a line."""
+    return printable(headline(diagnosed.diagnosis))
 
 
 def missing(path: Path | None) -> str:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from halfstep import _torch
+from halfstep.patches import Patches
 from halfstep.runner.amp.findings import Findings
 from halfstep.runner.amp.fresh import Fresh
-from halfstep.runner.amp.patches import Patches
 from halfstep.scaling import GradScaler
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import collect

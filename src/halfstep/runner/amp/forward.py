@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from halfstep import _torch
 from halfstep.casting import Policy, autocast
 from halfstep.casting.scopes import current as current_scope
+from halfstep.outermost import Outermost, not_compiled
+from halfstep.patches import Patches
 from halfstep.runner.amp.findings import Findings
 from halfstep.runner.amp.outputs import in_float32
-from halfstep.runner.amp.patches import Patches
-
-# Not binary_cross_entropy: autocast refuses it in float16, and in float32 it needs no help.
-LOSSES = (
-    *(n for n in dir(functional) if n.endswith("_loss") and not n.startswith("_")),
-    "binary_cross_entropy_with_logits",
-    "cross_entropy",
-    "kl_div",
-)
-"""Names of the loss functions in ``torch.nn.functional``; the loss modules of PyTorch call them."""
-
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
-
-_not_compiled = partial(_torch.do_not_compile_alone, nor_below=False)
-"""For what torch.compile must not begin a graph with, though it may in what that calls."""
-
-
-class _Thread(threading.local):
-    is_inside = False
 
 
 class Forward:
@@ -54,44 +35,46 @@ class Forward:
         self._dtype = dtype
         self._policy = policy
         self._findings = findings
-        self._thread = _Thread()
+        self._outermost = Outermost(self)
         self._contexts: dict[str, autocast] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def install(self, patches: Patches) -> None:
         """Put ourselves around calls of modules and of loss functions."""
-        # Around __call__ and not as a hook: an error and Ctrl-C end the autocast too, and what
-        # torch.compile compiles lies inside it.
-        original, outermost = nn.Module.__call__, self._call
-        thread, findings = self._thread, self._findings
+        self._outermost.install(patches)
 
-        @_not_compiled
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Every module of a model comes by here, so nothing else is asked of the inner ones.
-            # In a graph all of this is a constant: it is compiled as if we were not there.
-            if torch.compiler.is_compiling() or thread.is_inside or not findings.is_on:
-                return original(module, *args, **kwargs)
-            return outermost(original, module, args, kwargs)
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is to be run under autocast."""
+        return self._findings.is_on
 
-        patches.put(nn.Module, "__call__", call)
-        for name in LOSSES:
-            function = getattr(functional, name)
-            _torch.script_instead(patches.wrap(functional, name, self._around_loss(name)), function)
-
-    @_not_compiled
-    def _call(
+    @not_compiled
+    def call_module(
         self,
         original: Callable[..., Any],
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        """Run a module under autocast."""
         context = self._context_of(module)
         if context is None:
             return original(module, *args, **kwargs)
         return in_float32(self._under(context, original, module, *args, **kwargs), self._dtype)
 
-    @_not_compiled
+    @not_compiled
+    def call_loss(
+        self,
+        name: str,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a loss function under autocast if it is given lower precision."""
+        context = self._context_of_loss(name, [*args, *kwargs.values()])
+        return self._under(context, original, *args, **kwargs)
+
+    @not_compiled
     def _under(
         self,
         context: AbstractContextManager[None],
@@ -99,24 +82,8 @@ class Forward:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        self._thread.is_inside = True
-        try:
-            with context:
-                return function(*args, **kwargs)
-        finally:
-            self._thread.is_inside = False
-
-    def _around_loss(self, name: str) -> Callable[..., Any]:
-        thread, findings = self._thread, self._findings
-
-        @_not_compiled
-        def loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or thread.is_inside or not findings.is_on:
-                return original(*args, **kwargs)
-            context = self._context_of_loss(name, [*args, *kwargs.values()])
-            return self._under(context, original, *args, **kwargs)
-
-        return loss
+        with self._outermost.inside(), context:
+            return function(*args, **kwargs)
 
     @_torch.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[None] | None:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep import _torch
+from halfstep.patches import Patches, subclasses
 from halfstep.runner.amp.findings import Findings
-from halfstep.runner.amp.patches import Patches, subclasses
 from halfstep.scaling import Outcome
 
 NUM_UNREAD = 64

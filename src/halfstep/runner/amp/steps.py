@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from halfstep import _torch
+from halfstep.patches import Patches, watch_steps
 from halfstep.runner.amp.backward import Backward
 from halfstep.runner.amp.findings import Findings
 from halfstep.runner.amp.fresh import Fresh
-from halfstep.runner.amp.patches import Patches, subclasses
 from halfstep.runner.amp.schedules import Schedules
 from halfstep.scaling import GradScaler
 from halfstep.scaling.gradients.collecting import Gradients, parameters
@@ -186,36 +185,6 @@ class Steps:
         """Let the scale move by the last steps."""
         if self._scaler._engine.iteration.looks:
             self._scaler.update()
-
-
-def watch_steps(
-    patches: Patches, around: Callable[..., Any], meet: Callable[[Optimizer], object]
-) -> None:
-    """Put ``around`` in place of ``step`` of all classes of optimizers, those to come included.
-
-    Args:
-        patches: Takes it back.
-        around: As for :meth:`Patches.wrap`.
-        meet: Is called with every optimizer that is made.
-    """
-    # PyTorch changes `step` of a class when the first optimizer of it is made; only then do we.
-    watched: weakref.WeakSet[type] = weakref.WeakSet()
-
-    def watch(cls: type[Optimizer]) -> None:
-        owner = next(base for base in cls.__mro__ if "step" in vars(base))
-        if owner is not Optimizer and owner not in watched:
-            watched.add(owner)
-            patches.wrap(owner, "step", around)
-
-    def init(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kw: Any) -> None:
-        original(optimizer, *args, **kw)
-        meet(optimizer)
-        watch(type(optimizer))
-
-    for cls in subclasses(Optimizer):
-        if _torch.is_hooked(cls):
-            watch(cls)
-    patches.wrap(Optimizer, "__init__", init)
 
 
 def _with_closure(closure: Step, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
-import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
+from halfstep.random_states import RandomStates
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import parameters
@@ -31,7 +29,8 @@ def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Itera
 @keep_out_of_graphs
 def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
     modules = engine.names.modules()
-    randomness, buffers = Randomness(optimizer, modules), Buffers(modules)
+    params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
+    randomness, buffers = RandomStates({p.device for p in params}), Buffers(modules)
     for attempt in itertools.count():
         seen = engine.journal.last(optimizer)
         yield attempt
@@ -48,37 +47,6 @@ def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> I
         randomness.restore()
         buffers.restore()
         optimizer.zero_grad()
-
-
-class Randomness:
-    """The state of every random number generator that a training step may ask.
-
-    Those of PyTorch (CPU, and the devices of the parameters and of the watched modules), of Python,
-    and of NumPy if it is loaded.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module]
-    ) -> None:
-        params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
-        self._devices = {
-            device: torch.get_device_module(device).get_rng_state(device)
-            for device in {param.device for param in params}
-            if device.type not in ("cpu", "meta")
-        }
-        self._cpu = torch.get_rng_state()
-        self._python = random.getstate()
-        numpy_random = sys.modules.get("numpy.random")
-        self._numpy: Any = None if numpy_random is None else numpy_random.get_state()
-
-    def restore(self) -> None:
-        """Put all of them back."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices.items():
-            torch.get_device_module(device).set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
 
 
 class Buffers:

@@ -18,6 +18,8 @@ from halfstep.scaling.scale.state import Reason
 NUM_NAMED = 5
 """A message names this many parameters and counts the rest."""
 
+WHICH_OP = "with scaler.diagnose(model): around the loop, or halfstep run --diagnose, names the op"
+
 CURES = {
     Reason.OVERFLOW: (
         "the scaled gradients overflow. If it goes on: start at a smaller init_scale, look for a "
@@ -26,13 +28,12 @@ CURES = {
     Reason.LOSS: (
         "the loss itself was inf or NaN before backward(), which no scale changes. Look at the "
         "batch and at the parameters for inf and NaN, keep the loss and the ops before it in "
-        "float32, and check log(), division and sqrt() at 0"
+        f"float32, and check log(), division and sqrt() at 0. {WHICH_OP}"
     ),
     Reason.NON_FINITE: (
         "the gradients are inf or NaN at the smallest scale too, while the loss is finite: not the "
         "scale but the backward pass. Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
-        "where() or masked_fill(), and NaN in the parameters; "
-        "torch.autograd.detect_anomaly() names the first op that returns NaN"
+        f"where() or masked_fill(), and NaN in the parameters. {WHICH_OP}"
     ),
     Reason.NORM: (
         "the norm of the gradients is far above its median. Look at these batches, lower the "

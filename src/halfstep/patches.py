@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from torch.optim import Optimizer
 
 from halfstep import _torch
 
@@ -57,3 +60,33 @@ def subclasses(cls: type) -> Iterator[type]:
     for derived in list(found):
         found.update(dict.fromkeys(subclasses(derived)))
     yield from found
+
+
+def watch_steps(
+    patches: Patches, around: Callable[..., Any], meet: Callable[[Optimizer], object]
+) -> None:
+    """Put ``around`` in place of ``step`` of all classes of optimizers, those to come included.
+
+    Args:
+        patches: Takes it back.
+        around: As for :meth:`Patches.wrap`.
+        meet: Is called with every optimizer that is made.
+    """
+    # PyTorch changes `step` of a class when the first optimizer of it is made; only then do we.
+    watched: weakref.WeakSet[type] = weakref.WeakSet()
+
+    def watch(cls: type[Optimizer]) -> None:
+        owner = next(base for base in cls.__mro__ if "step" in vars(base))
+        if owner is not Optimizer and owner not in watched:
+            watched.add(owner)
+            patches.wrap(owner, "step", around)
+
+    def init(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kw: Any) -> None:
+        original(optimizer, *args, **kw)
+        meet(optimizer)
+        watch(type(optimizer))
+
+    for cls in subclasses(Optimizer):
+        if _torch.is_hooked(cls):
+            watch(cls)
+    patches.wrap(Optimizer, "__init__", init)

@@ -1,0 +1,301 @@
+"""Watching a training loop, and diagnosing the steps that go bad."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from halfstep import _torch
+from halfstep.casting.casts import tensors_in
+from halfstep.casting.module_names import replicated
+from halfstep.diagnosing.capture import Capture
+from halfstep.diagnosing.diagnose import Diagnosing
+from halfstep.diagnosing.diagnosis import Diagnosis
+from halfstep.diagnosing.finite import is_finite
+from halfstep.diagnosing.live import Live
+from halfstep.errors import CallOrderError, DiagnosisWarning
+from halfstep.patches import Patches
+from halfstep.scaling.engine import Engine
+from halfstep.scaling.observers import OBSERVERS
+from halfstep.scaling.outcomes.outcome import Outcome
+from halfstep.scaling.scale.rules import Static
+from halfstep.scaling.scale.state import Reason
+from halfstep.scaling.scaler import GradScaler
+
+START_STEPS = 50
+"""So many steps are the start of a run ..."""
+START_SKIPS = 16
+"""... and so many skips in it are a scale finding its place."""
+MOST_DIAGNOSES = 5
+"""So many places are diagnosed in a run."""
+MOST_TRIED = 10
+"""So many steps are diagnosed, those that go bad at a place that is known included."""
+MOST_LIVE = 5
+"""So many steps are traced as they run after one that cannot be replayed."""
+
+
+class Watch:
+    """Diagnoses the steps of the training loop in a block that go bad.
+
+    A step goes bad if its loss is not finite, or if it is skipped for an overflow that is not part
+    of dynamic scaling: not at the start, where the scale finds its place, and not right after the
+    scale has grown. It is replayed at once from what the loop has called outside of any module,
+    models and loss functions, before anything of it has changed. Where it cannot be replayed, the
+    steps that follow are traced as they run.
+
+    Args:
+        engine: Of the scaler whose iterations count; None for those of all scalers, and for steps
+            of optimizers that no scaler has a part in.
+        model: The model. Left out, the first module with parameters that is called.
+        tell: Is called with each new diagnosis and the number of the step, counted from 1. Left
+            out, it is a :class:`halfstep.errors.DiagnosisWarning`.
+
+    Attributes:
+        found: The diagnoses, one for each place.
+        notes: What else there is to know.
+
+    Sync: none where a scaler decides, but one for steps of a fused optimizer; one a step where none
+    does.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        model: nn.Module | None = None,
+        tell: Callable[[Diagnosis, int], object] | None = None,
+    ) -> None:
+        self.found: list[Diagnosis] = []
+        self.notes: list[str] = []
+        self._engine, self._model, self._tell = engine, model, tell or _warn
+        self._capture, self._start = Capture(self._is_here), _Start()
+        self._live: Live | None = None
+        self._num_live = self._num_steps = self._num_tried = 0
+        self._is_scaled = self._was_finite = False
+        self._losses: list[Tensor] = []
+        self._stack = ExitStack()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self in OBSERVERS:
+            raise CallOrderError("this watch is on already; make another one")
+        patches = Patches()
+        with ExitStack() as stack:
+            stack.callback(patches.undo)
+            self._capture.install(patches)
+            patches.wrap(torch.autograd, "backward", self._backward)
+            OBSERVERS.append(self)
+            stack.callback(lambda: OBSERVERS.remove(self) if self in OBSERVERS else None)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        live, self._live, self._num_live = self._live, None, 1
+        try:
+            if live is not None:
+                self._go_on(live, live.end(None))
+        finally:
+            self._stack.close()
+
+    # --- what it is told --------------------------------------------------------------------------
+
+    def on_loss(self, engine: Engine, outputs: Any) -> None:
+        """Take note of a loss before it is scaled."""
+        if self._engine in (None, engine) and self._is_here():
+            self._is_scaled = True
+            for loss in tensors_in([outputs]):
+                self._losses.append(loss.detach())
+                self._capture.note_root(loss)
+
+    def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
+        """Look at the outcomes of an iteration, and diagnose it if it went bad."""
+        if not outcomes or self._engine not in (None, engine) or not self._is_here():
+            return
+        losses, self._losses = self._losses, []
+        bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
+        skipped = [outcome for outcome in outcomes if not outcome.taken]
+        if not bad and skipped and not _are_finite(losses):
+            bad = skipped
+        if bad and any(outcome.taken for outcome in outcomes):
+            self.notes.append("another optimizer has stepped before the replay")
+        self._end_step(bad[0].scale if bad else None, is_bad=bool(bad))
+
+    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kw: Any) -> None:
+        if self._counts_plain_steps() and _torch.backward_number() < 0:
+            for loss in tensors_in([tensors]):
+                self._losses.append(loss.detach())
+                self._capture.note_root(loss)
+        original(tensors, *args, **kw)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Diagnose a step that no scaler has a part in, before it is taken."""
+        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+            return
+        if _torch.optimizer_step_depth() > 1 or not self._losses:
+            return
+        losses, self._losses = self._losses, []
+        self._end_step(None, is_bad=not _are_finite(losses))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._counts_plain_steps():
+            self._losses.clear()
+
+    def _counts_plain_steps(self) -> bool:
+        return self._engine is None and not self._is_scaled and self._is_here()
+
+    def _is_here(self) -> bool:
+        """Whether this is the process and the thread that is watched, and no replay."""
+        is_mine = os.getpid() == self._pid and threading.get_ident() == self._thread
+        return is_mine and self in OBSERVERS
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def _end_step(self, scale: float | None, *, is_bad: bool) -> None:
+        self._num_steps += 1
+        live, self._live = self._live, None
+        try:
+            if live is not None:
+                self._go_on(live, live.end(scale))
+            elif is_bad and len(self.found) < MOST_DIAGNOSES and self._num_tried < MOST_TRIED:
+                self._num_tried += 1
+                self._diagnose(scale)
+            self._was_finite = not is_bad
+        finally:
+            self._capture.begin()
+
+    def _diagnose(self, scale: float | None) -> None:
+        capture = self._capture
+        model = self._model or capture.model
+        why_not: str | None = "no model was called in it"
+        if model is not None:
+            why_not = capture.why_not() or _sharded(model)
+        if model is not None and why_not is None:
+            found = self._replayed(model, scale)
+            if found is not None:
+                self._say(found)
+                return
+            why_not = capture.gap or "its replay was finite"
+        self.notes.append(f"step {self._num_steps} was not replayed: {why_not}")
+        self._num_live = MOST_LIVE
+        self._trace(model)
+
+    def _go_on(self, live: Live, found: Diagnosis | None) -> None:
+        """Say what was found live, or trace the next step too."""
+        self._num_live -= 1
+        if found is not None:
+            self._say(found)
+        elif self._num_live:
+            self._trace(live.model)
+        else:
+            self._say(Diagnosis("unknown", notes=("none of the steps traced since went bad",)))
+
+    def _trace(self, model: nn.Module | None) -> None:
+        live = Live(model)
+        if live.begin():
+            self._live = live
+        else:
+            self.notes.append("nothing is traced live inside of another dispatch mode")
+
+    def _replayed(self, model: nn.Module, scale: float | None) -> Diagnosis | None:
+        """Return the diagnosis of a replay, None if that was finite or could not be made."""
+        at = 1.0 if scale is None else scale
+        multiply: Callable[[Tensor], Tensor] = _as_it_is
+        if scale is not None:
+            scaler = GradScaler(init_scale=scale, rule=Static())
+
+            def multiply(loss: Tensor) -> Tensor:  # looked up in each replay, which patches it
+                scaled: Tensor = scaler.scale(loss)
+                return scaled
+
+        try:
+            found = Diagnosing(self._capture.step(multiply, at), model).answer(with_underflow=False)
+        except Exception as error:  # of the user's code, out of its place
+            self.notes.append(f"a replay raised {type(error).__name__}: {error}")
+            return None
+        if self._capture.gap is not None and found.verdict == "data":
+            named = replicated(model)
+            # What was computed in the gap is as it was, and looks like data.
+            known = {name for name, _ in (*named.named_parameters(), *named.named_buffers())}
+            return found if found.tensor in known else None
+        return None if found.verdict == "none" else found
+
+    def _say(self, found: Diagnosis) -> None:
+        notes = tuple(self.notes)
+        if found.verdict == "data" and self._was_finite:
+            notes = (*notes, f"the loss of step {self._num_steps - 1} was finite")
+        found = replace(found, notes=(*found.notes, *notes))
+        self.notes.clear()
+        if all(_place(found) != _place(known) for known in self.found):
+            self.found.append(found)
+            self._tell(found, self._num_steps)
+
+
+class _Start:
+    """Tells skips that are part of dynamic scaling from others."""
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_skips = 0
+        self._taken_at = 0.0
+
+    def is_bad(self, outcome: Outcome) -> bool:
+        """Say whether a step that has ended went bad. Sync: one for a fused optimizer."""
+        self._num_steps += 1
+        if outcome.taken:
+            self._taken_at = outcome.scale
+            return False
+        if outcome.reason is not Reason.OVERFLOW:
+            return outcome.reason is not Reason.NORM
+        self._num_skips += 1
+        is_start = self._num_steps <= START_STEPS and self._num_skips <= START_SKIPS
+        has_just_grown = outcome.scale > self._taken_at > 0
+        return not (is_start or has_just_grown)
+
+
+def _are_finite(losses: Sequence[Tensor]) -> bool:
+    with _torch.unseen_by_modes():
+        return all(map(is_finite, losses))
+
+
+def _place(found: Diagnosis) -> tuple[object, ...]:
+    bad = found.bad
+    return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
+
+
+def _sharded(model: nn.Module) -> str | None:
+    """Return why a model cannot be replayed by one rank alone."""
+    names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if names & {"FSDPModule", "FullyShardedDataParallel"}:
+        return "the model is sharded, and a replay would wait for the other ranks"
+    return None
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _warn(found: Diagnosis, step: int) -> None:
+    warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)

@@ -1,0 +1,179 @@
+"""The dispatch mode of a replay: shows every op to a witness, and keeps what ops write to."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from halfstep.casting.casts import tensors_in
+from halfstep.casting.module_names import replicated, without_wrappers
+from halfstep.casting.plans import PolicyOnDevice
+from halfstep.casting.rule import Rule
+from halfstep.diagnosing.undo import Undo
+from halfstep.tracing.modules import RunningModules
+from halfstep.tracing.op_mode import OpMode
+from halfstep.tracing.ops import casts_to, op_name, written_to
+from halfstep.tracing.places import Places
+from halfstep.tracing.rows import Phase
+from halfstep.tracing.state import Place
+
+OpKey = tuple[str, Phase, str, int, str | None, int]
+"""Name, phase, module, call, the op that the rule was asked for, and which of those alike it is."""
+
+
+@dataclass(eq=False, slots=True)
+class OpCall:
+    """One call of an ATen op.
+
+    Attributes:
+        number: Which one of the replay it is, from 0.
+        key: What it is known by in other replays, in which there may be other ops besides.
+        func: The op.
+        name: Its name, ``"addmm"``.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        given: The tensors among both.
+        written: Those of them that it writes to.
+        place: What it belongs to.
+        phase: When it runs.
+    """
+
+    number: int
+    key: OpKey
+    func: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[Tensor]
+    written: list[Tensor]
+    place: Place
+    phase: Phase
+
+
+class Witness(Protocol):
+    """What looks at the ops of a replay. Nothing that it does is seen by itself."""
+
+    def before(self, call: OpCall) -> None:
+        """Look at an op that is about to run."""
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Look at what an op has returned or, if it returns no tensors, has written to."""
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Look at what ``scale`` is given, and what ``backward`` begins with."""
+
+    def see_result(self, result: Tensor) -> None:
+        """Look at what the step returns."""
+
+    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Look at the gradient of a leaf when ``backward`` returns."""
+
+
+class FoundModules(RunningModules):
+    """The modules that run in a replay: those of the model, and others as they are called.
+
+    The first module with parameters that is called outside of any other is the model if none is
+    named. Each further one has its class before its names.
+
+    Args:
+        model: The model, if it is known.
+        undo: Keeps what is in them.
+
+    Attributes:
+        outermost: The model as it is called, None before that.
+        model: The same without what replicates it: that which has the names.
+    """
+
+    def __init__(self, model: nn.Module | None, undo: Undo) -> None:
+        super().__init__(None)
+        self.model: nn.Module | None = None
+        self.outermost: nn.Module | None = None
+        self._undo, self._thread = undo, threading.get_ident()
+        if model is not None:
+            self._take(model)
+
+    def _enter(self, module: nn.Module, given: Any) -> None:
+        # The hooks are those of all threads, and another one may train another model.
+        is_here = threading.get_ident() == self._thread
+        if is_here and not self.knows(module) and self.innermost() is None:
+            if self.model is None and any(True for _ in module.parameters()):
+                self._take(module)
+            else:
+                self._undo.note_model(module)
+                self.add(module, type(module).__name__)
+        super()._enter(module, given)
+
+    def _take(self, model: nn.Module) -> None:
+        self._undo.note_model(model)
+        self.outermost, self.model = model, replicated(model)
+        self.add(self.model)
+        self.add(model)
+
+
+class Watcher(OpMode):  # type: ignore[no-untyped-call]
+    """Shows every op to a witness.
+
+    Args:
+        modules: Knows which module runs.
+        undo: Keeps what is written to.
+        witness: Looks.
+
+    Attributes:
+        num_ops: How many ops have run.
+    """
+
+    def __init__(self, modules: FoundModules, undo: Undo, witness: Witness) -> None:
+        super().__init__(Places(modules, self._name_of))
+        self._modules, self._undo, self.witness = modules, undo, witness
+        self.num_ops = 0
+        self._counts: Counter[tuple[str, Phase, str, int, str | None]] = Counter()
+        self._names: dict[int, str] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the ops of this thread, and of its backward passes; rules, if told of them."""
+        with self._modules.watched(), self:
+            yield
+
+    @contextmanager
+    def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
+        """Take what runs meanwhile for parts of an op, for which a rule decided."""
+        with self._places.under(op, rule, policy):
+            yield
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run an op between two looks of the witness."""
+        number, name = self.num_ops, op_name(func)
+        self.num_ops += 1
+        is_cast = casts_to(func, args, kwargs) is not None
+        place, phase = self._places.place(name, number, is_cast=is_cast)
+        written = list(tensors_in(written_to(func, args, kwargs)))
+        for tensor in written:
+            self._undo.note_write(tensor)
+        self._undo.note_generators(chain(args, kwargs.values()))
+        alike = (name, phase, place.module, place.call, place.op)
+        key = (*alike, self._counts[alike])
+        self._counts[alike] += 1
+        call = OpCall(number, key, func, name, args, kwargs, given, written, place, phase)
+        self.witness.before(call)
+        result = func(*args, **kwargs)
+        outputs = list(tensors_in((result,)))
+        self._undo.note_made(outputs, given)
+        self.witness.after(call, outputs or written)
+        return result
+
+    def _name_of(self, leaf: Tensor) -> str:
+        model = self._modules.model
+        if not self._names and model is not None:
+            named = model.named_parameters()
+            self._names = {id(param): without_wrappers(name) for name, param in named}
+        return self._names.get(id(leaf), "")

@@ -1,0 +1,227 @@
+"""What the names of a file are bound to."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Bindings: TypeAlias = "dict[str, list[tuple[ast.expr, Scope] | None]]"
+
+
+@dataclass(eq=False)
+class Scope:
+    """The names of a file or a function.
+
+    Attributes:
+        node: The file or the function.
+        parent: The scope around it.
+        class_name: Of the class whose method it is, or is in; else empty.
+        bindings: For each name what it is bound to, and where that is written; None for what is
+            not known: a parameter, the target of a loop.
+        functions: The functions that are defined in it.
+    """
+
+    node: ast.Module | Function
+    parent: Scope | None
+    class_name: str = ""
+    bindings: Bindings = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+
+    def lookup(self, name: str) -> list[tuple[ast.expr, Scope] | None]:
+        """Return what a name may be bound to, as seen from here."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.bindings:
+                return scope.bindings[name]
+            scope = scope.parent
+        return []
+
+    def function(self, name: str) -> Function | None:
+        """Return the function of this name that is seen from here."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.functions:
+                return scope.functions[name]
+            if name in scope.bindings:
+                return None
+            scope = scope.parent
+        return None
+
+
+class Names:
+    """All names of a file.
+
+    Args:
+        tree: The file.
+
+    Attributes:
+        imports: What a name was imported as: ``{"F": "torch.nn.functional"}``.
+        scopes: Of the file and of each function.
+        attributes: What is assigned to ``self.scaler`` and the like, as ``bindings``.
+        methods: By class and name.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.imports: dict[str, str] = {}
+        self.scopes: dict[ast.AST, Scope] = {}
+        self.attributes: Bindings = {}
+        self.methods: dict[tuple[str, str], Function] = {}
+        self._scope = self.scopes[tree] = Scope(tree, None)
+        self._class = ""
+        for statement in tree.body:
+            self._visit(statement)
+        self._bind_parameters(tree)
+
+    def method(self, call: ast.expr, scope: Scope) -> Function | None:
+        """Return the method of this class that ``self.name`` names."""
+        if isinstance(call, ast.Attribute) and dotted(call.value) == "self":
+            return self.methods.get((scope.class_name, call.attr))
+        return None
+
+    # --- collecting -------------------------------------------------------------------------------
+
+    def _visit(self, node: ast.AST) -> None:
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                self._import(node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._define(node)
+                return
+            case ast.ClassDef():
+                outer, self._class = self._class, node.name
+                self._children(node)
+                self._class = outer
+                return
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._bind(target, value)
+            case ast.AnnAssign(target=target, value=value) if value is not None:
+                self._bind(target, value)
+            case ast.NamedExpr(target=target, value=value):
+                self._bind(target, value)
+            case (
+                ast.AugAssign(target=target)
+                | ast.For(target=target)
+                | ast.AsyncFor(target=target)
+                | ast.comprehension(target=target)
+            ):
+                self._bind(target, None)
+            case ast.withitem(optional_vars=target) if target is not None:
+                self._bind(target, None)
+        self._children(node)
+
+    def _children(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            self._visit(child)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            if isinstance(node, ast.ImportFrom):
+                origin = f"{node.module or ''}.{alias.name}"
+                self.imports[alias.asname or alias.name] = origin
+            elif alias.asname:
+                self.imports[alias.asname] = alias.name
+            else:
+                first = alias.name.partition(".")[0]
+                self.imports[first] = first
+
+    def _define(self, node: Function) -> None:
+        outer = self._scope
+        is_method = bool(self._class) and outer.class_name != self._class
+        if is_method:
+            self.methods[self._class, node.name] = node
+        else:
+            outer.functions[node.name] = node
+        inner = Scope(node, outer, self._class or outer.class_name)
+        for decorator in node.decorator_list:
+            self._visit(decorator)
+        self._scope = self.scopes[node] = inner
+        for statement in [node.args, *node.body]:
+            self._visit(statement)
+        self._scope = outer
+
+    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        if isinstance(target, ast.Tuple | ast.List):
+            values: list[ast.expr] | list[None] = [None] * len(target.elts)
+            if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+                values = value.elts
+            for part, part_value in zip(target.elts, values, strict=True):
+                self._bind(part, part_value)
+            return
+        bound = None if value is None else (value, self._scope)
+        if isinstance(target, ast.Name):
+            self._scope.bindings.setdefault(target.id, []).append(bound)
+        elif isinstance(target, ast.Attribute) and (name := dotted(target)):
+            self.attributes.setdefault(name, []).append(bound)
+
+    def _bind_parameters(self, tree: ast.Module) -> None:
+        """Bind what is passed to a function that is called once; of others nothing is known."""
+        calls: dict[Function, list[tuple[ast.Call, Scope]]] = {}
+        for call, scope in self._all_calls(tree):
+            called = self._called(call, scope)
+            if called is not None:
+                calls.setdefault(called, []).append((call, scope))
+        for node, scope in self.scopes.items():
+            if isinstance(node, ast.Module):
+                continue
+            uses = calls.get(node, [])  # type: ignore[call-overload]
+            known = _passed(node, *uses[0]) if len(uses) == 1 else {}  # type: ignore[arg-type]
+            for name in _parameter_names(node.args):  # type: ignore[attr-defined]
+                scope.bindings.setdefault(name, []).append(known.get(name))
+
+    def _called(self, call: ast.Call, scope: Scope) -> Function | None:
+        if isinstance(call.func, ast.Name):
+            return scope.function(call.func.id)
+        return self.method(call.func, scope)
+
+    def _all_calls(self, tree: ast.Module) -> Iterator[tuple[ast.Call, Scope]]:
+        def below(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.Call, Scope]]:
+            for child in ast.iter_child_nodes(node):
+                inner = self.scopes.get(child, scope)
+                if isinstance(child, ast.Call):
+                    yield child, inner
+                yield from below(child, inner)
+
+        return below(tree, self.scopes[tree])
+
+
+def _parameter_names(args: ast.arguments) -> list[str]:
+    plain = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    rest = [arg for arg in (args.vararg, args.kwarg) if arg is not None]
+    return [arg.arg for arg in (*plain, *rest)]
+
+
+def _passed(
+    function: Function, call: ast.Call, scope: Scope
+) -> Mapping[str, tuple[ast.expr, Scope]]:
+    """Return what a call passes for each parameter, as far as it can be read."""
+    if any(isinstance(arg, ast.Starred) for arg in call.args):
+        return {}
+    positional = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
+    if positional[:1] == ["self"]:
+        positional = positional[1:]
+    passed = dict(zip(positional, call.args, strict=False))
+    passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    return {name: (value, scope) for name, value in passed.items()}
+
+
+def words_of(node: ast.AST) -> Iterator[str]:
+    """Yield all names, attributes and keywords that are used; an import alone uses none."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
+                yield word
+            case ast.keyword(arg=str(word)):
+                yield word
+
+
+def dotted(node: ast.expr) -> str:
+    """Return ``a.b.c`` as text; empty for what is no name with attributes."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""

@@ -1,0 +1,144 @@
+"""``halfstep doctor``: what it prints, and its exit codes."""
+
+import json
+
+import pytest
+
+from halfstep.cli import main
+from halfstep.doctoring import machine
+from halfstep.doctoring.speed import speeds_of
+
+GOOD = """\
+from halfstep import GradScaler, autocast
+scaler = GradScaler()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+scaler.update()
+"""
+BAD = GOOD.replace("scaler.step(optimizer)", "optimizer.step()")
+NOTICE = """\
+import torch
+with torch.no_grad():
+    for x in batches:
+        with torch.autocast("cuda"):
+            model(x)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The measurement is tested elsewhere; here it is known."""
+    measured = []
+
+    def measure(device: str, on_round):
+        measured.append(device)
+        names = ("fp32", "bf16", "fp16")
+        works = [(kind, name, 1e12) for kind in ("matmul", "conv") for name in names]
+        return speeds_of(works, [[1.0, 0.25, 4.0, 1.0, 0.5, 2.0]])
+
+    monkeypatch.setattr(machine, "measure_speeds", measure)
+    return measured
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str]:
+    code = main(["doctor", *map(str, argv)])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return code, captured.out
+
+
+def test_the_machine_and_its_flags(capsys) -> None:
+    code, printed = doctor(capsys)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert "GFLOP/s fp32 bf16 fp16" in lines
+    assert "matrix products 1,000 4,000 (4 x) 250 (0.25 x)" in lines
+    assert "convolutions 1,000 2,000 (2 x) 500 (0.5 x)" in lines
+    assert any(line.startswith("use bf16: matrix products run at 4 x") for line in lines)
+    assert "torch.backends.mkldnn.enabled = True" in lines
+    assert max(map(len, printed.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(("source", "code"), [(GOOD, 0), (NOTICE, 0), (BAD, 1)])
+def test_the_exit_code_says_whether_something_is_wrong(tmp_path, capsys, source, code) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    found, printed = doctor(capsys, "--no-machine", script)
+    assert found == code
+    if source is GOOD:
+        assert printed == f"good: {script}: nothing found\n"
+    if source is NOTICE:
+        assert printed.startswith(f"notice: {script}:4: `torch.autocast` is entered")
+    if source is BAD:
+        first, *rest = printed.splitlines()
+        assert first.startswith(f"bad: {script}:4: `optimizer.step()` takes gradients")
+        assert first.endswith("[scaler-bypassed]")
+        assert "        scaler.step(optimizer)" in rest
+        assert rest[-1] == "see docs/doctor.md#scaler-bypassed"
+
+
+def test_the_worst_of_several_files_comes_first(tmp_path, capsys, quick) -> None:
+    for name, source in {"a.py": NOTICE, "b.py": BAD, "c.py": GOOD}.items():
+        (tmp_path / name).write_text(source)
+    code, printed = doctor(capsys, "--no-machine", *sorted(tmp_path.iterdir()))
+    found = [line for line in printed.splitlines() if not line.startswith((" ", "see"))]
+    assert code == 1
+    assert [line.partition(": ")[0] for line in found] == ["bad", "notice"]
+    assert quick == []
+
+
+def test_json(tmp_path, capsys) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BAD)
+    code, printed = doctor(capsys, "--json", script)
+    values = json.loads(printed)
+    assert code == 1
+    assert values["worst"] == "bad"
+    assert [each["id"] for each in values["findings"]] == ["scaler-bypassed"]
+    assert values["machine"]["advice"]["precision"] == "bf16"
+    assert {flag["name"] for flag in values["machine"]["flags"]} >= {
+        "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction"
+    }
+    code, printed = doctor(capsys, "--json", "--no-machine", script)
+    assert "machine" not in json.loads(printed)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"a = 1\nwith x\n", ":2: not Python: expected ':'"),
+        (b"a = '\x00'", "not Python"),
+        (b"\xff\xfe", "not Python"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error_of_usage(tmp_path, capsys, content, message) -> None:
+    script = tmp_path / "train.py"
+    if content is not None:
+        script.write_bytes(content)
+    assert main(["doctor", "--no-machine", str(script)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"halfstep doctor: {script}")
+    assert message in captured.err
+
+
+def test_a_folder_is_no_script(tmp_path, capsys) -> None:
+    assert main(["doctor", "--no-machine", str(tmp_path)]) == 2
+    assert "Is a directory" in capsys.readouterr().err
+
+
+def test_nothing_to_do_is_said(capsys) -> None:
+    assert main(["doctor", "--no-machine"]) == 2
+    assert "--no-machine leaves nothing to do: name a script" in capsys.readouterr().err
+
+
+def test_a_terminal_sees_the_measurement_go_on(capsys, monkeypatch) -> None:
+    def measure(device: str, on_round):
+        on_round(0.5)
+        return speeds_of([("matmul", n, 1.0) for n in ("fp32", "bf16", "fp16")], [[1.0] * 3])
+
+    monkeypatch.setattr(machine, "measure_speeds", measure)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert main(["doctor"]) == 0
+    assert "measuring  50%" in capsys.readouterr().err

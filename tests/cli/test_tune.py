@@ -1,0 +1,166 @@
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfstep import Policy
+from halfstep.cli import main
+
+SCRIPT = """
+    import os
+    import torch
+    from helper import Overflows
+    from torch import nn
+
+    calls = 0
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Overflows(8, 8), nn.Linear(8, 4))
+        return model, [torch.randn(4, 8)], loss_fn
+
+    def loss_fn(model, batch):
+        return model(batch).float().square().mean()
+
+    def stops():
+        def loss_fn(model, batch):
+            global calls
+            calls += 1
+            if calls == int(os.environ["STOP_AT"]):
+                raise KeyboardInterrupt
+            return model(batch).float().square().mean()
+        return *make()[:2], loss_fn
+
+    def late():
+        model, batches, _ = make()
+        weight = torch.full((1, 4), 1e6)
+        return model, batches, lambda m, batch: nn.functional.linear(m(batch), weight).mean()
+
+    def one():
+        return make()[0]
+
+    def two():
+        return make()[:2]
+
+    def half():
+        return make()[0].half(), [torch.ones(4, 8)], None
+
+    def no_batches():
+        return make()[0], [], None
+"""
+HELPER = """
+    from torch import nn
+
+    class Overflows(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 1e6 / 1e6
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "helper.py").write_text(textwrap.dedent(HELPER))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path / "script.py"
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = main(["tune", *map(str, argv)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_it_writes_the_policy(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, f"{script}:make", "-o", "policy.toml")
+    assert (code, err) == (0, "")
+    assert out.startswith("fp16: 1 island in 4 modules is needed and enough\n")
+    assert out.endswith("written to policy.toml\n")
+    assert Policy.load("policy.toml") == Policy.parse("standard; @1:fp32")
+
+
+def test_options(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "script:make", "--dtype", "bf16", "--policy", "torch")
+    assert (code, out.splitlines()[:2]) == (
+        0,
+        ["bf16: 4 modules within bounds, no island is needed", "policy: torch"],
+    )
+    code, out, _ = run(capsys, "script:make", "--dtype", "bf16", "--error", "1e-7")
+    assert (code, "3 islands in 4 modules" in out) == (0, True)
+    assert not Path("policy.toml").exists()
+
+
+def test_without_a_policy_that_is_enough_the_exit_code_is_1(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "script.py:late", "-o", "policy.toml")
+    assert (code, "NOT within bounds" in out) == (1, True)
+    assert Path("policy.toml").exists()
+
+
+def test_ctrl_c_and_the_same_again(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOP_AT", "4")
+    code, out, err = run(capsys, "script.py:stops", "--record", "tune.jsonl")
+    assert (code, out) == (130, "")
+    assert err == "\nInterrupted: the same command goes on from tune.jsonl.\n"
+    lines = Path("tune.jsonl").read_text().splitlines()
+    assert len(lines) > 1
+    code, out, err = run(capsys, "script.py:stops")
+    assert (code, out) == (130, "")
+    assert "with --record FILE the same command would go on from here" in err
+    monkeypatch.setenv("STOP_AT", "0")
+    code, out, _ = run(capsys, "script.py:stops", "--record", "tune.jsonl")
+    assert (code, "policy: standard; @1:fp32" in out) == (0, True)
+    assert Path("tune.jsonl").read_text().splitlines()[: len(lines)] == lines
+    assert json.loads(lines[1])["event"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["nothing.py:make"], "nothing.py: there is no such file"),
+        (["script.py"], "'script.py' names no function: write file.py:function or package.module"),
+        (["script.py:mak"], "script.py has no function 'mak'; its functions are make, loss_fn, "),
+        (["nothing:make"], "there is no module 'nothing' here; for a file write nothing.py:"),
+        (["script.py:one"], "script.py:one returned Sequential: return (model, batches, loss_fn)"),
+        (["script.py:two"], "script.py:two returned 2 values: return (model, batches, loss_fn)"),
+        (["script.py:half"], "script.py:half: results are compared with those in float32, and "),
+        (["script.py:no_batches"], "script.py:no_batches: batches is empty"),
+        (["script.py:make", "--policy", "standart"], "did you mean 'standard'?"),
+        (["script.py:make", "-o", "no/policy.toml"], "there is no folder no to write policy.toml"),
+        (["script.py:make", "--record", "helper.py"], "helper.py is no record of a tuning: give"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    script: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("halfstep tune: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("x", "'x' is no number"), ("0", "0 is not above 0 and finite")]
+)
+def test_wrong_errors(capsys: pytest.CaptureFixture[str], value: str, message: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "script.py:make", "--error", value])
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_script_raises_passes_through(script: Path) -> None:
+    script.write_text("import no_such_module\ndef make(): pass\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        main(["tune", f"{script}:make"])
+    script.write_text("def make(): return 1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        main(["tune", f"{script}:make"])
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,69 @@
+"""Data-parallel training for test_ranks.py: python ranks.py RANK FOLDER."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import halfstep
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)).relu())
+        return out
+
+
+def train(rank: int, folder: str) -> None:
+    """Diagnose a batch that is bad on rank 1 only, on request and then in a loop."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler(init_scale=16.0)
+    good, bad = torch.randn(4, 4), torch.randn(4, 4)
+    if rank == 1:
+        bad[2, 1] = math.nan
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        with halfstep.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(model(x), torch.tensor([0, 1, 0, 1]))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def digest() -> list[float]:
+        tensors = [*model.parameters(), *model.buffers()]
+        return [tensor.double().sum().item() for tensor in tensors]
+
+    step(good)
+    before = digest()
+    on_request = halfstep.diagnose(lambda: step(bad), model=model)
+    same = digest() == before
+    with scaler.diagnose(tell=lambda *_: None) as watch:
+        for x in (good, bad, good):
+            step(x)
+    outcome = {
+        "on request": on_request.to_json(),
+        "same": same,
+        "in a loop": [found.to_json() for found in watch.found],
+        "digest": digest(),
+    }
+    torch.save(outcome, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,40 @@
+import io
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from halfstep import tune
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def batches() -> list[torch.Tensor]:
+    return [torch.randn(4, 8)]
+
+
+def test_on_a_terminal_each_measurement_is_seen(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    tune(nn.Linear(8, 4), batches, None)
+    assert "0 measured: batch 1 of 1 with no islands" in terminal.getvalue()
+    assert "5 measured: time, 5 of 5" in terminal.getvalue()
+
+
+def test_elsewhere_nothing_is(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", text := io.StringIO())
+    tune(nn.Linear(8, 4), batches, None)
+    assert text.getvalue() == ""
+
+
+def test_without_rich_nothing_is(batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    tune(nn.Linear(8, 4), batches, None)
+    assert terminal.getvalue() == ""
