@@ -45,7 +45,8 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/reductions.py
 	$(BIN)/python benchmarks/scale_rules.py
 	$(BIN)/python benchmarks/record_time.py
-	$(BIN)/python benchmarks/diagnose_time.py
+	$(BIN)/python benchmarks/diagnose_time.py --size small
+	$(BIN)/python benchmarks/diagnose_time.py --size 43m --dtype bf16
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

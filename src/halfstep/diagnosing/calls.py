@@ -61,8 +61,8 @@ class Call:
         kwargs: The same by name.
         given: The other tensors, and how often they had been written to.
         settings: The autocast around it.
-        random: The states of random generators.
         line: The line of the user's code that called it.
+        random: The states of random generators; None for a loss, which needs none.
         buffers: The buffers of the model as they were.
         is_training: Whether it was in training mode.
         links: What made the tensors that it returned; a tensor may be gone when it counts.
@@ -74,8 +74,8 @@ class Call:
     kwargs: Any
     given: list[tuple[Tensor, int]]
     settings: list[Settings]
-    random: RandomStates
     line: Line | None
+    random: RandomStates | None = None
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     is_training: bool = True
     links: list[Link | None] = field(default_factory=list)
@@ -142,7 +142,8 @@ def is_model(function: object) -> TypeGuard[nn.Module]:
 def _again(call: Call, made: list[list[Tensor]]) -> Any:
     """Make one call again, under the autocast and with the random numbers that it had."""
     line = call.line  # noqa: F841 - read from this frame, see CALLED_AGAIN
-    call.random.restore()
+    if call.random is not None:
+        call.random.restore()
     for buffer, values in call.buffers:
         with torch.no_grad():
             buffer.copy_(values)

@@ -44,6 +44,9 @@ class Capture:
         self._calls: list[Call] = []
         self._roots: list[tuple[int, int]] = []
         self._buffers: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._outermost = Outermost(self)
 
     def install(self, patches: Patches) -> None:
@@ -79,8 +82,9 @@ class Capture:
         if not _counts():
             return original(module, *args, **kwargs)
         call = self._before(module, args, kwargs)
+        call.random = RandomStates(accelerators())
         call.is_training = module.training
-        call.buffers = [(buffer, self._kept(buffer)) for buffer in module.buffers()]
+        call.buffers = [(buffer, self._kept(buffer)) for buffer in self._buffers_of(module)]
         with self._outermost.inside():
             return self._after(call, original(module, *args, **kwargs))
 
@@ -105,8 +109,7 @@ class Capture:
         kept_args, kept_kwargs = self._linked((args, kwargs), given)
         devices = dict.fromkeys(tensor.device.type for tensor in tensors_in((args, kwargs)))
         settings = [current_settings(device) for device in devices if _has_autocast(device)]
-        random = RandomStates(accelerators())
-        call = Call(function, kept_args, kept_kwargs, given, settings, random, user_line())
+        call = Call(function, kept_args, kept_kwargs, given, settings, user_line())
         if len(self._calls) < MOST_CALLS:
             self._calls.append(call)
         else:
@@ -120,6 +123,15 @@ class Capture:
             if tensor.requires_grad and tensor.ndim == 0:
                 tensor.register_hook(Seed(call, index))  # type: ignore[no-untyped-call]
         return result
+
+    def _buffers_of(self, model: nn.Module) -> list[Tensor]:
+        """Return the buffers that a model has now; where it has some is looked up once."""
+        if model not in self._owners:
+            self._owners[model] = [
+                (module, name) for module in model.modules() for name in module._buffers
+            ]
+        found = (module._buffers.get(name) for module, name in self._owners[model])
+        return [buffer for buffer in found if buffer is not None]
 
     def _kept(self, buffer: Tensor) -> Tensor:
         """Return the values of a buffer, copied anew only if it was written to."""

@@ -259,19 +259,20 @@ class _Start:
 
     def __init__(self) -> None:
         self._num_steps = self._num_skips = 0
-        self._taken_at = 0.0
+        self._last_taken: Outcome | None = None
 
     def is_bad(self, outcome: Outcome) -> bool:
         """Say whether a step that has ended went bad. Sync: one for a fused optimizer."""
         self._num_steps += 1
         if outcome.taken:
-            self._taken_at = outcome.scale
+            self._last_taken = outcome  # its scale is read only if a skip follows
             return False
         if outcome.reason is not Reason.OVERFLOW:
             return outcome.reason is not Reason.NORM
         self._num_skips += 1
         is_start = self._num_steps <= START_STEPS and self._num_skips <= START_SKIPS
-        has_just_grown = outcome.scale > self._taken_at > 0
+        taken = self._last_taken
+        has_just_grown = taken is not None and outcome.scale > taken.scale
         return not (is_start or has_just_grown)
 
 

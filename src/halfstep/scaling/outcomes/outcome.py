@@ -184,12 +184,15 @@ class Outcome:
     @property
     def taken(self) -> bool:
         """Whether the optimizer's step was taken."""
-        return self.entry.taken
+        return not self.skipped
 
     @property
     def skipped(self) -> bool:
         """Whether it was skipped."""
-        return not self.entry.taken
+        if "entry" in vars(self):
+            return not self.entry.taken
+        found = (self._findings.found_inf, self._findings.outlier)
+        return any(bool(flag.item()) for flag in found if flag is not None)
 
     @property
     def reason(self) -> Reason | None:
