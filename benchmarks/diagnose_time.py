@@ -3,9 +3,9 @@
     python benchmarks/diagnose_time.py [--size 43m] [--dtype bf16]
 
 Prints the time of `halfstep.diagnose` on a step that is finite, on one whose forward pass overflows
-and, in fp16, on one whose loss is scaled by too much, as multiples of the median plain step
-(medians of three); and the ratio of a step inside of `scaler.diagnose()` to one outside, measured in turns in
-one process.
+and, in fp16, on one whose loss is scaled by too much, as multiples of the median plain step; each
+is the median of three. And the ratio of a step inside of `scaler.diagnose()` to one outside, in
+turns in one process.
 """
 
 from __future__ import annotations

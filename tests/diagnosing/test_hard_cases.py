@@ -368,3 +368,19 @@ def test_a_run_that_stays_bad_is_not_replayed_for_ever(monkeypatch: pytest.Monke
     watch = watched(counting, lambda i: F.mse_loss(counting(X * math.nan), ONE), 40)
     assert len(watch.found) == 1
     assert calls[0] < 40 + 3 * 10
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_compiled_models_in_a_loop(is_wrapped: bool) -> None:
+    torch._dynamo.reset()
+    inner = mlp()
+    if is_wrapped:
+        model = torch.compile(inner, backend="aot_eager")
+    else:
+        inner.compile(backend="aot_eager")
+        model = inner
+    watch = watched(model, lambda i: F.mse_loss(model(X * (1e6 if i == 2 else 1)), ONE), 3)  # type: ignore[arg-type]
+    (found,) = watch.found
+    assert found.bad is not None
+    assert (found.verdict, found.bad.module) == ("range", "0")
+    assert any("compiled" in note for note in found.notes)

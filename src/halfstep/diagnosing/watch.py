@@ -44,6 +44,8 @@ MOST_DIAGNOSES = 5
 """So many places are diagnosed in a run."""
 MOST_TRIED = 10
 """So many steps are diagnosed, those that go bad at a place that is known included."""
+MOST_LOSSES = 256
+"""So many losses of a step are looked at, the last ones."""
 MOST_LIVE = 5
 """So many steps are traced as they run after one that cannot be replayed."""
 
@@ -68,8 +70,7 @@ class Watch:
         found: The diagnoses, one for each place.
         notes: What else there is to know.
 
-    Sync: none where a scaler decides, but one for steps of a fused optimizer; one a step where none
-    does.
+    Sync: one a step.
     """
 
     def __init__(
@@ -127,9 +128,7 @@ class Watch:
         """Take note of a loss before it is scaled."""
         if self._engine in (None, engine) and self._is_here():
             self._is_scaled = True
-            for loss in tensors_in([outputs]):
-                self._losses.append(loss.detach())
-                self._capture.note_root(loss)
+            self._note_losses(outputs)
 
     def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
         """Look at the outcomes of an iteration, and diagnose it if it went bad."""
@@ -146,10 +145,14 @@ class Watch:
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kw: Any) -> None:
         if self._counts_plain_steps() and _torch.backward_number() < 0:
-            for loss in tensors_in([tensors]):
-                self._losses.append(loss.detach())
-                self._capture.note_root(loss)
+            self._note_losses(tensors)
         original(tensors, *args, **kw)
+
+    def _note_losses(self, losses: Any) -> None:
+        for loss in tensors_in([losses]):
+            self._losses.append(loss.detach())
+            self._capture.note_root(loss)
+        del self._losses[:-MOST_LOSSES]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Diagnose a step that no scaler has a part in, before it is taken."""
@@ -189,7 +192,7 @@ class Watch:
 
     def _diagnose(self, scale: float | None) -> None:
         capture = self._capture
-        model = self._model or capture.model
+        model = capture.model if self._model is None else self._model
         why_not: str | None = "no model was called in it"
         if model is not None:
             why_not = capture.why_not() or _sharded(model)

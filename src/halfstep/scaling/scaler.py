@@ -312,7 +312,7 @@ class GradScaler(TorchCalls):
         Returns:
             A context manager, whose ``found`` are the diagnoses.
 
-        Sync: none of its own, but one in each step of a fused optimizer.
+        Sync: one a step in the block.
 
         Example:
             >>> model = torch.nn.Linear(4, 1)
