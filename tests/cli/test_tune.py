@@ -164,3 +164,10 @@ def test_what_the_script_raises_passes_through(script: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         main(["tune", f"{script}:make"])
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_target_that_is_no_python_is_one_line(tmp_path, capsys):
+    target = tmp_path / "broken.py"
+    target.write_text("def make(:\n")
+    assert main(["tune", f"{target}:make"]) == 2
+    assert capsys.readouterr().err.startswith(f"halfstep tune: {target}:1: ")

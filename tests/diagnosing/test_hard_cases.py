@@ -384,3 +384,27 @@ def test_compiled_models_in_a_loop(is_wrapped: bool) -> None:
     assert found.bad is not None
     assert (found.verdict, found.bad.module) == ("range", "0")
     assert any("compiled" in note for note in found.notes)
+
+
+def test_a_step_that_stops_before_backward_is_judged_by_its_ops() -> None:
+    model = nn.Linear(4, 4)
+
+    def step() -> None:
+        loss = torch.log(model(X) * 0).sum()
+        if loss.isfinite():
+            loss.backward()
+
+    found = halfstep.diagnose(step, model=model)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.op) == ("maths", "log")
+    nothing = halfstep.diagnose(lambda: None)
+    assert nothing.verdict == "none"
+    assert any("called no backward and returned no tensor" in note for note in nothing.notes)
+
+
+def test_wrong_arguments_of_a_watch_are_refused_at_once() -> None:
+    scaler = halfstep.GradScaler()
+    with pytest.raises(TypeError, match=r"diagnose\(model=list\): pass a torch.nn.Module"):
+        scaler.diagnose([mlp()])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"diagnose\(tell=int\)"):
+        scaler.diagnose(mlp(), tell=3)  # type: ignore[arg-type]

@@ -350,3 +350,9 @@ def test_without_gradients_it_says_so() -> None:
     check = self_check(nn.Linear(16, 4).requires_grad_(False), torch.randn(8, 16))
     assert check.passed
     assert "nothing requires a gradient" in str(check)
+
+
+def test_what_is_not_finite_in_float32_either_does_not_pass() -> None:
+    check = self_check(nn.Sequential(nn.Linear(4, 4)), torch.full((3, 4), float("nan")))
+    assert not check.passed
+    assert "loss nan in fp16, nan in fp32" in str(check)

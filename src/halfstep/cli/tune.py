@@ -147,7 +147,10 @@ def _file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:  # no Python, or not in UTF-8
+        raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     return module
 
 

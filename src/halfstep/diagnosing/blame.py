@@ -84,6 +84,7 @@ class Blames:
         undo: Knows what tensors held before they were written to.
 
     Attributes:
+        has_end: Whether there was a loss or a result to judge the step by.
         gradients: By the places of ops of the backward pass the dtype of what they return and its
             largest finite magnitude.
 
@@ -98,7 +99,7 @@ class Blames:
         self._first: Blame | None = None
         self._losses: list[Blame] = []
         self._results: list[Blame] = []
-        self._has_loss = False
+        self._has_loss = self.has_end = False
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
 
     def before(self, call: OpCall) -> None:
@@ -125,12 +126,13 @@ class Blames:
 
     def see_loss(self, loss: Tensor) -> None:
         """Take note of a loss that is not finite."""
-        self._has_loss = True
+        self._has_loss = self.has_end = True
         if not is_finite(loss):
             self._losses.append(self._get(loss) or self._outside(loss, None))
 
     def see_result(self, result: Tensor) -> None:
         """Take note of a result that is not finite; it counts if there is no loss."""
+        self.has_end = True
         if not is_finite(result):
             blame = self._get(result) or self._outside(result, None)
             if not blame.is_meant:

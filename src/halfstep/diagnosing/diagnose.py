@@ -26,6 +26,11 @@ from halfstep.tracing.state import Place
 
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
+NO_END = (
+    "the step was judged by its ops alone: it called no backward and returned no tensor (a loss in "
+    "an object of your own is not seen)"
+)
+
 
 def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -> Diagnosis:
     """Replay a training step and name the op, the module, the line, the cause and the cure.
@@ -153,7 +158,9 @@ class Diagnosing:
             blames = made[0]
             model = self._replayer.model
             gradients = _names_of(blames.bad_leaves, model)
-            blame = blames.root(has_failed=ends.error is not None)
+            blame = blames.root(has_failed=ends.error is not None or not blames.has_end)
+            if ends.error is None and not blames.has_end:
+                self._notes.append(NO_END)
             return Scan(
                 blame=blame,
                 ends=("loss",) if blames.is_loss_bad else gradients,

@@ -180,7 +180,7 @@ class Diagnosis:
         >>> x = torch.tensor([1.0, 0.0], requires_grad=True)
         >>> found = halfstep.diagnose(lambda: torch.log(x).sum().backward())
         >>> found.verdict, found.bad.op, found.cure.text
-        ('maths', 'log', 'torch.log(x.clamp_min(1e-06))')
+        ('maths', 'log', 'torch.log((...).clamp_min(1e-06))')
     """
 
     verdict: Verdict

@@ -25,7 +25,7 @@ class Edit(NamedTuple):
     """An edit.
 
     Attributes:
-        text: What to write at the line.
+        text: What to write at the line; ``...`` stands for what is there.
         functions: The names of the functions of PyTorch that it changes the arguments of.
         change: Changes them.
     """
@@ -66,26 +66,26 @@ def edit_for(bad: BadOp) -> Edit | None:
     edge, both = 1 - eps, (name, f"{name}_")
     match name:
         case "log" | "log2" | "log10":
-            return Edit(f"torch.{name}(x.clamp_min({eps:g}))", both, _clamped(eps, None))
+            return Edit(f"torch.{name}((...).clamp_min({eps:g}))", both, _clamped(eps, None))
         case "log1p":
-            return Edit(f"torch.log1p(x.clamp_min({-edge:g}))", both, _clamped(-edge, None))
+            return Edit(f"torch.log1p((...).clamp_min({-edge:g}))", both, _clamped(-edge, None))
         case "div":
-            return Edit(f"a / (b + {eps:g})", _DIVISIONS, _raised(1, eps))
+            return Edit(f"(...) / (... + {eps:g})", _DIVISIONS, _raised(1, eps))
         case "reciprocal":
-            return Edit(f"1 / (x + {eps:g})", _RECIPROCALS, _raised(0, eps))
+            return Edit(f"1 / (... + {eps:g})", _RECIPROCALS, _raised(0, eps))
         case "sqrt" | "rsqrt":
-            return Edit(f"torch.{name}(x + {eps:g})", both, _raised(0, eps))
+            return Edit(f"torch.{name}(... + {eps:g})", both, _raised(0, eps))
         case "pow":
-            return Edit(f"(x + {eps:g}) ** p", ("pow", "__pow__", "pow_"), _raised(0, eps))
+            return Edit(f"(... + {eps:g}) ** (...)", ("pow", "__pow__", "pow_"), _raised(0, eps))
         case "exp" | "expm1" | "exp2" | "cosh" | "sinh":
             # Some way below the end, since what follows sums it up.
             high = math.floor(0.9 * math.log(torch.finfo(getattr(torch, dtype)).max))
-            return Edit(f"torch.{name}(x.clamp_max({high}))", both, _clamped(None, high))
+            return Edit(f"torch.{name}((...).clamp_max({high}))", both, _clamped(None, high))
         case "acos" | "asin" | "atanh":
-            text = f"torch.{name}(x.clamp({-edge:g}, {edge:g}))"
+            text = f"torch.{name}((...).clamp({-edge:g}, {edge:g}))"
             return Edit(text, both, _clamped(-edge, edge))
         case "softmax" | "log_softmax" | "safe_softmax":
-            text = "scores.masked_fill(mask, torch.finfo(scores.dtype).min)  # -inf in a whole row"
+            text = "(...).masked_fill(..., torch.finfo(torch.float16).min)  # in place of -inf"
             return Edit(text, ("softmax", "log_softmax"), _clamp_to_dtype)
         case _:
             return None

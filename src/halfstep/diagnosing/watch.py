@@ -66,6 +66,9 @@ class Watch:
         tell: Is called with each new diagnosis and the number of the step, counted from 1. Left
             out, it is a :class:`halfstep.errors.DiagnosisWarning`.
 
+    Raises:
+        TypeError: ``model`` is no module, or ``tell`` cannot be called.
+
     Attributes:
         found: The diagnoses, one for each place.
         notes: What else there is to know.
@@ -79,6 +82,12 @@ class Watch:
         model: nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
     ) -> None:
+        if not (model is None or isinstance(model, nn.Module)):
+            raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
+        if not (tell is None or callable(tell)):
+            raise TypeError(
+                f"diagnose(tell={type(tell).__name__}): pass a function of a diagnosis and a number"
+            )
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []
         self._engine, self._model, self._tell = engine, model, tell or _warn

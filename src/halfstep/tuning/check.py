@@ -115,8 +115,8 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether all modules are within tolerance, and the loss is finite if it is in float32."""
-        is_loss_good = math.isfinite(self.loss) or not math.isfinite(self.loss32)
+        """Whether all modules are within tolerance, and the loss is finite, in float32 too."""
+        is_loss_good = math.isfinite(self.loss) and math.isfinite(self.loss32)
         return is_loss_good and all(row.passed for row in self.rows)
 
     def __str__(self) -> str:
