@@ -93,7 +93,7 @@ def test_json_has_the_whole_diagnosis_of_each_place(tmp_path):
     summary = summary_of(records.diagnosed(tmp_path))
     first, second = summary_json(summary)["bad_places"]
     assert (first["steps"], first["ranks"]) == ([41, 42], [0])
-    assert Diagnosis.from_data(first["diagnosis"]) == records.found()
+    assert Diagnosis.from_json(json.dumps(first["diagnosis"])) == records.found()
     assert second["diagnosis"]["bad"]["name"] == "log"
 
 

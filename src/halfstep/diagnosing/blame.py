@@ -19,7 +19,7 @@ from torch import Tensor
 from halfstep import _torch
 from halfstep.diagnosing.finite import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep.diagnosing.undo import Undo
-from halfstep.diagnosing.watcher import OpCall, OpKey
+from halfstep.diagnosing.watcher import OpCall, OpKey, Witness
 from halfstep.tracing.ops import makes_no_values
 from halfstep.tracing.rows import Phase
 from halfstep.tracing.state import Place
@@ -77,7 +77,7 @@ class Blame:
     tensor: Tensor | None = None
 
 
-class Blames:
+class Blames(Witness):
     """Looks at what every op returns.
 
     Args:
@@ -177,13 +177,14 @@ class Blames:
         worst: dict[Blame, int] = {}
         for tensor in call.given:
             values = self._as_read(call, tensor)
-            if values is None or extremes(values) is None or is_finite(values):
+            how_bad = None if values is None else badness(values)
+            if how_bad is None:
                 continue
             cause = self._get(tensor) or self._outside(tensor, call, values)
             causes.append(cause)
-            worst[cause] = max(worst.get(cause, 0), badness(values))
+            worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
-            return _meant(own) if _is_fill_with_inf(call) else own
+            return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(bool(t.isnan().any()) for t in bad)
         if makes_nan and call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF:
             return own  # of a row that is all masked, whatever the mask
@@ -259,10 +260,6 @@ class Blames:
 def _is_training(call: OpCall) -> bool:
     names = [argument.name for argument in call.func._schema.arguments]
     return bool((dict(zip(names, call.args, strict=False)) | call.kwargs).get("training", True))
-
-
-def _meant(blame: Blame) -> Blame:
-    return replace(blame, is_meant=True)
 
 
 def _is_fill_with_inf(call: OpCall) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -153,9 +152,7 @@ class Diagnosing:
 
     def scan(self, setting: Setting, around: AbstractContextManager[object] | None = None) -> Scan:
         """Replay the step, in a context if there is one, and find what is to blame."""
-        made: list[Blames] = []
-        with self._replayer.run(setting, lambda undo: _kept(Blames(undo), made), around) as ends:
-            blames = made[0]
+        with self._replayer.run(setting, Blames, around) as (ends, blames):
             model = self._replayer.model
             gradients = _names_of(blames.bad_leaves, model)
             blame = blames.root(has_failed=ends.error is not None or not blames.has_end)
@@ -174,7 +171,7 @@ class Diagnosing:
     def _look(self, scan: Scan) -> Look:
         assert scan.blame is not None
         look = Look(scan.blame, self._replayer.model)
-        with self._replayer.run(Setting(scale=scan.scale), lambda _: look) as ends:
+        with self._replayer.run(Setting(scale=scan.scale), lambda _: look) as (ends, _):
             if not look.has_seen:
                 error = f" ({type(ends.error).__name__}: {ends.error})" if ends.error else ""
                 self._notes.append(f"a second replay did not come to this op{error}")
@@ -182,7 +179,7 @@ class Diagnosing:
 
     def _underflow(self, scale: float | None) -> tuple[Flush, ...]:
         flushes = Flushes(scale)
-        with self._replayer.run(Setting(scale=scale), lambda _: flushes) as ends:
+        with self._replayer.run(Setting(scale=scale), lambda _: flushes) as (ends, _):
             if ends.error is not None:
                 error = f"{type(ends.error).__name__}: {ends.error}"
                 self._notes.append(f"the replay for underflow ended with {error}")
@@ -279,11 +276,3 @@ def _names_of(leaves: list[Tensor], model: nn.Module | None) -> tuple[str, ...]:
     named = () if model is None else model.named_parameters()
     known = {id(param): without_wrappers(name) for name, param in named}
     return tuple(known.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}") for leaf in leaves)
-
-
-_Looks = TypeVar("_Looks")
-
-
-def _kept(looks: _Looks, made: list[_Looks]) -> _Looks:
-    made.append(looks)
-    return looks

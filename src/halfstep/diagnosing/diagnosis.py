@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 
+from halfstep.decoding import decoded
 from halfstep.tracing.rows import Phase
 
 Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
@@ -208,46 +209,4 @@ class Diagnosis:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the diagnosis that :meth:`to_json` wrote."""
-        return cls.from_data(json.loads(text))
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Self:
-        """Return the diagnosis of which ``dataclasses.asdict`` made ``data``."""
-        bad, cure = data["bad"], data["cure"]
-        return cls(
-            **data
-            | {
-                "bad": None if bad is None else _bad_op(bad),
-                "cure": None if cure is None else Cure(**cure),
-                "ends": tuple(data["ends"]),
-                "notes": tuple(data["notes"]),
-                "underflow": tuple(map(_flush, data["underflow"])),
-                "others": tuple(map(cls.from_data, data["others"])),
-            }
-        )
-
-
-def _bad_op(data: dict[str, Any]) -> BadOp:
-    lines = {name: _line(data[name]) for name in ("line", "forward_line")}
-    output = data["output"]
-    return BadOp(
-        **data
-        | lines
-        | {
-            "inputs": tuple(map(_operand, data["inputs"])),
-            "output": None if output is None else _operand(output),
-        }
-    )
-
-
-def _operand(data: dict[str, Any]) -> Operand:
-    return Operand(**data | {"shape": tuple(data["shape"])})
-
-
-def _flush(data: dict[str, Any]) -> Flush:
-    at_scales = tuple((scale, count) for scale, count in data["at_scales"])
-    return Flush(**data | {"line": _line(data["line"]), "at_scales": at_scales})
-
-
-def _line(data: dict[str, Any] | None) -> Line | None:
-    return None if data is None else Line(**data)
+        return decoded(cls, json.loads(text))

@@ -27,23 +27,23 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
     return low, high
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Say whether a tensor holds no inf and no NaN. Sync: one."""
-    found = extremes(tensor)
-    return found is None or all(map(math.isfinite, found))
-
-
 MINUS_INF, INF, NAN = range(3)
 """How bad a value is; NaN spreads, and so does inf, and -inf alone may be that of a mask."""
 
 
-def badness(values: Tensor) -> int:
-    """Return how bad the worst value is: MINUS_INF, _INF or _NAN. Sync: one."""
+def badness(values: Tensor) -> int | None:
+    """Return how bad the worst value is: MINUS_INF, INF or NAN; None for finite. Sync: one."""
     found = extremes(values)
-    assert found is not None
+    if found is None or all(map(math.isfinite, found)):
+        return None
     if math.isnan(found[1]):
         return NAN
     return INF if found[1] == math.inf else MINUS_INF
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Say whether a tensor holds no inf and no NaN. Sync: one."""
+    return badness(tensor) is None
 
 
 def is_mask(tensor: Tensor) -> bool:

@@ -15,9 +15,10 @@ from halfstep.diagnosing.blame import OUTSIDE, Blame, Blames
 from halfstep.diagnosing.diagnosis import BadOp, Cure, Diagnosis, Line, Verdict
 from halfstep.diagnosing.lines import user_line
 from halfstep.diagnosing.looking import described, name_of_bad, names_in, needs, operand
-from halfstep.diagnosing.replay import eager, watch_backward
+from halfstep.diagnosing.replay import watch_backward
 from halfstep.diagnosing.undo import Undo
 from halfstep.diagnosing.watcher import FoundModules, OpCall, Watcher
+from halfstep.eager import eager
 from halfstep.patches import Patches
 
 MOST_LOOKS = 64
@@ -47,7 +48,7 @@ class Live:
         with ExitStack() as stack:
             stack.callback(self._patches.undo)
             watch_backward(self._patches, self._blames, self._undo)
-            stack.enter_context(eager())
+            stack.enter_context(eager(has_global_hooks=True))
             stack.enter_context(observed_by(self._watcher.observe))
             stack.enter_context(self._watcher.watching())
             self._stack = stack.pop_all()

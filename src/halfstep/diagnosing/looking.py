@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
+from halfstep.casting.casts import tensors_in
 from halfstep.casting.module_names import without_wrappers
 from halfstep.diagnosing.blame import Blame
 from halfstep.diagnosing.diagnosis import BadOp, Line, Operand
 from halfstep.diagnosing.lines import called_by_user, user_line
-from halfstep.diagnosing.watcher import OpCall, OpKey
+from halfstep.diagnosing.watcher import OpCall, OpKey, Witness
 from halfstep.numerics.measure import float_values
 from halfstep.tracing.rows import dtype_name
 
@@ -26,7 +27,7 @@ _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
 _OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
 
 
-class Look:
+class Look(Witness):
     """Looks at the op that is to blame, and at the one whose gradient it computes.
 
     Args:
@@ -68,15 +69,6 @@ class Look:
         if call.key == self._key:
             bad = [t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all())]
             self._output = self._operand(bad[0]) if bad else None
-
-    def see_loss(self, loss: Tensor) -> None:
-        """Do nothing."""
-
-    def see_result(self, result: Tensor) -> None:
-        """Do nothing."""
-
-    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Do nothing."""
 
     def bad_op(self) -> BadOp:
         """Return what was seen."""
@@ -156,7 +148,7 @@ def needs(call: OpCall) -> float | None:
         result = in_wider(call, torch.float64)
     except (RuntimeError, TypeError, NotImplementedError):  # no kernel of it for float64
         return None
-    found = [_amax(t) for t in _tensors(result)]
+    found = [_amax(t) for t in tensors_in([result]) if t.is_floating_point()]
     return None if not found or None in found else max(amax for amax in found if amax is not None)
 
 
@@ -183,11 +175,6 @@ def _widened(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
         return [_widened(each, dtype) for each in value]
     return value
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    parts = result if isinstance(result, (list, tuple)) else [result]
-    return [part for part in parts if isinstance(part, Tensor) and part.is_floating_point()]
 
 
 def _amax(tensor: Tensor) -> float | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,10 @@ from halfstep.diagnosing.owners import owners_in
 from halfstep.diagnosing.precision import AS_IT_IS, Entered, Precision, autocast_as
 from halfstep.diagnosing.undo import Undo
 from halfstep.diagnosing.watcher import FoundModules, Watcher, Witness
+from halfstep.eager import eager
 from halfstep.patches import Around, Patches, subclasses, watch_steps
 from halfstep.scaling.engine import Engine
+from halfstep.scaling.gradients.collecting import parameters
 from halfstep.scaling.loops.closures import split_closure
 from halfstep.scaling.observers import OBSERVERS
 from halfstep.scaling.torch_calls import TorchCalls
@@ -60,6 +61,9 @@ class Ends:
     entered: list[Entered] = field(default_factory=list)
     error: Exception | None = None
     scaling: list[range] = field(default_factory=list)
+
+
+_Looks = TypeVar("_Looks", bound=Witness)
 
 
 class Replayer:
@@ -97,15 +101,18 @@ class Replayer:
     def run(
         self,
         setting: Setting,
-        witness: Callable[[Undo], Witness],
+        witness: Callable[[Undo], _Looks],
         around: AbstractContextManager[object] | None = None,
-    ) -> Iterator[Ends]:
+    ) -> Iterator[tuple[Ends, _Looks]]:
         """Run the step; in the block its end can be looked at, and then all is put back.
 
         Args:
             setting: How it is to be run.
             witness: Makes what looks at the ops.
             around: A context for the step.
+
+        Yields:
+            What is known of the step, and what has looked at its ops.
         """
         self.num_replays += 1
         undo, patches, ends = Undo(), Patches(), Ends()
@@ -125,7 +132,7 @@ class Replayer:
                 watch_backward(patches, looks, undo)
                 _hold_optimizers(patches, looks, undo)
                 stack.enter_context(_scaled(patches, watcher, ends, setting.scale))
-                stack.enter_context(eager())
+                stack.enter_context(eager(has_global_hooks=True))
                 precision = autocast_as(setting.precision, self.model, patches)
                 ends.entered = stack.enter_context(precision)
                 stack.enter_context(watcher.watching())
@@ -139,18 +146,7 @@ class Replayer:
                     ends.error = error
             self._outermost, self.model = modules.outermost, modules.model
             self._watcher = None
-            yield ends
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Run compiled code as it was written."""
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message=".*when there are global hooks")
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+            yield ends, looks
 
 
 @contextmanager
@@ -237,9 +233,7 @@ def _hold_optimizers(patches: Patches, looks: Witness, undo: Undo) -> None:
 
 
 def _parameters(owner: Any) -> Iterable[Tensor]:
-    if isinstance(owner, nn.Module):
-        return owner.parameters()
-    return [param for group in owner.param_groups for param in group["params"]]
+    return owner.parameters() if isinstance(owner, nn.Module) else parameters(owner)
 
 
 @contextmanager

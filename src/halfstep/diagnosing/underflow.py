@@ -5,17 +5,16 @@ What an op reads may have been flushed before; that is told of the op that did i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from halfstep.casting.casts import tensors_in
 from halfstep.diagnosing.diagnosis import Flush, Line
 from halfstep.diagnosing.lines import user_line
 from halfstep.diagnosing.looking import in_wider
-from halfstep.diagnosing.watcher import OpCall
+from halfstep.diagnosing.watcher import OpCall, Witness
 from halfstep.numerics.formats import FORMATS_BY_DTYPE
 from halfstep.tracing.ops import makes_no_values
 from halfstep.tracing.rows import Phase, dtype_name
@@ -34,7 +33,7 @@ class _Counts:
     at_scales: dict[float, int] = field(default_factory=dict)
 
 
-class Flushes:
+class Flushes(Witness):
     """Counts what each op flushes.
 
     Args:
@@ -83,15 +82,6 @@ class Flushes:
             for scale, count in zip(scaled, others, strict=True):
                 counts.at_scales[scale] = counts.at_scales.get(scale, 0) + count
 
-    def see_loss(self, loss: Tensor) -> None:
-        """Do nothing."""
-
-    def see_result(self, result: Tensor) -> None:
-        """Do nothing."""
-
-    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Do nothing."""
-
     def found(self) -> tuple[Flush, ...]:
         """Return the ops that flush something, those that flush the largest share first."""
         flushes = [
@@ -113,15 +103,10 @@ def _in_float32(call: OpCall) -> list[Tensor] | None:
         result = in_wider(call, torch.float32)
     except (RuntimeError, TypeError, NotImplementedError):
         return None
-    return list(_tensors(result))
+    return list(tensors_in([result]))
 
 
 def _may_flush(call: OpCall) -> bool:
     lower = (torch.float16, torch.bfloat16)
     asked = call.kwargs.get("dtype")
     return asked in lower or any(tensor.dtype in lower for tensor in call.given)
-
-
-def _tensors(result: Any) -> Iterable[Tensor]:
-    parts = result if isinstance(result, (list, tuple)) else [result]
-    return (part for part in parts if isinstance(part, Tensor))

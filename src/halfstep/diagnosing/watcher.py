@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ class OpCall:
     phase: Phase
 
 
-class Witness(Protocol):
+class Witness:
     """What looks at the ops of a replay. Nothing that it does is seen by itself."""
 
     def before(self, call: OpCall) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +15,7 @@ from halfstep.casting.context import default_device
 from halfstep.casting.named_modules import name_modules
 from halfstep.casting.names import did_you_mean
 from halfstep.casting.policy import Policy
+from halfstep.eager import eager
 from halfstep.errors import CallOrderError
 from halfstep.numerics.formats import FORMATS, Format
 from halfstep.simulating import text
@@ -117,7 +115,7 @@ class simulate:
             stack.enter_context(rules_told())
             stack.enter_context(self._simulator.modules.watched())
             if self._is_compiled:
-                stack.enter_context(_eager())
+                stack.enter_context(eager(has_global_hooks=True))
             stack.enter_context(autocast_forward(self._devices, lower, self._autocast))
             stack.enter_context(self._simulator)
             self._stack = stack.pop_all()
@@ -195,14 +193,3 @@ def _devices(model: nn.Module) -> list[str]:
     tensors = (*model.parameters(), *model.buffers())
     types = dict.fromkeys(tensor.device.type for tensor in tensors)
     return [t for t in types if t in _torch.autocast_devices()] or [default_device()]
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled code eager."""
-    with warnings.catch_warnings(), ExitStack() as stack:
-        # A compiled module warns of the hooks that watch all modules.
-        warnings.filterwarnings("ignore", message=".*when there are global hooks")
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,6 +15,7 @@ from torch import nn
 import halfstep
 from halfstep import _torch
 from halfstep.casting.kernels import observed_by
+from halfstep.eager import eager
 from halfstep.errors import CallOrderError
 from halfstep.tracing.recording import Recording
 from halfstep.tracing.rows import Row
@@ -78,11 +77,7 @@ class trace(Recording):
         with ExitStack() as stack:
             stack.enter_context(observed_by(tracer.observe))
             stack.enter_context(tracer.modules.watched())
-            if self._is_compiled:  # a compiled module warns of the hooks that watch all modules
-                stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message=".*when there are global hooks")
-            if "torch._dynamo" in sys.modules:  # else nothing is compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(eager(has_global_hooks=self._is_compiled))
             stack.enter_context(tracer)
             self._stack = stack.pop_all()
         self._model, self._tracer, self._thread = None, tracer, threading.get_ident()

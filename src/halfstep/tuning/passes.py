@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from halfstep.casting import Policy, autocast
 from halfstep.casting.casts import tensors_in
+from halfstep.eager import eager
 from halfstep.tuning.depth import Depths
 from halfstep.tuning.difference import Difference, amax, difference
 from halfstep.tuning.rounding import rounding
@@ -127,8 +127,7 @@ def bench_for(task: Task, batch: Any, lowering: Lowering) -> Iterator[Bench]:
     """Run steps in the block: eager, with gradients, and with nothing changed afterwards."""
     device = task.device(batch)
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eager(has_global_hooks=False))
         # Made first, for it may let modules know their names, which is to stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
         untouched = Untouched(task.model, tensors_in([batch]), {device})

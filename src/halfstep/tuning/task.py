@@ -8,11 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from halfstep.casting.casts import tensors_in
-from halfstep.casting.module_names import without_wrappers
+from halfstep.casting.module_names import replicated, without_wrappers
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``: calls the model, in whichever way, and returns a scalar."""
@@ -50,10 +49,7 @@ class Task:
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield names, as policies have them, and modules; the model itself is ``""``."""
-        model = self.model
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = model.module
-        for name, module in model.named_modules():
+        for name, module in replicated(self.model).named_modules():
             yield without_wrappers(name), module
 
     def device(self, batch: Any) -> str:

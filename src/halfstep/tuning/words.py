@@ -8,6 +8,7 @@ from collections.abc import Collection
 import torch
 
 from halfstep.numbers import percent
+from halfstep.tracing import rows
 from halfstep.tuning.row import Row
 
 MODEL = "(the model)"
@@ -17,7 +18,7 @@ HEAD = ("module", "class", "output error", "gradient error", "overflow", "underf
 
 def short(dtype: torch.dtype) -> str:
     """Return ``"fp16"`` or ``"bf16"``."""
-    return {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    return rows.short(rows.dtype_name(dtype))
 
 
 def name_of(module: str) -> str:
