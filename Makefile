@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: help setup demo test check fuzz score test-gpu bench clean
+.PHONY: help setup demo test check fuzz score test-gpu test-ranks bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -36,6 +36,9 @@ score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minut
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
 
+test-ranks: $(READY)  ## the tests with four ranks, on the CPU
+	$(BIN)/pytest -m ranks4 $(ARGS)
+
 bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/step_time.py --compile --rounds 16
@@ -47,6 +50,8 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/record_time.py
 	$(BIN)/python benchmarks/diagnose_time.py --size small
 	$(BIN)/python benchmarks/diagnose_time.py --size 43m --dtype bf16
+	$(BIN)/python benchmarks/ranks_counts.py
+	$(BIN)/python benchmarks/ranks_cost.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache

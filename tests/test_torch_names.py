@@ -7,6 +7,7 @@ import functools
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,16 @@ def test_keys_and_kernels_of_the_dispatcher() -> None:
 
 
 def test_temporary_kernels_are_taken_back() -> None:
-    op, key = torch.ops.aten.mm.default, _torch.autocast_key("cpu")
+    # An op that no other test uses: PyTorch may remember what it saw of one.
+    op, key = torch.ops.aten.addbmm.default, _torch.autocast_key("cpu")
     x = torch.ones(2, 2)
+    args = x, x[None], x[None]
     kernels = _torch.TemporaryKernels()
     kernels.register(op, key, lambda *_: torch.zeros(()))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.mm(x, x).shape == ()
+        assert torch.addbmm(*args).shape == ()
         kernels.remove()
-        assert torch.mm(x, x).dtype == torch.bfloat16
+        assert torch.addbmm(*args).dtype == torch.bfloat16
 
 
 def test_nodes_of_autograd_have_numbers() -> None:
@@ -399,3 +402,121 @@ def test_the_store_of_a_job(tmp_path: Path) -> None:
         assert _torch.default_store().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_hooks_for_what_autograd_saves_are_known() -> None:
+    assert _torch.saves_as_always()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert not _torch.saves_as_always()
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        assert not _torch.saves_as_always()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_parts_of_a_dtensor() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    values = torch.arange(6.0).view(2, 3)
+    tensor = distribute_tensor(values, init_device_mesh("cpu", (1,)), [Shard(1)])
+    local = _torch.local_part(tensor)
+
+    assert _torch.is_dtensor(tensor)
+    assert not _torch.is_dtensor(values)
+    assert type(local) is torch.Tensor
+    assert torch.equal(local, values)
+    assert _torch.local_part(values) is values
+    again = _torch.placed_like(tensor)(local * 2)
+    assert _torch.is_dtensor(again)
+    assert again.placements == tensor.placements
+    assert torch.equal(again.full_tensor(), values * 2)
+    assert _torch.placed_like(values)(local) is local
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fully_shard_tells_in_which_dtype_it_gathers() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    lower, plain = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    fully_shard(lower, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(plain)
+
+    assert _torch.gathered_dtype(lower) is torch.bfloat16
+    assert _torch.gathered_dtype(plain) is None
+    assert _torch.gathered_dtype(torch.nn.Linear(2, 2)) is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fully_shard_gathers_into_memory_that_it_shares_with_the_weight() -> None:
+    """It counts no write then; that the memory is shared is how a gathered weight is known."""
+    from torch.distributed.fsdp import fully_shard
+
+    layer = torch.nn.Linear(4, 4)
+    fully_shard(layer)
+    seen: list[tuple[bool, int]] = []
+
+    def look(module: torch.nn.Module, _: object) -> None:
+        weight = module.get_parameter("weight")
+        seen.append((_torch.is_used_once(weight.untyped_storage()), weight._version))
+
+    layer.register_forward_pre_hook(look)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    assert seen[0] == seen[1]
+    assert not seen[0][0]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_spec_of_a_parameter_is_that_of_its_gradient_under_fully_shard() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    layer = torch.nn.Linear(4, 4)
+    fully_shard(layer)
+    layer(torch.ones(1, 4)).sum().backward()
+    assert _torch.spec_of(layer.weight.grad) is _torch.spec_of(layer.weight) is not None
+    assert _torch.spec_of(torch.ones(1)) is None
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_which_devices_a_process_group_serves() -> None:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    assert "cpu" in _torch.device_types(group)
+    assert _torch.device_types(group)[-1] == "cpu"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_ddp_leaves_alone_and_how_it_reduces() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    layer = torch.nn.Linear(2, 2)
+    layer._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    ddp = torch.nn.parallel.DistributedDataParallel(layer)
+    assert _torch.names_left_out(ddp) == {"bias"}
+    assert not _torch.has_comm_hook(ddp)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)  # type: ignore[operator]
+    assert _torch.has_comm_hook(ddp)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ddp_keeps_its_buckets() -> None:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    reducer = ddp.reducer
+    _torch.keep_buckets(ddp)
+    # Else the second forward pass makes them anew, which asks the other ranks.
+    assert not ddp.reducer._rebuild_buckets()
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2)).sum().backward()
+    ddp.reducer = reducer
+    assert reducer._rebuild_buckets()

@@ -251,6 +251,31 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
+def saves_as_always() -> bool:
+    """Say whether autograd in this thread saves tensors themselves, and takes hooks for them."""
+    autograd: Any = torch._C._autograd
+    has_hooks = autograd._top_saved_tensors_default_hooks(True) is not None
+    return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of this rank's part a whole tensor that lies on the ranks as ``tensor``."""
+    if not is_dtensor(tensor):
+        return lambda local: local
+    cls: Any = type(tensor)
+    spec = tensor._spec  # type: ignore[attr-defined]
+    return lambda local: cls(local, spec, requires_grad=False)
+
+
+def gathered_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype in which fully_shard gathers a module's parameters, None for their own."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
 # --- autocast: recomputation ----------------------------------------------------------------------
 
 
@@ -562,6 +587,94 @@ def restart_scaler(scaler: torch.amp.GradScaler, scale: float | None) -> None:
 def default_store() -> Any:
     """Return the store through which the ranks of this job have found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def device_types(process_group: torch.distributed.ProcessGroup) -> list[str]:
+    """Return the device types whose tensors the ranks of a group can exchange, CPU last."""
+    types: list[str] = sorted({device.type for device in process_group._device_types})
+    return sorted(types, key="cpu".__eq__)
+
+
+def is_dtensor(value: object) -> bool:
+    """Say whether ``value`` is a DTensor, without importing what defines them."""
+    return type(value) is not torch.Tensor and is_dtensor_class(type(value))
+
+
+def is_dtensor_class(kind: type) -> bool:
+    """Say whether the tensors of a class are DTensors."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
+    return issubclass(kind, getattr(module, "DTensor", ()))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a DTensor; another tensor as it is. No collective.
+
+    It shares memory with the DTensor and is below autograd.
+    """
+    if not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    local: torch.Tensor = tensor._local_tensor  # to_local() takes 20 times longer
+    # The result of a collective that may be under way.
+    return local if type(local) is torch.Tensor or not hasattr(local, "wait") else local.wait()
+
+
+def spec_of(tensor: Any) -> Any:
+    """Return the value that says where a DTensor lies, None for another tensor.
+
+    DTensors with the same one lie on the same ranks in the same way.
+    """
+    return getattr(tensor, "_spec", None)
+
+
+class _BucketsAsTheyAre:
+    """The reducer of a DistributedDataParallel, which makes its buckets anew at another time."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def keep_buckets(module: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Let forward passes not ask the other ranks for the order of buckets, as the second one does.
+
+    Until the attribute ``reducer`` is put back.
+    """
+    module.reducer = _BucketsAsTheyAre(module.reducer)  # type: ignore[assignment]
+
+
+def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Say whether the gradients are reduced by a function of the user's."""
+    return bool(module._comm_hooks)
+
+
+def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
+    """Return the names of parameters whose gradients DistributedDataParallel leaves alone."""
+    names: set[str] = module.parameters_to_ignore
+    return names
+
+
+def saving_group() -> torch.distributed.ProcessGroup | None:
+    """Return the ranks on which torch.distributed.checkpoint asks for states to save now.
+
+    None if it does not, or on one rank only. It tells nobody; the arguments of its ``save`` do.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            arguments = frame.f_locals
+            if {"process_group", "no_dist"} <= arguments.keys():
+                world = None if arguments["no_dist"] else torch.distributed.group.WORLD
+                return world and (arguments["process_group"] or world)
+        frame = frame.f_back
+    return None
 
 
 # --- the runner -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ left:
     * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update``
       before ``step``, ...). The object stays usable.
     * :class:`SkippedStepsError`: a ``GradScaler`` skipped too many steps in a row.
+    * :class:`RanksError`: the ranks of a job disagree, cannot agree, or do not answer.
 * ``ValueError``
     * :class:`RecordError`: the files of a recorded run are missing, or no such files.
 * ``UserWarning``
@@ -27,6 +28,13 @@ class SkippedStepsError(RuntimeError):
 
     The message says how many and why, names the parameters, and says what to try. The scaler stays
     usable: the iteration has ended as after any skipped step.
+    """
+
+
+class RanksError(RuntimeError):
+    """The ranks of a job disagree on the scale, cannot be found, or one of them does not answer.
+
+    The message says who has what, or which call was waiting for whom. No step was taken.
     """
 
 

@@ -12,6 +12,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed.fsdp.sharded_grad_scaler as sharded
+from tests.runner import several
 from torch import nn
 
 import halfstep
@@ -100,25 +101,8 @@ def test_modules_that_derive_from_the_names_see_the_originals():
         sys.modules[name] = package.sharded_grad_scaler = loaded
 
 
-def test_with_several_ranks_the_sharded_scaler_stays():
-    lines = []
-    with replaced(STANDARD, num_ranks=2, say=lines.append):
-        assert sharded.ShardedGradScaler is ORIGINALS[ALL[-1]]
-        assert torch.amp.GradScaler is stand_ins.GradScaler
-    assert len(lines) == 1
-    assert lines[0].startswith("ShardedGradScaler is PyTorch's own in this run")
-    with replaced(STANDARD, say=lines.append):
-        assert len(lines) == 1
-
-
-def test_unknown_to_the_environment_several_ranks_are_refused(names, monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(RuntimeError, match="WORLD_SIZE"):
-        sharded.ShardedGradScaler("cpu")
-    sharded.ShardedGradScaler("cpu", enabled=False)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    assert sharded.ShardedGradScaler("cpu", 8.0, 0.25, 4.0).get_growth_factor() == 4.0
+def test_the_sharded_scaler_speaks_for_all_ranks(names, pool):
+    assert pool.run(several.sharded) == [([True, False, True], 4.0)] * 2
 
 
 # --- autocast -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from halfstep.scaling import GradScaler
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import collect
+from halfstep.scaling.ranks.deciding import ALONE
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule
 from halfstep.scaling.scale.state import ScaleState
@@ -51,7 +52,7 @@ Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
 
 
 def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> stepping.Preparation:
-    return stepping.Preparation(collect(params), scale, scale.tensor.clone(), [])
+    return stepping.Preparation(collect(params), scale, scale.tensor.clone(), [], ALONE)
 
 
 def finish(ready: stepping.Preparation) -> torch.Tensor:

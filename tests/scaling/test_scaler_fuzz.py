@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from tests.scaling.saved import opened
 from torch import Tensor
 
 from halfstep.errors import CallOrderError, SkippedStepsError
@@ -508,7 +509,8 @@ class World:
             tracker = min(state.growth_tracker, state.growth_interval - 1)
             return replace(state, growth_tracker=tracker).to_dict()
 
-        saved = self.scaler.state_dict()
+        text = self.scaler.state_dict()
+        saved = opened(text)
         limits = saved["halfstep"]["norm_limits"]
         expected = saved_of(self.states[None])
         losses = {loss: saved_of(state) for loss, state in self.states.items() if loss}
@@ -520,7 +522,7 @@ class World:
             for mine, norms in zip(self.limits, limits["norms"], strict=True):
                 seen = [norm for norm in norms if norm is not None]
                 assert mine.norms == pytest.approx(seen, rel=0.02)
-        return saved
+        return text
 
     def refused(
         self, call: Callable[[], Any], errors: tuple[type[Exception], ...] = (CallOrderError,)
@@ -1164,7 +1166,7 @@ class World:
             lambda: scaler.load_state_dict({"scale": 1.0}),
             lambda: scaler.load_state_dict(saved | {"scale": 0.0}),
             lambda: scaler.load_state_dict(saved | {"_growth_tracker": -1}),
-            lambda: scaler.load_state_dict(saved | {"halfstep": {"version": 99}}),
+            lambda: scaler.load_state_dict(saved | {"halfstep": '{"version": 99}'}),
             lambda: scaler.after_step(optimizer, print, count="steps"),
             lambda: scaler.outcome(torch.optim.SGD([torch.nn.Parameter(one)])),
             lambda: list(scaler.retry(optimizer, times=1)),

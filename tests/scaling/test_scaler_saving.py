@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.scaling.saved import closed, opened
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import GradScaler
@@ -36,7 +37,7 @@ def iterate(scaler: GradScaler | torch.amp.GradScaler, value: float = 1.0) -> No
 
 @pytest.mark.parametrize("initialized", [False, True])
 def test_state_dict(initialized: bool) -> None:
-    state = make(initialized).state_dict()
+    state = opened(make(initialized).state_dict())
     ours = state.pop("halfstep")
     assert state == {
         "scale": 256.0,
@@ -80,7 +81,7 @@ def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
     if initialized:
         target.scale(torch.ones(()))
     target.load_state_dict(source.state_dict())
-    loaded = target.state_dict()
+    loaded = opened(target.state_dict())
     assert loaded.pop("halfstep")["min_scale"] == 1.0
     assert loaded == source.state_dict()
     iterate(target, float("inf"))
@@ -120,7 +121,7 @@ def test_every_state_survives(
     source = GradScaler()
     saved = state.to_dict()
     saved["halfstep"] |= {"losses": {"other": named.to_dict()}, "norm_limits": NORM_LIMITS}
-    source.load_state_dict(json.loads(json.dumps(saved)))
+    source.load_state_dict(json.loads(json.dumps(closed(saved))))
     if initialized:
         source.scale(torch.ones(()))
         source.scale(torch.ones(()), name="other")
@@ -129,7 +130,7 @@ def test_every_state_survives(
         target.load_state_dict(source.state_dict())
     else:
         target = copy.deepcopy(source) if way == "deepcopy" else pickle.loads(pickle.dumps(source))
-    assert target.state_dict() == saved
+    assert opened(target.state_dict()) == saved
     for name, expected in [(None, state), ("other", named)]:
         target.scale(torch.ones(()), name=name)
         assert target._engine.scales[name].read() == expected
@@ -166,8 +167,14 @@ def test_a_damaged_part_of_ours_changes_nothing() -> None:
     scaler = make(initialized=True)
     before = scaler.state_dict()
     for damage in ({"losses": 3}, {"norm_limits": {"window": 3}}, {"losses": {"a": {}}}):
+        damaged = opened(before)
+        damaged["halfstep"] |= damage
         with pytest.raises(ValueError, match="saved scaler state"):
-            scaler.load_state_dict(before | {"halfstep": before["halfstep"] | damage})
+            scaler.load_state_dict(closed(damaged))
+        assert scaler.state_dict() == before
+    for text in ("no JSON", {"version": 1}, "3"):
+        with pytest.raises(ValueError, match="not the JSON text that state_dict"):
+            scaler.load_state_dict(before | {"halfstep": text})
         assert scaler.state_dict() == before
 
 
@@ -244,4 +251,4 @@ def test_no_copy_in_the_middle_of_an_iteration(call: str) -> None:
 def test_loading_replaces_the_floor() -> None:
     scaler = GradScaler(init_scale=0.25)
     scaler.load_state_dict(GradScaler().state_dict())
-    assert scaler.state_dict()["halfstep"]["min_scale"] == 1.0
+    assert opened(scaler.state_dict())["halfstep"]["min_scale"] == 1.0

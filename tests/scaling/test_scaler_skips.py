@@ -61,17 +61,6 @@ def test_a_bad_loss_does_not_move_the_scale(fused: bool) -> None:
     assert training.is_finite()
 
 
-def test_with_several_ranks_a_bad_loss_moves_the_scale_as_in_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A rank does not know of the losses of the others: the scales must not drift apart."""
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    training = Training()
-    assert training.step("bad loss") == 32768.0
-    assert str(training.scaler.outcome(training.optimizer).reason) == "overflow"
-
-
 def test_inside_functorch_the_loss_is_scaled_and_not_looked_at() -> None:
     scaler = GradScaler(init_scale=8.0)
     gradient = torch.func.grad(lambda x: scaler.scale((x * x).sum()))(torch.ones(2))

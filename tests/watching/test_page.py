@@ -49,7 +49,8 @@ def update(**values):
         diagnoses=(),
         notes=(),
         error=None,
-        has_ended=False,
+        error_rank=None,
+        without_end=(0,),
         trace=None,
     )
     known = {name: values.pop(name) for name in tuple(values) if hasattr(run, name)}
@@ -88,8 +89,8 @@ def test_heading():
 @pytest.mark.parametrize(
     ("values", "now", "words"),
     [
-        ({"has_ended": True}, 9999.0, "runs/x  ended\n"),
-        ({"has_ended": True, "error": "ValueError: [red]"}, 0.0, "ended with ValueError: [red]\n"),
+        ({"without_end": ()}, 9999.0, "runs/x  ended\n"),
+        ({"without_end": (), "error": "ValueError: [red]"}, 0.0, "ended with ValueError: [red]\n"),
         ({}, 129.0, "running"),
         ({}, 131.0, "silent: last event 0:00:31 ago; was it killed?"),
         ({"steps": (taken(1, time=0.0), taken(2, time=60.0))}, 690.0, "running"),
@@ -108,8 +109,8 @@ def test_how_it_stands(values, now, words):
     ("values", "word"),
     [
         ({}, "running"),
-        ({"has_ended": True}, "ended"),
-        ({"has_ended": True, "error": "ValueError: " + 90 * "x"}, "ended"),
+        ({"without_end": ()}, "ended"),
+        ({"without_end": (), "error": "ValueError: " + 90 * "x"}, "ended"),
         ({"written": 0.0}, "silent:"),
     ],
 )
@@ -282,7 +283,7 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
 
 
 def test_first_and_last_line():
-    new = update(steps=(taken(1), skipped(2)), has_ended=True, ranks=(0, 1))
+    new = update(steps=(taken(1), skipped(2)), without_end=(), ranks=(0, 1))
     known = watched(None, new)
     assert heading(known) == "run runs/x  train.py, EPYC, cpu, 2 ranks"
     assert end_line(known, 0.0) == "ended  step 2, 0:00:01, 2 steps/s, skipped 1 of 2 (50 %)"

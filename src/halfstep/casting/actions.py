@@ -11,6 +11,7 @@ import torch
 from halfstep import _torch
 from halfstep._torch import Kernel
 from halfstep.casting.casts import Float64Met, cast, cast_any, cast_weights, is_eligible, widest
+from halfstep.casting.gathered import GatheredMet, Lent
 from halfstep.casting.op_names import WITH_DTYPE, overload
 from halfstep.casting.presets import rules_of
 from halfstep.casting.rule import Rule
@@ -74,8 +75,11 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
             return pytorch(keys, *casts, **kwargs)
         except Float64Met:
             return in_float64(keys, *args, **kwargs)
+        except GatheredMet:
+            pass  # called outside of this block, whose error would be the context of the op's own
         finally:
             torch.set_autocast_cache_enabled(is_cache_on)
+        return _with_gathered(lower, keys, args, kwargs, dtype)
 
     return lower
 
@@ -104,9 +108,21 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
                 named = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
             except Float64Met:
                 return in_float64(keys, *args, **kwargs)
-            return op(*casts, **named)
+            except GatheredMet:
+                pass
+            else:
+                return op(*casts, **named)
+        return _with_gathered(cast_to, keys, args, kwargs, dtype)
 
     return cast_to
+
+
+def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """Call a kernel with gathered weights cast already, and no cast saved for the backward pass."""
+    lent = Lent(dtype)
+    casts = lent.cast(args)
+    with lent.until_backward():
+        return kernel(keys, *casts, **kwargs)
 
 
 def _promote(name: str, device: str) -> Kernel:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.casting.gathered import GatheredMet, is_gathered, is_weight
 from halfstep.casting.weight_cache import weights
 
 _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -69,6 +70,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
     Raises:
         Float64Met: as :func:`cast`.
+        GatheredMet: there is a gathered weight; :class:`halfstep.casting.gathered.Lent` casts it.
     """
     kind = type(value)
     if kind in _NO_TENSORS:  # isinstance takes longer
@@ -77,9 +79,13 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         has = value.dtype
         if has is torch.float64 and value.device.type == device and value.dim() > 0:
             raise Float64Met
-        if kind is not nn.Parameter or has is dtype or not has.is_floating_point:
+        if has is dtype or not has.is_floating_point or not is_weight(value):
             return value
         # No look at the device, which takes as long as all else: an op has its weights on its own.
+        if is_gathered(value):
+            raise GatheredMet
+        if kind is not nn.Parameter:  # a DTensor: PyTorch does not count all writes to one
+            return value
         kept = weights.cast(value, dtype)
         return value if kept is None else kept
     # A product of one factor, einsum("ij->ji", weight) say, is a view of it.

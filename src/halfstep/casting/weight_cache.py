@@ -31,7 +31,8 @@ class CacheInfo(NamedTuple):
         entries: Casts that are kept.
         bytes: Their size.
         hits: How often a kept cast was used.
-        misses: How often a weight was cast that the cache has a say in.
+        misses: How often a weight was cast that the cache has a say in (gathered ones are not
+            counted where there is a gradient).
         stale: How often a kept cast was of no use, since its weight had changed.
         max_bytes: The limit, None for none.
     """
@@ -103,10 +104,11 @@ class WeightCache:
 
     A cast is kept when its weight is needed a second time unchanged, or was so before its last
     change: training with one forward pass per step keeps nothing, and so needs no more memory than
-    without a cache. Nothing is kept of what is no ``nn.Parameter``, of a weight that shares its
-    memory with others (they may write to it unseen), of one made in inference mode (it has no
-    version), inside ``vmap`` and its like, under a dispatch mode (selective checkpointing replays
-    ops by their order), and while a graph is traced or captured.
+    without a cache. Nothing is kept of what is no ``nn.Parameter``, of a DTensor (not all writes to
+    it are counted), of a weight that shares its memory with others (they may write to it unseen, as
+    fully_shard does when it gathers), of one made in inference mode (it has no version), inside
+    ``vmap`` and its like, under a dispatch mode (selective checkpointing replays ops by their
+    order), and while a graph is traced or captured.
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from halfstep import _torch
 from halfstep.casting.casts import tensors_in
+from halfstep.casting.gathered import has_ranks
 from halfstep.casting.region import ModuleRegion, Settings, settings_within
 
 
@@ -46,7 +47,7 @@ class Wrapped:
         """Run the module's own ``forward`` as it is to run here."""
         run = super().forward  # type: ignore[misc]
         if self._islands:
-            return _run_on_island(self._islands[-1], run, args, kwargs)
+            return _run_on_island(self, self._islands[-1], run, args, kwargs)
         given = next(tensors_in((args, kwargs)), None) if self._path else None
         if given is None or not torch.is_autocast_enabled(given.device.type):
             return run(*args, **kwargs)
@@ -54,7 +55,8 @@ class Wrapped:
         if settings is None:
             return run(*args, **kwargs)
         if not settings.switches.enabled:
-            return _run_on_island(Island(torch.float32, cast_back=False), run, args, kwargs)
+            island = Island(torch.float32, cast_back=False)
+            return _run_on_island(self, island, run, args, kwargs)
         with ModuleRegion(settings):
             return run(*args, **kwargs)
 
@@ -113,8 +115,10 @@ def _new(cls: Any, *args: Any) -> Any:
     return wrapped.__new__(wrapped, *args)
 
 
-def _run_on_island(island: Island, run: Any, args: Any, kwargs: Any) -> Any:
+def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     dtype, cast_back = island
+    if not torch.compiler.is_compiling() and has_ranks():
+        _require_gathered(module, dtype)
     given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
     args, kwargs = _cast((args, kwargs), dtype, None)
     device = None if given is None else given.device.type
@@ -126,6 +130,23 @@ def _run_on_island(island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     if cast_back and given is not None and given.dtype is not dtype:
         result = _cast(result, given.dtype, dtype)
     return result
+
+
+def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` if fully_shard gathers parameters of an island in another dtype."""
+    for name, module in island.named_modules():
+        # The parameters of a module that is sharded by itself are not gathered yet.
+        gathered = _torch.gathered_dtype(module)
+        dtypes = {param.dtype for param in module.parameters(recurse=False)} | {gathered}
+        wrong = [each for each in dtypes if each not in (None, dtype) and each.is_floating_point]
+        if wrong:
+            inner = f" (in {name})" if name else ""
+            policy = f"MixedPrecisionPolicy(param_dtype={dtype})"
+            raise ValueError(
+                f"{type(island).__name__}{inner} is an island in {dtype}, but runs with parameters "
+                f"in {wrong[0]}, as fully_shard gathers them. Shard the island by itself, before "
+                f"the modules around it: fully_shard(island, mp_policy={policy})"
+            )
 
 
 def _off(device: str) -> Settings:

@@ -7,9 +7,11 @@ from datetime import timedelta
 from itertools import count
 
 import torch
+from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep.diagnosing.diagnosis import Diagnosis
+from halfstep.errors import RanksError
 
 PATIENCE = timedelta(seconds=60)
 """How long rank 0 waits for what the others have found."""
@@ -54,3 +56,49 @@ def _worst_first(all_of_them: list[Diagnosis]) -> Diagnosis:
 
 def _key(number: int, rank: int) -> str:
     return f"halfstep/diagnosis/{number}/{rank}"
+
+
+# --- what only all ranks together can run ---------------------------------------------------------
+
+
+def why_together(model: nn.Module) -> str | None:
+    """Say why a model runs on all ranks together only, None if one can run it alone."""
+    names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if names & {"FSDPModule", "FullyShardedDataParallel"}:
+        return "the model is sharded by FSDP"
+    if any(map(_is_of_several_ranks, model.parameters())):
+        return "the parameters of the model are DTensors"
+    return None
+
+
+def is_compiled_together(model: nn.Module) -> bool:
+    """Say whether compiled code of a model may talk to other ranks, in an order of its own.
+
+    If one rank runs it as it is written, the ranks may wait for different things.
+    """
+    return any(map(_torch.is_compiled, model.modules())) and why_together(model) is not None
+
+
+def is_one_of_several() -> bool:
+    """Say whether there are other ranks."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    return torch.distributed.get_world_size() > 1
+
+
+def _is_of_several_ranks(tensor: Tensor) -> bool:
+    return _torch.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, detached. Sync: none."""
+    tensor = tensor.detach()
+    return _torch.local_part(tensor)
+
+
+def waits_for_others(why: str) -> RanksError:
+    """Return the error for a step that one rank cannot replay."""
+    return RanksError(
+        f"this step cannot be replayed: {why}, and a replay by one rank would wait for the others. "
+        "Put `with scaler.diagnose(model):` around the loop: it looks at such steps as they run"
+    )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfstep import _torch
+from halfstep.casting.casts import tensors_in
 from halfstep.diagnosing.finite import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep.diagnosing.undo import Undo
 from halfstep.diagnosing.watcher import OpCall, OpKey, Witness
@@ -26,6 +27,8 @@ from halfstep.tracing.state import Place
 
 OUTSIDE = -1
 """The number of what was bad before the replay."""
+ELSEWHERE = -2
+"""The number of what another rank has sent."""
 
 _FILLS = (
     "fill",
@@ -41,6 +44,8 @@ _FILLS = (
     "constant_pad_nd",
     "where",
 )
+_WAITS = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
+_NOTHING_SENT = (*_WAITS, "c10d::recv_", "c10d::recv_any_source_")
 _OVERWRITE = ("copy_", "fill_", "zero_")
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax")
@@ -55,7 +60,8 @@ class Blame:
     """Where values that are not finite came from.
 
     Attributes:
-        number: That of the op in the replay, ``OUTSIDE`` for a tensor from before it.
+        number: That of the op in the replay, ``OUTSIDE`` for a tensor from before it, ``ELSEWHERE``
+            for what came from another rank.
         op: The name of the op; of a tensor from outside, of the op that read it first.
         place: What the op belongs to.
         phase: When it ran.
@@ -101,6 +107,8 @@ class Blames(Witness):
         self._results: list[Blame] = []
         self._has_loss = self.has_end = False
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
+        self._sent: Blame
+        self._awaited: dict[int, object] = {}
 
     def before(self, call: OpCall) -> None:
         """Take note of the op, which one of the backward pass may belong to."""
@@ -123,6 +131,24 @@ class Blames(Witness):
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
         """Look closer, if wanted, at an op to which something is blamed for the first time."""
+
+    def sends(self, call: OpCall) -> None:
+        """Blame what comes back on what this rank sends, if that is bad; else on another rank."""
+        self._keys.append(call.key)
+        own = [tensor for tensor in _sent_by(call) if badness(tensor) is not None]
+        causes = [self._get(tensor) or self._outside(tensor, call) for tensor in own]
+        known = self._known(call)
+        other = Blame(ELSEWHERE, call.name, call.place, call.phase, call.number, *known)
+        self._sent = min(causes, key=lambda blame: blame.number, default=other)
+
+    def receives(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Take note of whom to blame if what comes turns out to be bad."""
+        if call.name not in _WAITS:
+            for tensor in outputs:
+                self._put(tensor, self._sent)
+                reference = _torch.memory_of(tensor)
+                if reference is not None:
+                    self._awaited[reference.cdata] = reference
 
     def see_loss(self, loss: Tensor) -> None:
         """Take note of a loss that is not finite."""
@@ -167,6 +193,8 @@ class Blames(Witness):
             ends = self._results
         if not ends and has_failed:
             return self._first
+        # What this rank has done itself says more than what has come to it.
+        ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
         return min(ends, key=lambda blame: blame.number, default=None)
 
     # --- whose fault ------------------------------------------------------------------------------
@@ -210,10 +238,18 @@ class Blames(Witness):
         is_meant = is_mask(tensor if values is None else values)
         if call is None:
             return Blame(OUTSIDE, "", Place(), "backward", OUTSIDE, None, None, is_meant, tensor)
+        if call.name == "copy_" and self._is_awaited(call.written[0]):
+            received = self._get(call.written[0])
+            if received is not None:
+                return received  # what came lay in memory of the process group first
         known = self._known(call)
         return Blame(
             OUTSIDE, call.name, call.place, call.phase, call.number, *known, is_meant, tensor
         )
+
+    def _is_awaited(self, tensor: Tensor) -> bool:
+        reference = _torch.memory_of(tensor)
+        return reference is not None and reference.cdata in self._awaited
 
     def _known(self, call: OpCall) -> tuple[OpKey, OpKey | None]:
         of = call.place.number if call.phase == "backward" else -1
@@ -255,6 +291,15 @@ class Blames(Witness):
         known = self._blames.get(reference.cdata)
         if known is None or _is_all_of_its_memory(tensor) or blame.number < known[1].number:
             self._blames[reference.cdata] = (reference, blame)
+
+
+def _sent_by(call: OpCall) -> list[Tensor]:
+    """Return what a collective reads; what it writes to need not hold anything yet."""
+    if call.name in _NOTHING_SENT:
+        return []
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    return list(tensors_in([value for name, value in given.items() if "output" not in name]))
 
 
 def _is_training(call: OpCall) -> bool:

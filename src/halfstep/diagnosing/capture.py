@@ -19,6 +19,7 @@ from halfstep import _torch
 from halfstep.casting.casts import tensors_in
 from halfstep.casting.region import current_settings
 from halfstep.diagnosing.calls import Call, Output, Seed, call_again, is_model, same_entries
+from halfstep.diagnosing.finite import is_finite
 from halfstep.diagnosing.lines import user_line
 from halfstep.outermost import Outermost, not_compiled
 from halfstep.patches import Patches
@@ -201,7 +202,7 @@ class Capture:
         Sync: one for each loss.
         """
         for call in self._calls:
-            if not all(bool(seed.isfinite().all()) for seed in call.seeds.values()):
+            if not all(map(is_finite, call.seeds.values())):
                 return "its loss went bad between the loss function and backward"
         for call in self._calls:
             for tensor, version in call.given:

@@ -17,9 +17,11 @@ from halfstep.diagnosing.blame import OUTSIDE, Blame, Blames, GradientPlace
 from halfstep.diagnosing.curing import Patient
 from halfstep.diagnosing.diagnosis import BadOp, Cure, Diagnosis, Flush, Verdict
 from halfstep.diagnosing.looking import Look
+from halfstep.diagnosing.owners import owners_in
 from halfstep.diagnosing.precision import Entered, Precision
 from halfstep.diagnosing.replay import Replayer, Setting
 from halfstep.diagnosing.underflow import Flushes
+from halfstep.errors import RanksError
 from halfstep.machine import rank
 from halfstep.tracing.state import Place
 
@@ -52,6 +54,7 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
     Raises:
         TypeError: ``step_fn`` cannot be called, or ``model`` is no module.
         CallOrderError: A trace is running.
+        RanksError: The step waits for other ranks: the model is sharded, or it calls a collective.
         Exception: What ``step_fn`` raises, if no value in it was bad before.
 
     Sync: one for each op.
@@ -78,6 +81,10 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
         )
     if not (model is None or isinstance(model, nn.Module)):
         raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
+    for owner in (model, *owners_in(step_fn)):
+        why = across_ranks.why_together(owner) if isinstance(owner, nn.Module) else None
+        if why is not None:
+            raise across_ranks.waits_for_others(why)
     return across_ranks.merged(Diagnosing(step_fn, model).answer())
 
 
@@ -128,6 +135,8 @@ class Diagnosing:
 
     def _answer(self, with_underflow: bool) -> Diagnosis:
         scan = self.scan(Setting())
+        if isinstance(scan.error, RanksError):  # what comes after it was not seen
+            raise scan.error
         if scan.blame is None:
             if scan.error is not None:
                 raise scan.error

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep.casting.kernels import observed_by
 from halfstep.casting.module_names import replicated
-from halfstep.diagnosing import curing
-from halfstep.diagnosing.blame import OUTSIDE, Blame, Blames
+from halfstep.diagnosing import across_ranks, curing
+from halfstep.diagnosing.blame import ELSEWHERE, OUTSIDE, Blame, Blames
 from halfstep.diagnosing.diagnosis import BadOp, Cure, Diagnosis, Line, Verdict
 from halfstep.diagnosing.lines import user_line
 from halfstep.diagnosing.looking import described, name_of_bad, names_in, needs, operand
@@ -31,10 +34,14 @@ class Live:
 
     Args:
         model: The model, if it is known.
+
+    Attributes:
+        came_from_elsewhere: Whether what went bad came from another rank, when it has ended.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
+        self.came_from_elsewhere = False
         self._blames = _LiveBlames(None if model is None else replicated(model))
         self._stack, self._patches = ExitStack(), Patches()
         undo = _NoUndo()
@@ -48,17 +55,27 @@ class Live:
         with ExitStack() as stack:
             stack.callback(self._patches.undo)
             watch_backward(self._patches, self._blames, self._undo)
+            self._patches.wrap(torch.autograd, "backward", self._backward)
             stack.enter_context(eager(has_global_hooks=True))
             stack.enter_context(observed_by(self._watcher.observe))
             stack.enter_context(self._watcher.watching())
             self._stack = stack.pop_all()
         return True
 
+    def _backward(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """See the gradients of FSDP, which come to other tensors than the leaves of the graph."""
+        original(*args, **kwargs)
+        for param in () if self.model is None else self.model.parameters():
+            if _torch.is_dtensor(param) and param.grad is not None:
+                with _torch.unseen_by_modes():
+                    self._blames.see_gradient(param, across_ranks.local_part(param.grad))
+
     def end(self, scale: float | None) -> Diagnosis | None:
         """Say what was found, None for nothing; and trace no longer."""
         if _torch.dispatch_modes()[-1:] == [self._watcher]:
             self._stack.close()
         blame = self._blames.root()
+        self.came_from_elsewhere = blame is not None and _is_from_elsewhere(blame)
         found = None if blame is None else self._blames.looked.get(blame.reader)
         if blame is None or found is None:
             return None
@@ -69,6 +86,13 @@ class Live:
             return replace(diagnosis, verdict="data")
         verdict, cure = _alone(bad, blame, scale, self.model)
         return replace(diagnosis, verdict=verdict, cure=cure)
+
+
+def _is_from_elsewhere(blame: Blame) -> bool:
+    """Say whether another rank has sent what is bad: it did, or no op of this one has made it."""
+    if blame.number == ELSEWHERE:
+        return True
+    return blame.reader == OUTSIDE and across_ranks.is_one_of_several()
 
 
 class _NoUndo(Undo):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from halfstep import _torch
 from halfstep.casting.casts import tensors_in
 from halfstep.casting.module_names import without_wrappers
+from halfstep.diagnosing import across_ranks
 from halfstep.diagnosing.blame import Blame
 from halfstep.diagnosing.diagnosis import BadOp, Line, Operand
 from halfstep.diagnosing.lines import called_by_user, user_line
@@ -186,19 +187,37 @@ def _amax(tensor: Tensor) -> float | None:
 
 def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
     """Return what gives the name of a parameter or buffer, or of a view or gradient of one."""
-    names: dict[int, str] = {}
-    if model is not None:
-        tensors = [*model.named_buffers(), *model.named_parameters()]
-        names = {_key(tensor): without_wrappers(name) for name, tensor in tensors}
-        grads = ((name, param.grad) for name, param in model.named_parameters())
-        names |= {_key(g): f"{without_wrappers(name)}.grad" for name, g in grads if g is not None}
+    if model is None:
+        return lambda _: ""
+    before = _names_by_memory(model)
 
     def name_of(tensor: Tensor) -> str:
-        return names.get(_key(tensor), "")
+        key = _key(tensor)
+        # FSDP puts gathered parameters in the place of the others while a module runs.
+        found = before.get(key) or _names_by_memory(model).get(key) or {}
+        return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
 
     return name_of
 
 
+def _names_by_memory(model: nn.Module) -> dict[int, dict[int, str]]:
+    """Return the names of what lies in a piece of memory, by where it begins."""
+    names: dict[int, dict[int, str]] = {}
+    gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
+    for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
+        if tensor is not None:
+            offset = _offset(tensor)
+            names.setdefault(_key(tensor), {})[offset] = without_wrappers(name)
+    return names
+
+
+def _offset(tensor: Tensor) -> int:
+    """Return where a tensor begins in its memory; gradients may lie in one buffer."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return int(across_ranks.local_part(tensor).storage_offset())
+
+
 def _key(tensor: Tensor) -> int:
-    memory = _torch.memory_of(tensor)
+    memory = _torch.memory_of(across_ranks.local_part(tensor))
     return id(tensor) if memory is None else int(memory.cdata)

@@ -20,6 +20,7 @@ from halfstep.casting.casts import tensors_in
 from halfstep.casting.kernels import observed_by
 from halfstep.casting.plans import PolicyOnDevice
 from halfstep.casting.rule import Rule
+from halfstep.diagnosing import across_ranks
 from halfstep.diagnosing.owners import owners_in
 from halfstep.diagnosing.precision import AS_IT_IS, Entered, Precision, autocast_as
 from halfstep.diagnosing.undo import Undo
@@ -30,6 +31,7 @@ from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import parameters
 from halfstep.scaling.loops.closures import split_closure
 from halfstep.scaling.observers import OBSERVERS
+from halfstep.scaling.ranks.finding import Ranks
 from halfstep.scaling.torch_calls import TorchCalls
 
 
@@ -126,7 +128,7 @@ class Replayer:
             outer.enter_context(_nobody_listens())
             modules = FoundModules(self._outermost, undo)
             looks = witness(undo)
-            watcher = self._watcher = Watcher(modules, undo, looks)
+            watcher = self._watcher = Watcher(modules, undo, looks, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
                 watch_backward(patches, looks, undo)
@@ -196,14 +198,14 @@ def watch_backward(patches: Patches, looks: Witness, undo: Undo) -> None:
 def _see_losses(looks: Witness, values: Sequence[Any]) -> None:
     with _torch.unseen_by_modes():
         for loss in tensors_in(values):
-            looks.see_loss(loss.detach())
+            looks.see_loss(across_ranks.local_part(loss))
 
 
 def _see_gradients(looks: Witness, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     with _torch.unseen_by_modes():
         for leaf, gradient in pairs:
             if gradient is not None:
-                looks.see_gradient(leaf, gradient.detach())
+                looks.see_gradient(leaf, across_ranks.local_part(gradient))
 
 
 def _hold_optimizers(patches: Patches, looks: Witness, undo: Undo) -> None:
@@ -276,6 +278,6 @@ def _begin_anew(scaler: Any, scale: float | None) -> None:
     if scale is not None:
         first = replace(first, scale=scale)
         states = {loss: replace(state, scale=scale) for loss, state in states.items()}
-    scaler._engine = Engine(first)
+    scaler._engine = Engine(first, Ranks("local", None))  # the others do not replay this
     if states:
         scaler._engine.scales.load(states)

@@ -88,6 +88,7 @@ class Undo:
                 if isinstance(module, DistributedDataParallel):  # each rank replays its own
                     module.require_backward_grad_sync = False
                     module.require_forward_param_sync = False
+                    _torch.keep_buckets(module)
                 self.note_grads(module.parameters(recurse=False))
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))

@@ -22,13 +22,15 @@ from torch.optim.optimizer import (
 from halfstep import _torch
 from halfstep.casting.casts import tensors_in
 from halfstep.casting.module_names import replicated
+from halfstep.diagnosing import across_ranks
 from halfstep.diagnosing.capture import Capture
 from halfstep.diagnosing.diagnose import Diagnosing
 from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.diagnosing.finite import is_finite
 from halfstep.diagnosing.live import Live
-from halfstep.errors import CallOrderError, DiagnosisWarning
+from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
 from halfstep.patches import Patches
+from halfstep.scaled_steps import is_by_scaler
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.observers import OBSERVERS
 from halfstep.scaling.outcomes.outcome import Outcome
@@ -94,7 +96,7 @@ class Watch:
         self._capture, self._start = Capture(self._is_here), _Start()
         self._live: Live | None = None
         self._num_live = self._num_steps = self._num_tried = 0
-        self._is_scaled = self._was_finite = False
+        self._is_scaled = self._was_finite = self._came_from_elsewhere = False
         self._losses: list[Tensor] = []
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
@@ -167,7 +169,7 @@ class Watch:
         """Diagnose a step that no scaler has a part in, before it is taken."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1 or not self._losses:
+        if _torch.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
             return
         losses, self._losses = self._losses, []
         self._end_step(None, is_bad=not _are_finite(losses))
@@ -204,7 +206,7 @@ class Watch:
         model = capture.model if self._model is None else self._model
         why_not: str | None = "no model was called in it"
         if model is not None:
-            why_not = capture.why_not() or _sharded(model)
+            why_not = across_ranks.why_together(model) or capture.why_not()
         if model is not None and why_not is None:
             found = self._replayed(model, scale)
             if found is not None:
@@ -220,12 +222,18 @@ class Watch:
         self._num_live -= 1
         if found is not None:
             self._say(found)
+        elif live.came_from_elsewhere:
+            self.notes.append(f"what was bad in step {self._num_steps} came from another rank")
+            self._came_from_elsewhere = True
         elif self._num_live:
             self._trace(live.model)
-        else:
+        elif not (self.found or self._came_from_elsewhere):
             self._say(Diagnosis("unknown", notes=("none of the steps traced since went bad",)))
 
     def _trace(self, model: nn.Module | None) -> None:
+        if model is not None and across_ranks.is_compiled_together(model):
+            self.notes.append("nothing is traced live where compiled code talks to other ranks")
+            return
         live = Live(model)
         if live.begin():
             self._live = live
@@ -237,7 +245,7 @@ class Watch:
         at = 1.0 if scale is None else scale
         multiply: Callable[[Tensor], Tensor] = _as_it_is
         if scale is not None:
-            scaler = GradScaler(init_scale=scale, rule=Static())
+            scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
 
             def multiply(loss: Tensor) -> Tensor:  # looked up in each replay, which patches it
                 scaled: Tensor = scaler.scale(loss)
@@ -245,6 +253,9 @@ class Watch:
 
         try:
             found = Diagnosing(self._capture.step(multiply, at), model).answer(with_underflow=False)
+        except RanksError:
+            self._capture.gap = "the model or the loss waits for other ranks"
+            return None
         except Exception as error:  # of the user's code, out of its place
             self.notes.append(f"a replay raised {type(error).__name__}: {error}")
             return None
@@ -296,14 +307,6 @@ def _are_finite(losses: Sequence[Tensor]) -> bool:
 def _place(found: Diagnosis) -> tuple[object, ...]:
     bad = found.bad
     return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
-
-
-def _sharded(model: nn.Module) -> str | None:
-    """Return why a model cannot be replayed by one rank alone."""
-    names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
-    if names & {"FSDPModule", "FullyShardedDataParallel"}:
-        return "the model is sharded, and a replay would wait for the other ranks"
-    return None
 
 
 def _as_it_is(loss: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfstep import _torch
 from halfstep.casting.casts import tensors_in
 from halfstep.casting.module_names import replicated, without_wrappers
 from halfstep.casting.plans import PolicyOnDevice
 from halfstep.casting.rule import Rule
+from halfstep.diagnosing import across_ranks
 from halfstep.diagnosing.undo import Undo
 from halfstep.tracing.modules import RunningModules
 from halfstep.tracing.op_mode import OpMode
@@ -24,6 +26,12 @@ from halfstep.tracing.places import Places
 from halfstep.tracing.rows import Phase
 from halfstep.tracing.state import Place
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Where PyTorch has the ops by which ranks talk."""
+_MADE_OF_OTHERS = ("DTensor", "AsyncCollectiveTensor")
+"""The tensors in which ``torch.distributed`` hides what this rank has."""
+_FOR_COLLECTIVES = ("fsdp::all_gather_copy_in",)
+"""What returns the memory for one, in which there is nothing yet."""
 OpKey = tuple[str, Phase, str, int, str | None, int]
 """Name, phase, module, call, the op that the rule was asked for, and which of those alike it is."""
 
@@ -65,6 +73,12 @@ class Witness:
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Look at what an op has returned or, if it returns no tensors, has written to."""
+
+    def sends(self, call: OpCall) -> None:
+        """Look at an op that is about to send what it reads to other ranks."""
+
+    def receives(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Take note of where its result will be; it need not have come yet."""
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at what ``scale`` is given, and what ``backward`` begins with."""
@@ -124,14 +138,18 @@ class Watcher(OpMode):  # type: ignore[no-untyped-call]
         modules: Knows which module runs.
         undo: Keeps what is written to.
         witness: Looks.
+        is_alone: Whether the other ranks do not run the same: what waits for them is refused.
 
     Attributes:
         num_ops: How many ops have run.
     """
 
-    def __init__(self, modules: FoundModules, undo: Undo, witness: Witness) -> None:
+    def __init__(
+        self, modules: FoundModules, undo: Undo, witness: Witness, *, is_alone: bool = False
+    ) -> None:
         super().__init__(Places(modules, self._name_of))
         self._modules, self._undo, self.witness = modules, undo, witness
+        self._is_alone = is_alone
         self.num_ops = 0
         self._counts: Counter[tuple[str, Phase, str, int, str | None]] = Counter()
         self._names: dict[int, str] = {}
@@ -148,11 +166,27 @@ class Watcher(OpMode):  # type: ignore[no-untyped-call]
         with self._places.under(op, rule, policy):
             yield
 
+    @_torch.keep_out_of_graphs
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op; of DTensors it is seen as what it does to the part that this rank has."""
+        if any(cls.__name__ in _MADE_OF_OTHERS for cls in types):
+            return NotImplemented  # they run it themselves then, by ops that come here
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op between two looks of the witness."""
+        """Run an op between two looks of the witness.
+
+        Raises:
+            RanksError: It would wait for other ranks, and they do not run it.
+        """
         number, name = self.num_ops, op_name(func)
+        is_collective = func.namespace in _COLLECTIVES
+        if is_collective and self._is_alone:
+            raise across_ranks.waits_for_others(f"{name} is called in it")
         self.num_ops += 1
         is_cast = casts_to(func, args, kwargs) is not None
         place, phase = self._places.place(name, number, is_cast=is_cast)
@@ -164,11 +198,15 @@ class Watcher(OpMode):  # type: ignore[no-untyped-call]
         key = (*alike, self._counts[alike])
         self._counts[alike] += 1
         call = OpCall(number, key, func, name, args, kwargs, given, written, place, phase)
-        self.witness.before(call)
+        if is_collective or name in _FOR_COLLECTIVES:
+            before, after = self.witness.sends, self.witness.receives
+        else:
+            before, after = self.witness.before, self.witness.after
+        before(call)
         result = func(*args, **kwargs)
         outputs = list(tensors_in((result,)))
         self._undo.note_made(outputs, given)
-        self.witness.after(call, outputs or written)
+        after(call, outputs or written)
         return result
 
     def _name_of(self, leaf: Tensor) -> str:

@@ -70,9 +70,11 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 def float_values(tensor: Tensor) -> Tensor | None:
     """Return the floating-point numbers that a tensor of any layout holds, None if it has none.
 
-    So it is with whole numbers, inside of ``torch.func.vmap``, and where there are no values.
+    So it is with whole numbers, inside of ``torch.func.vmap``, and where there are no values. Of a
+    DTensor it is the part that this rank has: no other rank is asked.
     """
     values = tensor.detach()
+    values = _torch.local_part(values)
     if _torch.is_inside_functorch(values) or values.is_meta or _torch.is_fake(values):
         return None
     if values.layout is not torch.strided:

@@ -9,9 +9,10 @@ from os import fstat
 from pathlib import Path
 
 from halfstep.errors import RecordError
+from halfstep.recording.joining import JoinedSteps, disagreement, joined_samples
 from halfstep.recording.lines import files_in, parse_line
 from halfstep.recording.ranks import Rank
-from halfstep.recording.reading import disagreement, joined, joined_samples
+from halfstep.recording.reading import joined
 from halfstep.recording.run import Note, Run, Sample, Step
 
 
@@ -36,7 +37,8 @@ class Follower:
     """Reads what is new in the record in a folder.
 
     It keeps where each file was read up to, and of what it has read no more than two samples a
-    rank: a record of any length can be followed.
+    rank: a record of any length can be followed. A step comes when all ranks have it, unless one is
+    far behind.
 
     Args:
         folder: The folder; it need not exist yet.
@@ -44,6 +46,7 @@ class Follower:
 
     _files: dict[int, _File]
     _comparisons: dict[int, _Comparison]
+    _steps: JoinedSteps
     _last_step: int
     _last_sample: int
     _is_anew: bool
@@ -72,7 +75,7 @@ class Follower:
         }
         if not ranks:
             return None
-        run = joined(self._folder, ranks)
+        run = joined(self._folder, ranks, self._steps.add(ranks))
         update = Update(
             new=replace(
                 run,
@@ -83,13 +86,14 @@ class Follower:
             written=max(file.written for file in self._files.values()),
         )
         self._is_anew = False
-        self._last_step = run.steps[-1].step if run.steps else self._last_step
+        own = next(iter(ranks.values())).steps
+        self._last_step = own[-1].step if own else self._last_step
         for rank in ranks.values():
             rank.steps, rank.culprits, rank.diagnoses, rank.notes = [], [], [], []
         return update
 
     def _start_over(self) -> None:
-        self._files, self._comparisons = {}, {}
+        self._files, self._comparisons, self._steps = {}, {}, JoinedSteps()
         self._last_step = self._last_sample = 0
         self._is_anew = True
 

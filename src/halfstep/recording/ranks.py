@@ -134,13 +134,20 @@ def _whole(event: Event, *parts: str) -> Event:
 
 
 def _step(event: Event) -> Step:
+    scale, scale_after, norm, loss = (
+        to_float(event[key]) for key in ("scale", "scale_after", "norm", "loss")
+    )
     return Step(
         event["step"],
         event["time"],
         event["optimizer"],
         event["taken"],
         event["reason"],
-        *(to_float(event[key]) for key in ("scale", "scale_after", "norm", "loss")),
+        scale,
+        scale_after,
+        norm,
+        loss,
+        event.get("rank"),
     )
 
 

@@ -23,6 +23,7 @@ from halfstep.recording.lines import Event, LineWriter
 from halfstep.recording.models import Models
 from halfstep.recording.sampling import Sampler
 from halfstep.recording.steps import RawStep, Waiting
+from halfstep.scaled_steps import is_by_scaler
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import collect, parameters
 from halfstep.scaling.gradients.passes import measure
@@ -151,8 +152,8 @@ class Recorder:
         """Take note of a step that no scaler has a part in."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1:
-            return  # of an optimizer that another one is made of
+        if _torch.optimizer_step_depth() > 1 or is_by_scaler():
+            return  # of an optimizer that another one is made of, or told by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
@@ -289,6 +290,8 @@ class Recorder:
             names = names or outcome.culprits
         except CallOrderError:
             return  # seen late, and the gradients are gone
+        if not names:
+            return  # it is another rank's
         event: Event = {"event": "culprits", "step": self.num_steps + 1}
         self._write(
             event

@@ -27,7 +27,10 @@ class Step(NamedTuple):
         scale: What the loss was multiplied by, None without a scaler.
         scale_after: The scale of the next iteration.
         norm: L2 norm of the unscaled gradients before clipping, None where nobody measured it.
-        loss: The loss before scaling, None where it was not seen.
+        loss: The loss before scaling, None where it was not seen. Of several ranks the mean over
+            those that have one.
+        rank: The first rank whose gradients were inf or NaN; None if none were, or unknown.
+        bad_losses: The ranks whose loss was inf or NaN.
     """
 
     step: int
@@ -39,6 +42,8 @@ class Step(NamedTuple):
     scale_after: float | None
     norm: float | None
     loss: float | None
+    rank: int | None = None
+    bad_losses: tuple[int, ...] = ()
 
 
 class Measured(NamedTuple):
@@ -127,16 +132,18 @@ class Run:
         header: The first line of rank 0, of the last segment: versions, machine, command, every.
         num_segments: How often the run was started.
         ranks: Which ranks have written.
-        models: The ``model`` events: name, parameters, modules in the order in which they ran.
+        models: The ``model`` events: name, parameters, modules in the order in which they ran. Of
+            ranks with other models than the first, such as stages of a pipeline, with ``rank``.
         policies: The ``policy`` events: step, device, dtype, text.
-        steps: Rank 0's steps, in order.
+        steps: Those of the first rank, in order, with the losses of all.
         samples: The sampled steps, of all ranks together.
         culprits: Of all ranks.
         diagnoses: Of all ranks, by step.
         notes: What the recorders had to say, and what the reader has: lines that are cut, ranks
             that disagree.
-        error: What ended the last segment, None if it ended well.
-        has_ended: Whether the last segment has an end; not so while it runs, and after kill -9.
+        error: What ended the last segment, on the rank that ended first; None if it ended well.
+        error_rank: Which rank that is.
+        without_end: The ranks whose last segment has no end: it runs, or was ended by kill -9.
         trace: The trace in ``trace.json``, None if there is none.
     """
 
@@ -152,8 +159,14 @@ class Run:
     diagnoses: tuple[Diagnosed, ...]
     notes: tuple[Note, ...]
     error: str | None
-    has_ended: bool
+    error_rank: int | None
+    without_end: tuple[int, ...]
     trace: Recording | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last segment has an end on all ranks."""
+        return not self.without_end
 
     @property
     def num_steps(self) -> int:

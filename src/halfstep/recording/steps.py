@@ -78,6 +78,8 @@ class RawStep:
             event["taken"], event["reason"], event["scale"] = entry.taken, entry.reason, entry.scale
             if self.outcome.is_measured:
                 event["norm"] = entry.norm
+            if not entry.taken and self.outcome.rank is not None:
+                event["rank"] = self.outcome.rank
         return event
 
 

@@ -13,10 +13,11 @@ from halfstep.numbers import (
     percent,
     power,
     seconds,
+    step_list,
     things,
 )
 from halfstep.report.cures import island, literal
-from halfstep.report.summary import Origin, Steps, Summary
+from halfstep.report.summary import Facts, Origin, Steps, Summary
 from halfstep.report.windows import power_below
 from halfstep.sentence import Code, Sentence, Severity, names, say
 
@@ -34,12 +35,20 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     if facts.error == "KeyboardInterrupt":
         yield say("notice", f"The run was interrupted by hand {when}.")
     elif facts.error is not None:
-        yield say("bad", f"The run ended {when}, with an error: ", Code(facts.error), ".")
+        where = "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+        yield say("bad", f"The run ended {when}, with an error{where}: ", Code(facts.error), ".")
     elif facts.state == "no end":
         yield say(
             "warning",
             f"The record has no end: the run is still going, or it was killed {when} "
             "(out of memory, a job's time limit, kill -9).",
+        )
+    if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
+        ranks = on_ranks(facts.without_end, facts)
+        yield say(
+            "warning",
+            f"There is no end of the record{ranks}: killed there (out of memory, kill -9), or by "
+            "the launcher when another rank had failed.",
         )
     if not summary.steps.num:
         yield say(
@@ -50,6 +59,13 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     if len(facts.ranks) < facts.world_size:
         left = f"{len(facts.ranks)} of {facts.world_size} processes have"
         yield say("notice", f"Only {left} left a record: the others may have seen other things.")
+
+
+def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
+    """Return `` on rank 1``; nothing if all ranks are meant, or there is one."""
+    if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
+        return ""
+    return f" on rank{'' if len(ranks) == 1 else 's'} {step_list(ranks)}"
 
 
 def about_loss(summary: Summary) -> Iterator[Sentence]:
@@ -66,11 +82,12 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
     if loss is not None and loss.first_non_finite is not None:
         is_last = not math.isfinite(loss.last)
         became = number(loss.last) if is_last else "inf or NaN"
+        where = on_ranks(loss.ranks, summary.facts)
         had = f"{things(loss.num_non_finite, 'step')} had such a loss"
         end = ", the last one too." if is_last else ", and it recovered."
         yield say(
             "bad" if is_last else "warning",
-            f"The loss became {became} at step {loss.first_non_finite}; {had}{end}{cure}",
+            f"The loss became {became} at step {loss.first_non_finite}{where}; {had}{end}{cure}",
         )
     elif skipped:
         were = f"{things(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped because"
@@ -161,6 +178,9 @@ def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
 def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     known = _known(summary, later)
     if not known:
+        where = on_ranks(summary.steps.ranks, summary.facts)
+        if where:
+            yield f"; inf or NaN was met first{where}"
         return
     origin, num = known[0]
     if num < len(later):
@@ -168,6 +188,11 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     else:
         yield "; all began in " if num > 1 else "; it began in "
     yield Code(str(origin.module))
+    where = on_ranks(origin.ranks, summary.facts)
+    if where:
+        yield f"{where} ("
+        yield from names(origin.parameters)
+        yield ")"
     if len(known) > 1:
         yield ", others in "
         yield from names(str(other.module) for other, _ in known[1:])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from halfstep.numbers import at_steps, count, listed, number, percent, things
 from halfstep.report.about_diagnoses import headline, is_matter_of_skips, when
+from halfstep.report.about_steps import on_ranks
 from halfstep.report.about_tensors import are_most_lost
 from halfstep.report.summary import Layer, Summary
 from halfstep.sentence import one_line
@@ -81,16 +82,20 @@ def _course(summary: Summary, limits: Limits) -> Iterator[str]:
     facts, loss, num = summary.facts, summary.loss, count(summary.steps.num)
     if not limits.allow_unfinished:
         if facts.error is not None:
-            yield f"the run ended after {num} steps, with an error: {facts.error}"
+            where = "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+            yield f"the run ended after {num} steps, with an error{where}: {facts.error}"
         elif facts.state == "no end":
             yield (
                 f"the record has no end after {num} steps: the run was "
                 "killed, or it is still going (--allow-unfinished)"
             )
+        if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
+            yield f"the record has no end{on_ranks(facts.without_end, facts)} (--allow-unfinished)"
     if not limits.allow_nan and loss is not None and loss.first_non_finite is not None:
         yield (
             f"the loss was inf or NaN in {count(loss.num_non_finite)} steps, first in step "
-            f"{loss.first_non_finite}, last {number(loss.last)} (--allow-nan)"
+            f"{loss.first_non_finite}{on_ranks(loss.ranks, facts)}, last {number(loss.last)} "
+            "(--allow-nan)"
         )
     for note in summary.notes:
         if "ranks disagree" in note.text:
@@ -118,8 +123,11 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
     if limit is None or share <= limit:
         return
     later = steps.later
-    modules = [origin.module for origin in summary.origins if set(origin.steps) & set(later)]
-    known = [module for module in modules if module is not None]
+    known = [
+        f"{origin.module}{on_ranks(origin.ranks, summary.facts)}"
+        for origin in summary.origins
+        if origin.module is not None and set(origin.steps) & set(later)
+    ]
     began = f", which began in {listed(known[:3])}" if known else ""
     yield (
         f"skipped: {percent(share)} of the steps, the limit is {percent(limit)}: "

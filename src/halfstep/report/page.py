@@ -20,9 +20,10 @@ import halfstep
 from halfstep import numbers
 from halfstep.numerics.formats import FORMATS
 from halfstep.recording.lines import to_plain
-from halfstep.recording.run import Culprits, Run, Step
+from halfstep.recording.run import Run, Step
 from halfstep.report.about_diagnoses import when
 from halfstep.report.comparison import Comparison
+from halfstep.report.origins import Beginning, beginnings
 from halfstep.report.page_curves import curves
 from halfstep.report.page_heat import KIND_TITLES, Heat, heat
 from halfstep.report.page_layers import layer_table, limits
@@ -233,7 +234,8 @@ def _heat_data(maps: Heat) -> dict[str, Any]:
     }
 
 
-def _skipped(run: Run) -> list[tuple[Step, Culprits | None]]:
+def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
     """The first skipped steps, each with whose gradients were inf or NaN where that is known."""
-    culprits = {(each.step, each.optimizer): each for each in reversed(run.culprits)}
-    return [(step, culprits.get((step.step, step.optimizer))) for step in run.skipped[:MOST_SKIPS]]
+    began = beginnings(run)
+    skipped = run.skipped[:MOST_SKIPS]
+    return [(step, began.get((step.step, step.optimizer))) for step in skipped]

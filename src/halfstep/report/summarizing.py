@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.recording.run import Diagnosed, Note, Run, Step
 from halfstep.report.layers import gradients_of, layer_of, lower_of, seen_by_layer
+from halfstep.report.origins import Beginning, beginnings
 from halfstep.report.summary import (
     BadPlace,
     Curve,
@@ -50,7 +52,9 @@ def summarize(run: Run) -> Summary:
         path=str(run.path),
         facts=_facts(run),
         models=tuple(
-            ModelFacts(str(each["name"]), each["parameters"], len(each["modules"]))
+            ModelFacts(
+                str(each["name"]), each["parameters"], len(each["modules"]), each.get("rank")
+            )
             for each in run.models
         ),
         policies=policies,
@@ -58,7 +62,7 @@ def summarize(run: Run) -> Summary:
         has_scaler=any(step.scale is not None for step in run.steps),
         steps=_steps(run, iterations),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
-        loss=_curve({s.step: s.loss for s in run.steps if s.loss is not None}),
+        loss=_loss(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
         origins=_origins(run),
         bad_places=_bad_places(run),
@@ -89,6 +93,8 @@ def _facts(run: Run) -> Facts:
         num_segments=run.num_segments,
         state="failed" if run.error is not None else state,
         error=run.error,
+        error_rank=run.error_rank,
+        without_end=run.without_end,
     )
 
 
@@ -133,6 +139,7 @@ def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
         skipped=tuple(n for n, is_skipped in zip(numbers, skipped, strict=True) if is_skipped),
         start_up=start_up,
         after_growth=after_growth,
+        ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
         num_skipped_later=num_later,
         share_skipped_later=num_later / num if num else 0.0,
         longest_in_a_row=max(_lengths(later), default=0),
@@ -227,6 +234,15 @@ def _without_probes(used: Sequence[_Used]) -> Iterator[float]:
             yield scale
 
 
+def _loss(steps: Iterable[Step]) -> Curve | None:
+    steps = [step for step in steps if step.loss is not None]
+    curve = _curve({step.step: step.loss for step in steps if step.loss is not None})
+    if curve is None or curve.first_non_finite is None:
+        return curve
+    ranks = {n for s in steps if s.step == curve.first_non_finite for n in s.bad_losses}
+    return replace(curve, ranks=tuple(sorted(ranks)))
+
+
 def _curve(values: Mapping[int, float]) -> Curve | None:
     if not values:
         return None
@@ -249,16 +265,20 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
 
 
 def _origins(run: Run) -> tuple[Origin, ...]:
-    steps: dict[str | None, dict[int, None]] = {}
-    parameters: dict[str | None, dict[str, None]] = {}
-    for each in run.culprits:
-        steps.setdefault(each.began_in, {})[each.step] = None
-        parameters.setdefault(each.began_in, {}).update(dict.fromkeys(each.parameters))
-    found = (
-        Origin(module, len(numbers), tuple(numbers), tuple(parameters[module])[:_NUM_PARAMETERS])
-        for module, numbers in steps.items()
+    found: dict[str | None, list[Beginning]] = {}
+    for beginning in beginnings(run).values():
+        found.setdefault(beginning.culprits.began_in, []).append(beginning)
+    origins = [_origin(module, alike) for module, alike in found.items()]
+    return tuple(sorted(origins, key=lambda origin: -origin.num))
+
+
+def _origin(module: str | None, alike: Sequence[Beginning]) -> Origin:
+    steps = tuple(dict.fromkeys(each.culprits.step for each in alike))
+    parameters = dict.fromkeys(name for each in alike for name in each.culprits.parameters)
+    ranks = {rank for each in alike for rank in each.ranks}
+    return Origin(
+        module, len(steps), steps, tuple(parameters)[:_NUM_PARAMETERS], tuple(sorted(ranks))
     )
-    return tuple(sorted(found, key=lambda origin: -origin.num))
 
 
 def _bad_places(run: Run) -> tuple[BadPlace, ...]:

@@ -37,7 +37,9 @@ class Facts:
         ranks: Which of them have left a record.
         num_segments: How often the run was started.
         state: ``"ended"``, ``"failed"`` (with an error), ``"no end"`` (still running, or killed).
-        error: What ended it, None if it ended well or has no end.
+        error: What ended it, None if it ended well or has no end. Of several ranks the first.
+        error_rank: On which rank.
+        without_end: The ranks whose record has no end.
     """
 
     halfstep: str
@@ -56,6 +58,8 @@ class Facts:
     num_segments: int
     state: State
     error: str | None
+    error_rank: int | None
+    without_end: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,13 @@ class ModelFacts:
         name: Of its class.
         num_parameters: Number of entries of its parameters.
         num_modules: Number of modules that ran.
+        rank: The rank whose it is, if the first rank has another; else None.
     """
 
     name: str
     num_parameters: int
     num_modules: int
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,7 @@ class Steps:
         share_skipped: Those as a share of all; 0 if there are none.
         reasons: How many were skipped by reason, the most frequent first.
         skipped: The iterations in which a step was skipped.
+        ranks: The ranks on which inf or NaN was met first, as far as they have told each other.
         start_up: Those of them in which dynamic scaling was still looking for its first scale:
             normal, and not a sign of trouble.
         after_growth: Those of them at a scale that had grown and went back to what it was: so
@@ -118,6 +125,7 @@ class Steps:
     share_skipped: float
     reasons: Mapping[str, int]
     skipped: tuple[int, ...]
+    ranks: tuple[int, ...]
     start_up: tuple[int, ...]
     after_growth: tuple[int, ...]
     num_skipped_later: int
@@ -168,6 +176,7 @@ class Curve:
         max: The largest finite one; None if there is none.
         first_non_finite: The first iteration in which it was inf or NaN; None if never.
         num_non_finite: In how many steps it was.
+        ranks: Of the loss: on which ranks it was in the first of these.
     """
 
     first: float
@@ -177,6 +186,7 @@ class Curve:
     max: float | None
     first_non_finite: int | None
     num_non_finite: int
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,12 +198,14 @@ class Origin:
         num: In how many iterations.
         steps: Which.
         parameters: Names of parameters whose gradients were inf or NaN, at most 20.
+        ranks: The ranks on which they began there.
     """
 
     module: str | None
     num: int
     steps: tuple[int, ...]
     parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

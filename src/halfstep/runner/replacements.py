@@ -37,30 +37,18 @@ _COMPILER = "torch._dynamo.variables.torch"
 
 
 @contextmanager
-def replaced(
-    policy: Policy, *, num_ranks: int = 1, say: Callable[[str], None] = lambda text: None
-) -> Iterator[None]:
+def replaced(policy: Policy) -> Iterator[None]:
     """Put halfstep in the place of PyTorch's autocast and GradScaler, under all their names.
 
     Args:
         policy: What ``torch.autocast`` means where the script gives no policy.
-        num_ranks: With more than one ``ShardedGradScaler`` stays PyTorch's.
-        say: Gets a line for the user.
     """
     names = _Names()
     names.replace(NAMES)
-    sharded = {(_SHARDED, "ShardedGradScaler"): stand_ins.ShardedGradScaler}
 
     def when_loaded(module: str) -> None:
-        if module != _SHARDED:
-            return
-        if num_ranks == 1:
-            names.replace(sharded)
-        else:
-            say(
-                "ShardedGradScaler is PyTorch's own in this run: ours does not yet make several "
-                "ranks agree on inf and NaN"
-            )
+        if module == _SHARDED:
+            names.replace({(_SHARDED, "ShardedGradScaler"): stand_ins.ShardedGradScaler})
 
     loader = _WithOriginals((_SHARDED, _COMPILER), when_loaded)
     if _SHARDED in sys.modules:

@@ -15,8 +15,10 @@ import torch
 
 from halfstep import Policy, machine, record
 from halfstep.diagnosing.diagnosis import Diagnosis
+from halfstep.errors import RanksError
 from halfstep.numbers import things
 from halfstep.runner import launch
+from halfstep.runner.once import show_once
 from halfstep.runner.replacements import replaced
 from halfstep.runner.script import execute, hide_our_frames
 
@@ -94,6 +96,8 @@ class Session:
         except BaseException as error:
             self._failure = error
             hide_our_frames()
+            if isinstance(error, RanksError):
+                show_once(error)
             raise
 
     def _put_in_place(self) -> None:
@@ -105,7 +109,7 @@ class Session:
             from halfstep.diagnosing.watch import Watch
 
             self._watch = Watch(engine=None, model=None, tell=self._tell)
-        self._stack.enter_context(replaced(policy, num_ranks=self._num_ranks, say=self._say))
+        self._stack.enter_context(replaced(policy))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._watch is not None:

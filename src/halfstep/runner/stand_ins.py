@@ -6,6 +6,7 @@ raises; these do as PyTorch does.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -147,18 +148,21 @@ class GradScaler(halfstep.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if enabled and device == "cuda" and not torch.cuda.is_available():
-            warnings.warn(
-                "GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off",
-                stacklevel=3 if type(self) is CudaGradScaler else 2,
-            )
-            enabled = False
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self._begin(_is_possible(device, enabled), numbers)
+
+    def _begin(
+        self,
+        enabled: bool,
+        numbers: tuple[float, float, float, int],
+        process_group: distributed.ProcessGroup | None = None,
+    ) -> None:
         if not enabled:
             self.__class__ = _switched_off(type(self))
             super().__init__()  # that of the new class; PyTorch does not look at the numbers either
             return
         # The device is that of the first loss, as it is with PyTorch's scaler whatever it is told.
-        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval)
+        super().__init__(None, *numbers, process_group=process_group)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Tell of methods that PyTorch's scaler calls and ours does not."""
@@ -171,6 +175,20 @@ class GradScaler(halfstep.GradScaler):
                 "halfstep's GradScaler does not have: it is never called",
                 stacklevel=2,
             )
+
+
+def _is_possible(device: str, enabled: bool) -> bool:
+    """Return ``enabled``; False, with a warning, for CUDA on a machine without it."""
+    if not enabled or device != "cuda" or torch.cuda.is_available():
+        return enabled
+    frame, depth = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(
+        "GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off",
+        stacklevel=depth + 1,
+    )
+    return False
 
 
 _switched_off_classes: dict[type[GradScaler], type[GradScaler]] = {}
@@ -226,11 +244,7 @@ class CpuGradScaler(GradScaler):
 
 
 class ShardedGradScaler(GradScaler):
-    """Stands in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``.
-
-    For one rank only: each of several sees a part of the gradients, and our scalers do not agree
-    on inf and NaN in them.
-    """
+    """Stands in for ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler``."""
 
     def __init__(
         self,
@@ -242,12 +256,7 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if enabled and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise RuntimeError(
-                "ShardedGradScaler under halfstep run, with several ranks: only PyTorch's own "
-                "makes them agree, and it is kept if WORLD_SIZE is set in the environment before "
-                "the start, as torchrun does"
-            )
-        super().__init__(
-            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+        if process_group is None and distributed.is_initialized():
+            process_group = distributed.group.WORLD  # as PyTorch's: all ranks step together
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self._begin(_is_possible(device, enabled), numbers, process_group)

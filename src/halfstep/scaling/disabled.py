@@ -63,7 +63,8 @@ class DisabledGradScaler(GradScaler):
         optimizer, params = clipping.target(optimizer_or_parameters)
         found = collect(params)
         device = found.values[0].device if found.values else torch.device("cpu")
-        ready = Preparation(found, _one(device), None, [])
+        ranks = self._engine.ranks.of("clip_grad_norm_", optimizer, params, None, has_scale=True)
+        ready = Preparation(found, _one(device), None, [], ranks)
         return clipping.clip_(
             ready,
             clipping.checked_max_norm(max_norm),

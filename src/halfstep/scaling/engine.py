@@ -18,6 +18,8 @@ from halfstep.scaling.observers import OBSERVERS
 from halfstep.scaling.optimizers import handles_scale, name, writes_unscaled
 from halfstep.scaling.outcomes.journal import Journal
 from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep.scaling.ranks.deciding import ALONE, Alone, Together
+from halfstep.scaling.ranks.finding import Ranks
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.scales import Scales
 from halfstep.scaling.scale.state import ScaleState
@@ -39,9 +41,11 @@ class Engine:
 
     Args:
         first: The state that the scale of every loss starts from.
+        ranks: Finds out with which other ranks the steps are decided.
     """
 
-    def __init__(self, first: ScaleState) -> None:
+    def __init__(self, first: ScaleState, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.scales = Scales(first)
         self.iteration = Iteration()
         self.journal = Journal()
@@ -113,14 +117,36 @@ class Engine:
     def _gather(
         self, method: str, owner: object, params: list[Tensor], record: OptimizerRecord | None
     ) -> Preparation:
+        optimizer = None if record is None else record.optimizer
+        ranks = self.ranks_of(method, owner, params, optimizer)
         if record is not None and record.looks:
             scale = record.looks[0].scale
         else:
             scale = self.scale_of_iteration(method, owner, params)
-        end_blocks(self.iteration, params)
-        optimizer = None if record is None else record.optimizer
+        end_blocks(self.iteration, params, ranks)
         refuse = partial(refuse_float16, optimizer=optimizer, names=self.names)
-        return stepping.gather(method, params, self.iteration, record, scale, refuse)
+        return stepping.gather(method, params, self.iteration, record, scale, ranks, refuse)
+
+    def ranks_of(
+        self,
+        method: str,
+        owner: object,
+        params: list[Tensor],
+        optimizer: torch.optim.Optimizer | None,
+    ) -> Alone | Together:
+        """Return who decides what becomes of gradients: this rank or several.
+
+        Where several do, one that has no loss has a scale all the same.
+        """
+        losses = list(self.iteration.losses)
+        loss = losses[0] if len(losses) == 1 else None
+        scale = self.scales.get(loss)
+        has_scale = scale is not None and scale.on_device is not None
+        ranks = self.ranks.of(f"{method}({name(owner)})", optimizer, params, loss, has_scale)
+        if isinstance(ranks, Together) and not has_scale and loss is None:
+            device = params[0].device if params else torch.device("cpu")
+            self.scales[None].create(ranks.group.device(device))
+        return ranks
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale. Sync: none."""
@@ -193,7 +219,9 @@ class Engine:
         """
         record = self.require_not_stepped(optimizer)
         if record.stage is Stage.SCALED and all(p.grad is None for p in parameters(optimizer)):
-            raise nothing_checked(optimizer)
+            params = list(parameters(optimizer))
+            if not self.ranks_of("step", optimizer, params, optimizer).is_together:
+                raise nothing_checked(optimizer)
         ready = self.gather("step", record)
         try:
             result, found_inf = self.steps.take(optimizer, ready, args, kwargs, max_norm)
@@ -234,7 +262,7 @@ class Engine:
                 scale = torch.where(is_skipped > 0, scale, 1.0)
         self.keep(ready, record, Stage.STEPPED)
         before = ready.loss_scale.snapshot()
-        findings = Findings(before, found_inf, ready.outlier, ready.norm)
+        findings = Findings(before, found_inf, ready.outlier, ready.norm, ready.agreements())
         gradients = StepGradients(ready.gradients, ready.norms, scale)
         outcome = Outcome(
             record.optimizer,
@@ -250,15 +278,18 @@ class Engine:
         """Look for inf and NaN and change nothing, for an optimizer that unscales by itself."""
         record = self.iteration.record(optimizer)
         gradients = collect(parameters(optimizer))
-        if not gradients.grads:
+        ranks = self.ranks_of("step", optimizer, list(parameters(optimizer)), optimizer)
+        if not (gradients.grads or ranks.is_together):
             return {}
         scale = self.scale_of_iteration("step", optimizer, gradients.params)
         found_inf = passes.multiply_(gradients, torch.ones_like(scale.tensor))
-        look = Look(scale, Gradients([], [], []), found_inf)
+        look = Look(scale, gradients, found_inf)
+        ranks.agree_on(look, has_gradients=bool(gradients.grads))
+        look.gradients = Gradients([], [], [])
         self.iteration.add(look)
         record.looks = [look]
         self.iteration.keep(record)
-        return found_inf
+        return look.found_inf
 
     def finish_foreign(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the step of an optimizer that was given the scaler."""
@@ -266,7 +297,7 @@ class Engine:
         if not record.looks:
             raise nothing_checked(optimizer)
         scale = record.looks[0].scale
-        ready = Preparation(collect(parameters(optimizer)), scale, None, record.looks)
+        ready = Preparation(collect(parameters(optimizer)), scale, None, record.looks, ALONE)
         self.finish(record, ready, require_found(ready, optimizer))
 
     # --- the end of an iteration ------------------------------------------------------------------

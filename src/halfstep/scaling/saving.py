@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,11 @@ from halfstep.scaling.scale.state import ScaleState
 from halfstep.scaling.steps.outliers import NormLimits
 
 OURS = "halfstep"
-"""The key of what torch.amp does not know."""
+"""The key of what torch.amp does not know, as JSON text.
+
+A text, since torch.distributed.checkpoint takes a dict apart and loads of it only the keys that the
+scaler happens to have when it loads: scales of named losses would be lost without a word.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,11 @@ class Saved:
         """Return a dict that json and ``torch.load(weights_only=True)`` can read."""
         named = {name: state for name, state in self.scales.items() if name is not None}
         result = self.scales[None].to_dict()
-        result[OURS] = result[OURS] | {
+        ours = result[OURS] | {
             "losses": {name: state.to_dict() for name, state in named.items()},
             "norm_limits": self.norm_limits.to_dict(),
         }
-        return result
+        return result | {OURS: json.dumps(ours, sort_keys=True)}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
@@ -46,7 +51,14 @@ class Saved:
         Raises:
             ValueError: A key is missing or a value cannot be right.
         """
-        ours = dict(saved.get(OURS) or {})
+        try:
+            ours = dict(json.loads(saved.get(OURS) or "{}"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
+                f"state_dict() has written ({error}). Delete the key to load the five values that "
+                "torch.amp knows"
+            ) from error
         losses = ours.pop("losses", {})
         norm_limits = ours.pop("norm_limits", None)
         default = dict(saved) | ({OURS: ours} if ours else {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,12 +23,16 @@ from halfstep.scaling.optimizers import require_optimizer
 from halfstep.scaling.outcomes import gates
 from halfstep.scaling.outcomes.alarm import Alarm, OnSkips
 from halfstep.scaling.outcomes.outcome import HistoryEntry, Outcome
+from halfstep.scaling.ranks.finding import Ranks
 from halfstep.scaling.scale.rules import Dynamic, Rule
 from halfstep.scaling.scale.state import ScaleState
 from halfstep.scaling.steps import clipping
 from halfstep.scaling.torch_calls import TorchCalls
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from halfstep.diagnosing.diagnosis import Diagnosis
     from halfstep.diagnosing.watch import Watch
 
@@ -74,6 +78,11 @@ class GradScaler(TorchCalls):
         on_skips: ``"warn"``, ``"raise"`` (:class:`halfstep.errors.SkippedStepsError`), or a
             function that takes the report. It also happens when no smaller scale helps.
         module: The module that is trained, for the names of its parameters; see :meth:`watch`.
+        process_group: The ranks that step together and agree on inf and NaN, norms and the scale;
+            ``"local"`` for this rank alone. Left out, the parameters tell: DTensors lie on the
+            ranks of their mesh, and DistributedDataParallel makes gradients equal. A copy of the
+            scaler forgets it.
+        device_mesh: The same, as a mesh.
 
     Raises:
         TypeError: An argument is of the wrong kind.
@@ -120,6 +129,8 @@ class GradScaler(TorchCalls):
         max_consecutive_skips: int = 20,
         on_skips: OnSkips = "warn",
         module: torch.nn.Module | None = None,
+        process_group: ProcessGroup | Literal["local"] | None = None,
+        device_mesh: DeviceMesh | None = None,
     ) -> None:
         if not enabled:
             raise TypeError(
@@ -136,7 +147,8 @@ class GradScaler(TorchCalls):
                 "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
                 f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
             )
-        self._engine = Engine(ScaleState.first(init_scale, rule, min_scale, max_scale))
+        first = ScaleState.first(init_scale, rule, min_scale, max_scale)
+        self._engine = Engine(first, Ranks(process_group, device_mesh))
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
             self.watch(module)
@@ -291,6 +303,17 @@ class GradScaler(TorchCalls):
             TypeError: It is no module.
         """
         self._engine.names.watch(module)
+
+    def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
+        """Say that parameters have the same gradients on all ranks of a process group.
+
+        For plain parameters whose gradients are averaged by hand: a norm counts them once. It is
+        known already of DTensors, of DistributedDataParallel, and of plain parameters beside
+        DTensors in one optimizer. All ranks still decide together; see ``process_group``.
+
+        Sync: none.
+        """
+        self._engine.ranks.replicated(params, process_group)
 
     @keep_out_of_graphs
     def diagnose(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._torch import keep_out_of_graphs
+from halfstep._torch import keep_out_of_graphs, saving_group
 from halfstep.errors import CallOrderError
 from halfstep.scaling.devices import default_device
 from halfstep.scaling.engine import Engine
@@ -18,6 +18,7 @@ from halfstep.scaling.loops.closures import split_closure, step_with_closure
 from halfstep.scaling.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep.scaling.outcomes import reporting
 from halfstep.scaling.outcomes.alarm import Alarm
+from halfstep.scaling.ranks.finding import Ranks
 from halfstep.scaling.saving import Saved
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.rules import Dynamic, Rule
@@ -219,12 +220,22 @@ class TorchCalls:
 
         The keys are those of ``torch.amp.GradScaler``, which can load it: ``scale``,
         ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``; and one
-        more, ``halfstep``, with a version and what PyTorch does not know.
+        more, ``halfstep``, with a version and what PyTorch does not know, as JSON text.
+
+        When ``torch.distributed.checkpoint`` saves the scaler, which is ``Stateful``, it asks on
+        all ranks, and those that step together compare their states.
+
+        Raises:
+            RanksError: In that case, if a scale or a counter is not the same on all of them.
 
         Sync: one for each loss name, and one for each optimizer with a norm limit.
         """
         engine = self._engine
-        return Saved(engine.scales.read(), engine.steps.norm_limits).to_dict()
+        state = Saved(engine.scales.read(), engine.steps.norm_limits).to_dict()
+        group = saving_group()
+        if group is not None:
+            engine.ranks.require_same("state_dict()", state, group)
+        return state
 
     @keep_out_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -266,7 +277,7 @@ class TorchCalls:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a scaler with the state of another."""
         saved = state.pop("_saved")
-        self.__dict__ |= state | {"_engine": Engine(state["_engine"])}
+        self.__dict__ |= state | {"_engine": Engine(state["_engine"], Ranks())}
         if saved:
             self.load_state_dict(saved)
 

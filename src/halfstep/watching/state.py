@@ -90,7 +90,8 @@ class Watched:
             self._add_step(step)
         for culprits in update.new.culprits:
             if culprits.began_in is not None:
-                self.began_in.setdefault(culprits.step, culprits.began_in)
+                on_rank = f" on rank {culprits.rank}" if len(self.run.ranks) > 1 else ""
+                self.began_in[culprits.step] = f"{culprits.began_in}{on_rank}"
         while len(self.began_in) > KEPT:
             del self.began_in[min(self.began_in)]
         if update.new.diagnoses:

@@ -54,7 +54,8 @@ def state(watched: Watched, now: float) -> str:
     silent = watched.silent_for(now)
     if watched.run.has_ended:
         error = watched.run.error
-        return "ended" if error is None else f"ended with {printable(error)}"
+        on_rank = f" on rank {watched.run.error_rank}" if len(watched.run.ranks) > 1 else ""
+        return "ended" if error is None else f"ended{on_rank} with {printable(error)}"
     if silent is not None:
         ago = timedelta(seconds=int(silent))
         return f"silent: last event {ago} ago; was it killed?"

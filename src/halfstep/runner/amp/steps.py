@@ -20,6 +20,7 @@ from halfstep.scaling import GradScaler
 from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.loops.closures import Undo, UnusableEvaluationError, split_closure
 from halfstep.scaling.optimizers import handles_scale
+from halfstep.scaling.steps.iteration import Look
 
 Step = Callable[..., Any]
 
@@ -101,7 +102,7 @@ class Steps:
         self._findings.note_step(optimizer)
         if self._scaler._engine.iteration.record(optimizer).looks:
             self._scaler.update()
-        self._scaler._engine.iteration.add(look)
+        self._add(look, optimizer)
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
             was_called = self._thread.was_called
@@ -122,7 +123,7 @@ class Steps:
             loss = closure()
             look = self._fresh.take(optimizer)
             if look is not None:
-                engine.iteration.add(look)
+                self._add(look, optimizer)
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
@@ -145,7 +146,7 @@ class Steps:
         def require_finite() -> None:
             look = self._fresh.take(optimizer)
             if look is not None:
-                self._scaler._engine.iteration.add(look)
+                self._add(look, optimizer)
                 if any(flag.item() for flag in look.found_inf.values()):
                     raise UnusableEvaluationError
 
@@ -165,6 +166,11 @@ class Steps:
             return None
         self._schedules.note(optimizer, True)
         return result
+
+    def _add(self, look: Look, optimizer: Optimizer) -> None:
+        engine = self._scaler._engine
+        engine.ranks_of("step", optimizer, list(parameters(optimizer)), optimizer).agree_on(look)
+        engine.iteration.add(look)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

@@ -11,6 +11,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from halfstep._torch import is_dtensor, local_part
+from halfstep.scaling.ranks.sharding import settle, sharded
 from halfstep.scaling.scalars import describe
 
 NUM_NAMED = 3
@@ -28,7 +30,7 @@ class Gradients:
         params: The parameters that have a gradient.
         grads: Their ``grad``.
         values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
-            complex one as real with a last dimension of 2.
+            complex one as real with a last dimension of 2, of a DTensor what this rank holds.
     """
 
     params: list[Tensor]
@@ -81,7 +83,8 @@ def collect(params: Iterable[Tensor]) -> Gradients:
 
     Sparse COO gradients are coalesced first and ``param.grad`` is replaced by the result: entries
     that are finite one by one may overflow when they are added, above all in float16. So is one
-    that cannot be written to in place: expanded, or a lazy conjugate or negative.
+    that cannot be written to in place: expanded, or a lazy conjugate or negative. And so is a
+    DTensor whose ranks hold summands, which takes a collective.
 
     Raises:
         TypeError: A gradient is in another sparse layout than COO. Nothing was changed.
@@ -91,7 +94,12 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     grads = [grad for grad in found if grad is not None]
     if len(grads) < len(params):
         params = [param for param, grad in zip(params, found, strict=True) if grad is not None]
-    gradients = Gradients(params, grads, grads)
+    has_kind = sharded(grads)
+    if has_kind is not None:
+        pairs = zip(params, grads, strict=True)
+        grads = [_settled(param, grad) if has_kind(grad) else grad for param, grad in pairs]
+        values = [local_part(grad) if has_kind(grad) else grad for grad in grads]
+    gradients = Gradients(params, grads, grads if has_kind is None else values)
     if _are_plain(gradients):
         return gradients
     for param in params:
@@ -148,7 +156,7 @@ def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
 
 
 def _are_plain(gradients: Gradients) -> bool:
-    grads = gradients.grads
+    grads = gradients.values
     return (
         all(layout is torch.strided for layout in set(map(attrgetter("layout"), grads)))
         and not any(dtype.is_complex for dtype in gradients.dtypes())
@@ -170,8 +178,17 @@ def _refuse_layout(param: Tensor) -> None:
         )
 
 
+def _settled(param: Tensor, grad: Tensor) -> Tensor:
+    settled: Tensor = settle(param, grad)
+    if settled is not grad:
+        param.grad = settled
+    return settled
+
+
 def _writable(grad: Tensor | None) -> Tensor:
     assert grad is not None
+    if is_dtensor(grad):
+        return grad
     if grad.is_sparse:
         return grad.coalesce()
     # Autograd stores the conjugate of a complex gradient lazily, and such a tensor has no real
@@ -181,5 +198,6 @@ def _writable(grad: Tensor | None) -> Tensor:
 
 
 def _values(grad: Tensor) -> Tensor:
+    grad = local_part(grad)
     values = grad._values() if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values

@@ -45,8 +45,24 @@ class Norms:
 
     def total(self, device: torch.device) -> Tensor:
         """Return the norm of all gradients together, not unscaled, a scalar on ``device``."""
-        sums = [moved(squares.sum(), device) for _, squares in self.on_device.values()]
-        return (sums[0] if len(sums) == 1 else torch.stack(sums).sum()).sqrt()
+        return self.sum_of_squares(device).sqrt()
+
+    def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
+        """Return the sum of all squares, not unscaled, a scalar on ``device``.
+
+        Args:
+            device: Where to.
+            shares: What each gradient counts, 1 if left out.
+        """
+        sums = []
+        for positions, squares in self.on_device.values():
+            if any(share != 1.0 for share in shares):
+                own = [shares[position] for position in positions]
+                squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
+            sums.append(moved(squares.sum(), device))
+        if not sums:  # another rank has all of them
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
     def at(self, positions: list[int]) -> Norms:
         """Return the norms at some positions."""

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._torch import local_part
 from halfstep.errors import CallOrderError
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import Gradients, parameters
@@ -145,9 +146,9 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         )
     scale = engine.scale_of_iteration("accumulate", block.optimizer, [])
     refuse = partial(stepping.refuse_float16, optimizer=block.optimizer, names=engine.names)
-    ready = stepping.gather(
-        "accumulate", list(parameters(block.optimizer)), block, None, scale, refuse
-    )
+    params = list(parameters(block.optimizer))
+    ranks = engine.ranks_of("accumulate", block.optimizer, params, block.optimizer)
+    ready = stepping.gather("accumulate", params, block, None, scale, ranks, refuse)
     refuse(ready)
     stepping.unscale_(ready)
     found_inf = ready.found_inf()
@@ -158,7 +159,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         )
     if ready.look is not None:
         block.add(ready.look)
-    is_bad, loss_is_bad = torch.stack([found_inf, scale.take_bad_loss()]).tolist()
+    is_bad, loss_is_bad = ready.read([found_inf, scale.take_bad_loss()])
     if loss_is_bad and block.around is not block.root:
         scale.see_loss(
             torch.full((), torch.inf, device=found_inf.device)
@@ -188,7 +189,7 @@ def _add(earlier: Stash) -> None:
     pairs = [(param, grad, param.grad) for param, grad in earlier if grad is not None]
     dense = [(grad, new) for _, grad, new in pairs if new is not None and not grad.is_sparse]
     if dense:
-        torch._foreach_add_([grad for grad, _ in dense], [new for _, new in dense])
+        torch._foreach_add_(*(list(map(local_part, grads)) for grads in zip(*dense, strict=True)))
     for param, grad, new in pairs:
         # A sparse tensor can be added to a dense one, not the other way round.
         param.grad = new + grad if new is not None and grad.is_sparse else grad

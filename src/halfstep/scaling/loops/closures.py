@@ -195,7 +195,7 @@ class _Evaluations:
             stepping.limit(ready, self._max_norm, norm_limit)
         found_inf = require_found(ready, optimizer)
         self.last = ready
-        if ready.skip(found_inf).item():
+        if ready.read([ready.skip(found_inf)])[0]:
             raise UnusableEvaluationError
         stepping.multiply_(ready)
 

@@ -84,6 +84,7 @@ class SkipReport:
         culprits: The parameters with inf or NaN in their gradients; empty if these are gone.
         optimizers: Class names of the optimizers whose last step was skipped; empty if it was taken
             without some blocks of ``accumulate``.
+        rank: The first rank that found inf or NaN, None if there is one only or all found it.
     """
 
     skipped_in_a_row: int
@@ -92,12 +93,15 @@ class SkipReport:
     scale: float
     culprits: tuple[Culprit, ...]
     optimizers: tuple[str, ...]
+    rank: int | None = None
 
     def __str__(self) -> str:
         last = self.since + self.skipped_in_a_row - 1
         steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
         what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else DROPPED
         lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {self.scale:g}"]
+        if self.rank is not None:
+            lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:
             lines.append(f"inf or NaN in the gradients of {len(self.culprits)} parameters:")
             lines += [f"  {culprit}" for culprit in self.culprits[:NUM_NAMED]]

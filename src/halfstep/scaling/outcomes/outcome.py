@@ -19,6 +19,7 @@ from halfstep.scaling.gradients.passes import Norms, measure
 from halfstep.scaling.names import Names
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.outcomes.alarm import Culprit, culprits
+from halfstep.scaling.ranks.agreement import Agreement
 from halfstep.scaling.scalars import moved
 from halfstep.scaling.scale.device_state import StateSnapshot
 from halfstep.scaling.scale.loss_scale import LossScale
@@ -57,12 +58,14 @@ class Findings:
         found_inf: float32 scalar, 1 if a gradient is inf or NaN, else 0.
         outlier: The same for a norm that is too large to be believed; None if not asked.
         norm: Norm of the unscaled gradients, before clipping; None if not measured.
+        agreements: What all ranks have found, of each look at the gradients, if several decide.
     """
 
     before: StateSnapshot
     found_inf: Tensor
     outlier: Tensor | None
     norm: Tensor | None
+    agreements: Sequence[Agreement] = ()
 
     def row(self) -> list[Tensor]:
         """Return found_inf, outlier and norm as three scalars."""
@@ -199,6 +202,16 @@ class Outcome:
         """Why it was skipped, None if it was taken."""
         return self.entry.reason
 
+    @cached_property
+    def rank(self) -> int | None:
+        """The first rank whose gradients were inf or NaN.
+
+        None if there was none, or if the ranks did not have to tell each other: with one of them,
+        or under DistributedDataParallel, which gives all the same gradients.
+        """
+        ranks = [agreement.first_rank() for agreement in self._findings.agreements]
+        return min((rank for rank in ranks if rank is not None), default=None)
+
     @property
     def scale(self) -> float:
         """The scale that the loss was multiplied by."""
@@ -228,11 +241,18 @@ class Outcome:
             CallOrderError: It was not measured and the gradients are gone.
         """
         measured = self.entry.norm
+        if not self.is_measured and self._findings.agreements:
+            raise CallOrderError(
+                "outcome.norm: the gradients of this step are spread over several ranks, and their "
+                "norm was not measured: " + HOW_TO_MEASURE
+            )
         return measured if self.is_measured else math.hypot(*self._norms)
 
     @property
     def norms(self) -> dict[str, float]:
         """L2 norm of every gradient by parameter name, unscaled and before clipping.
+
+        Of a DTensor, of what this rank holds of it.
 
         Raises:
             CallOrderError: They were not measured and the gradients are gone.
@@ -244,7 +264,7 @@ class Outcome:
 
     @property
     def culprits(self) -> list[str]:
-        """Names of the parameters whose gradients are inf or NaN.
+        """Names of the parameters whose gradients, on this rank, are inf or NaN.
 
         Raises:
             CallOrderError: They were not measured and the gradients are gone.
@@ -312,6 +332,8 @@ class Outcome:
     def __repr__(self) -> str:
         """Return all of it in a line. Sync: one."""
         verdict = "taken" if self.taken else f"skipped, {self.reason}"
+        if self.rank is not None:
+            verdict += f", rank {self.rank}"
         after = "" if self._after is None else f" -> {self.scale_after:g}"
         norm = "" if self._findings.norm is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"

@@ -54,4 +54,5 @@ def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
         scale=state.scale,
         culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
         optimizers=tuple(outcome.optimizer_name for outcome in skipped),
+        rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
     )

@@ -192,6 +192,12 @@ class DeviceState:
         self._slots()["bits"].copy_(on_device(encode(state), torch.int32, self.device))
         self._scale_changed()
 
+    def counters(self) -> Tensor:
+        """Return scale (its bits), growth tracker, steps taken and skipped, int32 ``[4]``."""
+        slots = self._slots()
+        counts = [slots["num_taken"], slots["num_skipped"]]
+        return torch.cat([slots["scale, growth_tracker"], torch.stack(counts)])
+
     def snapshot(self) -> StateSnapshot:
         """Return a copy of the present values, to be read later."""
         return StateSnapshot(self._slots()["state"].clone())

@@ -30,6 +30,7 @@ class LossScale:
         self.on_device: DeviceState | None = None
         self.can_amplify = state.can_amplify
         self._arrived = HostCopy()
+        self._settled_loss: Tensor | None = None
 
     @property
     def wants_amax(self) -> bool:
@@ -50,15 +51,14 @@ class LossScale:
     def see_loss(self, loss: Tensor) -> Tensor:
         """Remember whether the loss is finite; return the scale on its device. Sync: none.
 
-        Between ranks nobody is told of a bad loss, and scales that move by it would drift apart:
-        with several ranks it is not looked at. Nor is it inside ``torch.func.grad`` or ``vmap``.
+        It is not looked at inside ``torch.func.grad`` or ``vmap``.
         """
         if self.on_device is None:
             self.create(loss.device)
             assert self.on_device is not None
         # torch.compile cannot trace the question, and not torch.func.grad around it either.
         is_inside = not torch.compiler.is_compiling() and is_inside_functorch(loss)
-        if not (is_inside or _has_ranks()):
+        if not is_inside:
             self.on_device.see_loss_(loss)
         return moved(self.on_device.scale, loss.device)
 
@@ -71,8 +71,22 @@ class LossScale:
 
     def forget_bad_loss(self) -> None:
         """Forget whether a loss since the last ``update`` was not finite. Sync: none."""
+        self._settled_loss = None
         if self.on_device is not None:
             self.on_device.bad_loss.zero_()
+
+    def settle_loss(self, is_bad: Tensor | None) -> None:
+        """Let the losses of all ranks count, and not what this one has seen. Sync: none.
+
+        Args:
+            is_bad: bool scalar, whether the loss of some rank was not finite; None if they have
+                not told each other: then none counts.
+        """
+        assert self.on_device is not None
+        bad_loss = self.on_device.bad_loss
+        zero = torch.zeros_like(bad_loss)
+        self._settled_loss = zero if is_bad is None else torch.where(is_bad, torch.nan, zero)
+        bad_loss.copy_(self._settled_loss)
 
     def value(self) -> float:
         """Return the scale. Sync: one."""
@@ -110,6 +124,10 @@ class LossScale:
         """Back off, count or grow after an iteration. Sync: none."""
         assert self.on_device is not None
         device = self.on_device.device
+        if self._settled_loss is not None:
+            # A loss that came later is known to this rank alone.
+            self.on_device.bad_loss.copy_(self._settled_loss)
+            self._settled_loss = None
         self.on_device.update_(
             any_of(found_inf, device),
             self.host,
@@ -146,12 +164,3 @@ class LossScale:
             )
         self.can_amplify = True
         self.on_device.copy_(new_scale)
-
-
-def _has_ranks() -> bool:
-    distributed = torch.distributed
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )

@@ -9,11 +9,12 @@ from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import collect, parameters
 from halfstep.scaling.optimizers import name
+from halfstep.scaling.ranks.deciding import Alone, Together
 from halfstep.scaling.scalars import is_nonfinite
 from halfstep.scaling.steps.iteration import Blocks, Iteration, Look, OptimizerRecord
 
 
-def end_blocks(iteration: Iteration, params: list[Tensor]) -> None:
+def end_blocks(iteration: Iteration, params: list[Tensor], ranks: Alone | Together) -> None:
     """Put the blocks together whose gradients are those of ``params``. Sync: none.
 
     Raises:
@@ -22,7 +23,7 @@ def end_blocks(iteration: Iteration, params: list[Tensor]) -> None:
     # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
     for record, blocks in _sharing(iteration, params):
         _require_no_backward_after(iteration, record, blocks)
-        _put_together(iteration, record, blocks)
+        _put_together(iteration, record, blocks, ranks)
 
 
 def note_versions(iteration: Iteration, params: list[Tensor]) -> None:
@@ -63,7 +64,9 @@ def _require_no_backward_after(
         )
 
 
-def _put_together(iteration: Iteration, record: OptimizerRecord, blocks: Blocks) -> None:
+def _put_together(
+    iteration: Iteration, record: OptimizerRecord, blocks: Blocks, ranks: Alone | Together
+) -> None:
     """Make the sum over the good blocks an average over as many as there were."""
     assert blocks.scale is not None
     device = blocks.scale.tensor.device
@@ -80,5 +83,6 @@ def _put_together(iteration: Iteration, record: OptimizerRecord, blocks: Blocks)
     else:  # each block was finite, and their sum may not be
         found_inf = is_nonfinite(passes.measure(gradients, None).total(device))
     look = Look(blocks.scale, gradients, {device: found_inf})
+    ranks.agree_on(look)
     iteration.add(look)
     record.looks, record.blocks = [look], None

@@ -91,7 +91,7 @@ def clip_(
         device of the scale. 0 without gradients.
     """
     groups = _groups(len(ready.gradients.grads), per, layers)
-    if not ready.gradients.grads:
+    if not ready.is_looked_at:
         return torch.zeros_like(ready.loss_scale.tensor)
     if norm_type == 2.0:
         stepping.measure(ready)
@@ -99,7 +99,7 @@ def clip_(
     else:
         stepping.unscale_(ready)
         device = ready.loss_scale.tensor.device
-        ready.norm_now = passes.p_norm(ready.gradients, norm_type, device)
+        ready.norm_now = ready.ranks.p_norm(ready.gradients, norm_type, device)
     norm = ready.norm_now
     if per == "all":
         stepping.limit(ready, max_norm, None)
@@ -114,12 +114,12 @@ def _clip_groups_(
 ) -> None:
     device = ready.loss_scale.tensor.device
     inverse = None if ready.scale is None else scalars.reciprocal(ready.scale)
-    for positions in groups:
-        part = ready.gradients.at(positions)
-        if ready.norms_now is None:
-            norm = passes.p_norm(part, norm_type, device)
-        else:
-            norm = ready.norms_now.at(positions).total(device)
+    parts = [ready.gradients.at(positions) for positions in groups]
+    if ready.norms_now is None:
+        norms = [passes.p_norm(part, norm_type, device) for part in parts]
+    else:
+        norms = [ready.norms_now.at(positions).total(device) for positions in groups]
+    for part, norm in zip(parts, ready.ranks.norms_of_parts(norms, parts, norm_type), strict=True):
         if inverse is not None:
             norm = norm * inverse
         factor = passes.clip_coefficient(norm, max_norm)

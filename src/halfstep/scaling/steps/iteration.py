@@ -14,7 +14,8 @@ from halfstep.errors import CallOrderError
 from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.gradients.passes import Norms
 from halfstep.scaling.optimizers import name
-from halfstep.scaling.scalars import combine
+from halfstep.scaling.ranks.agreement import Agreement
+from halfstep.scaling.scalars import combine, moved
 from halfstep.scaling.scale.loss_scale import LossScale
 
 
@@ -34,18 +35,34 @@ class Look:
         scale: The scale, which moves by what was found.
         gradients: What was looked at. Held until the iteration ends, so that no other tensor can
             take over the ``id`` of one of them meanwhile.
-        found_inf: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else 0.
-        amax: The largest unscaled magnitude, a scalar on the device of the scale, if the scale's
-            rule wants to know.
+        found_here: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else
+            0.
+        amax_here: The largest unscaled magnitude, a scalar on the device of the scale, if the
+            scale's rule wants to know.
         left_scaled: A scalar that is 1 if the step that looked was skipped, and what its gradients
             are still multiplied by in that case.
+        agreement: What all ranks have found, if several decide.
     """
 
     scale: LossScale
     gradients: Gradients
-    found_inf: dict[torch.device, Tensor]
-    amax: Tensor | None = None
+    found_here: dict[torch.device, Tensor]
+    amax_here: Tensor | None = None
     left_scaled: tuple[Tensor, Tensor] | None = None
+    agreement: Agreement | None = None
+
+    @property
+    def found_inf(self) -> dict[torch.device, Tensor]:
+        """For each device a float32 scalar, 1 if some gradient, of any rank, is inf or NaN."""
+        if self.agreement is None:
+            return self.found_here
+        found = self.agreement.found_inf()
+        return {device: moved(found, device) for device in self.found_here or [found.device]}
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest unscaled magnitude of all ranks, if the scale's rule wants to know."""
+        return self.amax_here if self.agreement is None else self.agreement.amax()
 
 
 @dataclass(eq=False)

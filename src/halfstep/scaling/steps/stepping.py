@@ -13,10 +13,13 @@ from torch import Tensor
 
 from halfstep.errors import CallOrderError
 from halfstep.scaling import scalars
+from halfstep.scaling.checks import float32_from_bits
 from halfstep.scaling.gradients import collecting, passes
 from halfstep.scaling.gradients.collecting import Gradients, collect
 from halfstep.scaling.names import Names
 from halfstep.scaling.optimizers import name
+from halfstep.scaling.ranks.agreement import NUM_NUMBERS, Agreement
+from halfstep.scaling.ranks.deciding import Alone, Together
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.steps.iteration import Iteration, Look, OptimizerRecord, Stage
 from halfstep.scaling.steps.outliers import NormLimit
@@ -31,6 +34,7 @@ class Preparation:
         loss_scale: The scale of the loss that they come from.
         scale: What they are multiplied by, None for nothing.
         looks: Earlier looks at some of them, in this iteration.
+        ranks: Who decides what becomes of them.
         look: The look at what is still scaled, once there was one.
         norms: Their norms before any clipping, if measured.
         norm: Norm of all of them together, unscaled, a scalar on the device of the scale.
@@ -44,6 +48,7 @@ class Preparation:
     loss_scale: LossScale
     scale: Tensor | None
     looks: list[Look]
+    ranks: Alone | Together
     look: Look | None = None
     norms: passes.Norms | None = None
     norm: Tensor | None = None
@@ -51,6 +56,31 @@ class Preparation:
     norm_now: Tensor | None = None
     coefficient: Tensor | None = None
     outlier: Tensor | None = None
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether there are gradients, if only on other ranks."""
+        return bool(self.gradients.grads) or self.ranks.is_together
+
+    def agreements(self) -> list[Agreement]:
+        """Return what all ranks have found, of every look, if several decide."""
+        looks = self.looks if self.look is None else [*self.looks, self.look]
+        return [look.agreement for look in looks if look.agreement is not None]
+
+    def read(self, scalars: list[Tensor]) -> list[float]:
+        """Return float32 scalars of the scale's device; raise if the ranks disagree. Sync: one."""
+        agreements = self.agreements()
+        if not agreements and len(scalars) == 1:
+            return [scalars[0].item()]
+        floats = torch.stack(scalars)
+        if not agreements:
+            return floats.tolist()
+        vectors = [agreement.vector() for agreement in agreements]
+        bits = torch.cat([*vectors, floats.view(torch.int32)]).tolist()
+        for agreement in agreements:
+            agreement.require(bits[:NUM_NUMBERS])
+            del bits[:NUM_NUMBERS]
+        return [float32_from_bits(number) for number in bits]
 
     @property
     def is_on_cpu(self) -> bool:
@@ -90,6 +120,7 @@ def gather(
     iteration: Iteration,
     record: OptimizerRecord | None,
     scale: LossScale,
+    ranks: Alone | Together,
     refuse: Callable[[Preparation], None],
 ) -> Preparation:
     """Find gradients, and what they are multiplied by.
@@ -102,6 +133,7 @@ def gather(
         iteration: Knows which gradients have been unscaled.
         record: The optimizer of these parameters; None if they are no optimizer's.
         scale: The scale of the loss.
+        ranks: Who decides.
         refuse: Raises if the gradients that are still scaled cannot be unscaled in place.
 
     Raises:
@@ -116,12 +148,12 @@ def gather(
     if record is not None and record.stage is not Stage.SCALED:
         if iteration.num_losses > record.num_losses:
             _require_the_same(method, gradients, iteration, record)
-        ready = Preparation(gradients, scale, None, record.looks)
+        ready = Preparation(gradients, scale, None, record.looks, ranks)
         ready.norms, ready.norm = record.norms, record.norm
         return ready
     scaled, looks = iteration.split(gradients)
     # A copy: update() changes the scale in place, and norms are divided by it later.
-    ready = Preparation(scaled, scale, scale.tensor.clone(), looks)
+    ready = Preparation(scaled, scale, scale.tensor.clone(), looks, ranks)
     if not looks:
         return ready
     refuse(ready)
@@ -131,7 +163,7 @@ def gather(
     if ready.look is not None:
         iteration.add(ready.look)
         looks = [*looks, ready.look]
-    return Preparation(gradients, scale, None, looks)
+    return Preparation(gradients, scale, None, looks, ranks)
 
 
 def _require_the_same(
@@ -174,33 +206,43 @@ def refuse_float16(
 
 def unscale_(ready: Preparation) -> None:
     """Divide the gradients by the scale in place and look for inf and NaN. 2 G."""
-    if ready.scale is None or not ready.gradients.grads:
+    if ready.scale is None or not ready.is_looked_at:
         return
-    scale = ready.loss_scale
-    amax = passes.largest(ready.gradients, ready.scale) if scale.wants_amax else None
-    found_inf = passes.unscale_(ready.gradients, ready.scale, can_amplify=scale.can_amplify)
-    ready.look = Look(scale, ready.gradients, found_inf, amax)
+    amax = _largest(ready, ready.scale)
+    can_amplify = ready.loss_scale.can_amplify
+    found_inf = passes.unscale_(ready.gradients, ready.scale, can_amplify=can_amplify)
+    _remember(ready, found_inf, amax)
     ready.scale = None
 
 
 def check(ready: Preparation) -> None:
     """Check scaled gradients; measure them too if it takes no longer. 1 G, or 2 G of small ones."""
-    if ready.scale is None or not ready.gradients.grads:
+    if ready.scale is None or not ready.is_looked_at:
         return
-    if passes.is_measured_fast(ready.gradients):
-        measure(ready)
-    else:
+    if not passes.is_measured_fast(ready.gradients):
         found_inf = passes.multiply_(ready.gradients, torch.ones_like(ready.scale))
-        _remember(ready, ready.scale, list(found_inf.values()))
+        _remember_scaled(ready, ready.scale, list(found_inf.values()))
+    elif ready.ranks.is_together:
+        # The norm of all would be one more collective.
+        ready.norms = passes.measure(ready.gradients, ready.scale)
+        norm = ready.norms.total(ready.loss_scale.tensor.device)
+        _remember_scaled(ready, ready.scale, [scalars.is_nonfinite(norm)])
+    else:
+        measure(ready)
 
 
 def measure(ready: Preparation) -> None:
     """Measure the norms, which checks scaled gradients too; change nothing. 1 G."""
-    if not ready.gradients.grads:
+    if not ready.is_looked_at:
         return
     norms = passes.measure(ready.gradients, ready.scale)
     device = ready.loss_scale.tensor.device
-    norm = norms.total(device)
+    finish = ready.ranks.start_norm(norms, ready.gradients, device)
+    if ready.scale is not None:
+        # What the other ranks have found is on its way together with their norms.
+        local = norms.total(device)
+        _remember_scaled(ready, ready.scale, [scalars.is_nonfinite(local)], norms)
+    norm = finish()
     ready.norms_now, ready.norm_now = norms, norm if ready.scale is None else norm / ready.scale
     if ready.norm is None:
         ready.norms, ready.norm = norms, ready.norm_now
@@ -208,8 +250,6 @@ def measure(ready: Preparation) -> None:
         # Somebody may have changed them since they were unscaled, and the answer is at hand.
         found_inf = {device: scalars.is_nonfinite(norm)}
         ready.look = Look(ready.loss_scale, Gradients([], [], []), found_inf)
-        return
-    _remember(ready, ready.scale, [scalars.is_nonfinite(norm)])
 
 
 def is_untouched(ready: Preparation) -> bool:
@@ -220,14 +260,34 @@ def is_untouched(ready: Preparation) -> bool:
     return repr(now.unscaled()) == repr(ready.norms.unscaled())  # NaN is not equal to NaN
 
 
-def _remember(ready: Preparation, by: Tensor, found: list[Tensor]) -> None:
+def _remember_scaled(
+    ready: Preparation, by: Tensor, found: list[Tensor], norms: passes.Norms | None = None
+) -> None:
     """Make the look at gradients that stay multiplied ``by`` the scale."""
-    scale = ready.loss_scale
-    device = scale.tensor.device
-    if scale.can_amplify:
+    device = ready.loss_scale.tensor.device
+    if ready.loss_scale.can_amplify:
         found += passes.overflows_when_divided(ready.gradients, by)
-    amax = passes.largest(ready.gradients, by) if scale.wants_amax else None
-    ready.look = Look(scale, ready.gradients, {device: scalars.any_of(found, device)}, amax)
+    found_inf = {device: scalars.any_of(found, device)} if found else {}
+    _remember(ready, found_inf, _largest(ready, by), norms)
+
+
+def _remember(
+    ready: Preparation,
+    found_inf: dict[torch.device, Tensor],
+    amax: Tensor | None,
+    norms: passes.Norms | None = None,
+) -> None:
+    """Make the look, and tell the other ranks of it if several decide."""
+    ready.look = Look(ready.loss_scale, ready.gradients, found_inf, amax)
+    has_gradients = bool(ready.gradients.grads or ready.looks)
+    ready.ranks.agree_on(ready.look, norms, has_gradients=has_gradients)
+
+
+def _largest(ready: Preparation, by: Tensor) -> Tensor | None:
+    """Return the largest unscaled magnitude, if the rule wants to know. 1 G."""
+    if not (ready.loss_scale.wants_amax and ready.gradients.grads):
+        return None
+    return passes.largest(ready.gradients, by)
 
 
 def limit(ready: Preparation, max_norm: float | None, norm_limit: NormLimit | None) -> None:

@@ -98,6 +98,11 @@ class Steps:
         found_inf = require_found(ready, optimizer)
         if is_looking:
             self._read(found_inf, optimizer, ready)
+        elif ready.is_on_cpu and ready.ranks.is_together:
+            ready.read([found_inf])  # there is nothing to wait for
+        else:
+            for agreement in ready.agreements():
+                agreement.verify()
         result = step_with_scale(optimizer, ready.grad_scale(), ready.skip(found_inf), args, kwargs)
         return result, found_inf
 
@@ -115,9 +120,11 @@ class Steps:
         undo = None
         # Dividing by a scale below 1 may make inf of a gradient that a skipped step has to leave.
         can_amplify = ready.scale is not None and ready.loss_scale.can_amplify
-        if is_looking or can_amplify or max_norm is not None or norm_limit is not None:
+        if is_looking or max_norm is not None or norm_limit is not None:
             stepping.measure(ready)
             stepping.limit(ready, max_norm, norm_limit)
+        elif can_amplify:
+            stepping.check(ready)
         else:
             undo = ready.scale
             stepping.unscale_(ready)
@@ -141,8 +148,8 @@ class Steps:
     ) -> bool:
         """Return whether to skip. Sync: the one of a plain step."""
         if first_steps_of is None or ready.norm is None or ready.scale is None:
-            return bool(skip.item())
-        values = torch.stack([skip, ready.norm.to(skip) * ready.scale, ready.scale]).tolist()
+            return bool(ready.read([skip])[0])
+        values = ready.read([skip, ready.norm.to(skip) * ready.scale, ready.scale])
         if not values[0]:
             self.early_clipping.see(first_steps_of, values[1], values[2])
         return bool(values[0])

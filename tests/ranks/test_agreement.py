@@ -1,0 +1,407 @@
+"""Steps that several ranks decide: who decides, what they tell each other, and what if not."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import cases
+from tests.ranks.pool import Pool
+from torch import distributed, nn
+
+import halfstep
+
+WORLD = "all"
+
+
+def scaler(group: str | None = None, **options: Any) -> halfstep.GradScaler:
+    given = {None: None, WORLD: cases.world(), "local": "local"}[group]
+    return halfstep.GradScaler(init_scale=2.0**10, process_group=given, **options)
+
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+def step_with_inf_on_rank_1(rank: int, kind: str, group: str | None, fused: bool) -> Any:
+    module: nn.Module = getattr(cases, kind)()
+    kind_of = torch.optim.AdamW if fused else torch.optim.SGD
+    optimizer = kind_of(module.parameters(), lr=0.01, fused=fused)
+    books = scaler(group)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        cases.backward(books, module, cases.batch(rank if kind != "tensor_parallel" else 0, step))
+        if step == 1 and rank == 1:
+            last = list(module.parameters())[-2]
+            assert last.grad is not None
+            getattr(last.grad, "_local_tensor", last.grad).view(-1)[0] = math.inf
+        with cases.counted() as collectives:
+            books.step(optimizer)
+        books.update()
+        outcome = books.outcome(optimizer)
+        reason = outcome.reason and outcome.reason.value
+        seen.append((outcome.taken, reason, outcome.rank, outcome.scale_after, len(collectives)))
+        if step == 1:
+            culprits = outcome.culprits
+    return seen, culprits
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "fused"),
+    [
+        ("fsdp2", None, False),
+        ("fsdp2", None, True),
+        ("tensor_parallel", None, False),  # PyTorch steps DTensors and others not fused only
+        ("model", WORLD, False),
+        ("model", WORLD, True),
+        ("ddp", WORLD, False),
+    ],
+)
+def test_an_inf_on_one_rank_is_skipped_on_all(
+    pool: Pool, kind: str, group: str | None, fused: bool
+) -> None:
+    first, second = pool.run(step_with_inf_on_rank_1, kind, group, fused)
+    assert first[0] == second[0]
+    steps = [entry[:4] for entry in first[0]]
+    assert steps == [
+        (True, None, None, 1024.0),
+        (False, "overflow", 1, 512.0),
+        (True, None, None, 512.0),
+    ]
+    assert first[1] == []
+    assert len(second[1]) == 1
+
+
+def test_a_step_is_one_small_collective_and_none_under_ddp(pool: Pool) -> None:
+    assert (
+        pool.run(collectives_of_steps)
+        == [
+            {
+                "fsdp2": [["max"], ["max"], ["sum", "max"]],
+                "ddp": [[], [], []],
+                "ddp with a group": [
+                    ["max"],
+                    ["max"],
+                    ["sum", "max"],
+                ],
+            }
+        ]
+        * 2
+    )
+
+
+def collectives_of_steps(rank: int) -> Any:
+    found: dict[str, list[list[str]]] = {}
+    for name, kind, group in [
+        ("fsdp2", "fsdp2", None),
+        ("ddp", "ddp", None),
+        ("ddp with a group", "ddp", WORLD),
+    ]:
+        module = getattr(cases, kind)()
+        optimizer = cases.sgd(module)
+        books = scaler(group)
+        found[name] = []
+        for step in range(6):
+            optimizer.zero_grad()
+            cases.backward(books, module, cases.batch(rank, step))
+            with cases.counted() as collectives:
+                if step == 4:
+                    books.unscale_(optimizer)
+                books.step(optimizer, max_norm=1.0 if step == 5 else None)
+            books.update()
+            assert sum(size for _, size in collectives) <= 128
+            if step >= 3:  # the first three are measured, to notice gradients clipped too early
+                found[name].append([op for op, _ in collectives])
+    return found
+
+
+def test_a_loss_that_is_bad_on_one_rank_moves_no_scale(pool: Pool) -> None:
+    told, untold = (pool.run(bad_loss_on_rank_1, group) for group in (WORLD, None))
+    assert told == [("loss", 1024.0)] * 2
+    assert untold == [("overflow", 512.0)] * 2  # DDP: nobody tells the others of a loss
+
+
+def bad_loss_on_rank_1(rank: int, group: str | None) -> Any:
+    module = cases.ddp()
+    optimizer, books = cases.sgd(module), scaler(group)
+    x = cases.batch(rank) * (math.inf if rank == 1 else 1.0)
+    cases.backward(books, module, x)
+    books.step(optimizer)
+    books.update()
+    outcome = books.outcome(optimizer)
+    return outcome.reason.value if outcome.reason else None, books.get_scale()
+
+
+def test_a_loss_after_the_last_look_counts_on_no_rank(pool: Pool) -> None:
+    assert pool.run(late_bad_loss) == [512.0] * 2
+
+
+def late_bad_loss(rank: int) -> float:
+    module = cases.fsdp2()
+    optimizer, books = cases.sgd(module), scaler()
+    cases.backward(books, module, cases.batch(0))
+    for param in module.parameters():
+        if rank == 0 and param.grad is not None:
+            param.grad.fill_(math.inf)
+    books.step(optimizer)
+    if rank == 1:
+        books.scale(torch.tensor(math.inf))
+    books.scale(torch.tensor(1.0))
+    books.update()
+    return books.get_scale()
+
+
+# --- ranks without something ----------------------------------------------------------------------
+
+
+def test_a_rank_without_loss_or_gradients_takes_part(pool: Pool) -> None:
+    first, second = pool.run(nothing_on_rank_0)
+    assert first == second == [(True, 1024.0), (False, 512.0), (True, 512.0)]
+
+
+def nothing_on_rank_0(rank: int) -> Any:
+    module = cases.model()
+    optimizer, books = cases.sgd(module), scaler(WORLD)
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if rank == 1:
+            x = cases.batch(rank, step)
+            cases.backward(books, module, x)
+            if step == 1:
+                next(module.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
+        if step == 2:
+            books.unscale_(optimizer)
+        books.step(optimizer, max_norm=1.0)
+        books.update()
+        seen.append((books.outcome(optimizer).taken, books.get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize("what", ["gradients", "scale"])
+def test_what_no_rank_has_is_an_error_on_all(pool: Pool, what: str) -> None:
+    for kind, message in pool.run(step_without, what):
+        assert kind == "CallOrderError"
+        assert (
+            "no rank has a gradient" if what == "gradients" else "no rank has scaled"
+        ) in message
+
+
+def step_without(rank: int, what: str) -> tuple[str, str]:
+    module = cases.fsdp2()
+    optimizer, books = cases.sgd(module), scaler()
+    if what == "gradients":
+        books.scale(torch.ones(()))
+    else:
+        module(cases.batch(rank)).sum().backward()
+    return cases.raised(lambda: books.step(optimizer))
+
+
+def test_an_optimizer_without_parameters_needs_a_group(pool: Pool) -> None:
+    found = pool.run(stage_without_parameters)
+    assert found[0] == (True, 1024.0)
+    assert found[1] == (True, 1024.0)
+
+
+def stage_without_parameters(rank: int) -> Any:
+    module = cases.model()
+    params = list(module.parameters()) if rank == 1 else []
+    optimizer = torch.optim.SGD([{"params": params}], lr=0.1)
+    books = scaler(WORLD)
+    if rank == 1:
+        cases.backward(books, module, cases.batch(0))
+    books.step(optimizer)
+    books.update()
+    return books.outcome(optimizer).taken, books.get_scale()
+
+
+# --- who decides ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_known_is_an_error_with_its_cure(pool: Pool) -> None:
+    for found in pool.run(unknown_groups):
+        for name, (kind, message) in found.items():
+            assert kind == "RanksError", name
+            assert "GradScaler(process_group=torch.distributed.group.WORLD)" in message
+        assert "6 of its 6 parameters are neither DTensors nor in a Distr" in found["plain"][1]
+        assert "1 of its 6 parameters" in found["left out"][1]
+        assert "has only some of the ranks" in found["part"][1]
+        assert "spread over the ranks" in found["mesh"][1]
+
+
+def unknown_groups(rank: int) -> Any:
+    def step(module: nn.Module) -> tuple[str, str]:
+        books = scaler()
+        cases.backward(books, module, cases.batch(rank))
+        return cases.raised(lambda: books.step(cases.sgd(module)))
+
+    found = {"plain": step(cases.model())}
+    left_out = cases.model()
+    left_out._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
+    found["left out"] = step(cases.ddp(left_out))
+    groups = [distributed.new_group([each]) for each in range(2)]
+    part = nn.parallel.DistributedDataParallel(cases.model(), process_group=groups[rank])
+    found["part"] = step(part)
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
+    found["mesh"] = step(fully_shard(cases.model(), mesh=mesh["shard"]))
+    return found
+
+
+def test_given_groups(pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(given_groups)):
+        assert found["local"] == (rank == 0)
+        assert found["mesh"] is False
+        assert found["both"][0] == "ValueError"
+        assert found["wrong"][0] == "TypeError"
+        assert found["too small"][0] == "RanksError"
+        assert "were told" in found["too small"][1] or "was told" in found["too small"][1]
+        assert found["hook"] == ["max"]
+
+
+def given_groups(rank: int) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    mesh = distributed.init_device_mesh("cpu", (2,))
+
+    def takes(books: halfstep.GradScaler) -> bool:
+        module = cases.model()
+        optimizer = cases.sgd(module)
+        cases.backward(books, module, cases.batch(rank))
+        if rank == 1:
+            next(module.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+        books.step(optimizer)
+        books.update()
+        return books.outcome(optimizer).taken
+
+    def step(books: halfstep.GradScaler) -> None:
+        module = cases.fsdp2()
+        cases.backward(books, module, cases.batch(rank))
+        books.step(cases.sgd(module))
+
+    groups = [distributed.new_group([each]) for each in range(2)]
+    hooked = cases.ddp()
+    hooked.register_comm_hook(cases.world(), default_hooks.allreduce_hook)  # type: ignore[operator]
+    books, optimizer = scaler(), cases.sgd(hooked)
+    cases.backward(books, hooked, cases.batch(rank))
+    with cases.counted() as collectives:
+        books.unscale_(optimizer)
+        books.step(optimizer)
+    return {
+        "local": takes(scaler("local")),
+        "mesh": takes(halfstep.GradScaler(device_mesh=mesh)),
+        "both": cases.raised(
+            lambda: halfstep.GradScaler(process_group=cases.world(), device_mesh=mesh)
+        ),
+        "wrong": cases.raised(lambda: halfstep.GradScaler(process_group="world")),  # type: ignore[arg-type]
+        "too small": cases.raised(lambda: step(halfstep.GradScaler(process_group=groups[rank]))),
+        "hook": [op for op, _ in collectives],
+    }
+
+
+# --- drift, and ranks that do not answer ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_drift_is_told_on_all_ranks_with_who_has_what(pool: Pool, fused: bool) -> None:
+    for kind, message, cured, weight_moved in pool.run(drift, fused):
+        assert kind == "RanksError"
+        assert "scale 1024, growth tracker 1, 1 steps taken, 0 skipped: rank 0" in message
+        assert "scale 64, growth tracker 1, 1 steps taken, 0 skipped: rank 1" in message
+        assert not weight_moved
+        assert cured == ("", "")
+
+
+def drift(rank: int, fused: bool) -> Any:
+    module = cases.fsdp2()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, fused=fused)
+    books = scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cases.backward(books, module, cases.batch(rank))
+        books.step(optimizer)
+        books.update()
+
+    step()
+    saved = books.state_dict()
+    if rank == 1:
+        books.update(new_scale=64.0)
+    before = [param.to_local().clone() for param in module.parameters()]  # type: ignore[attr-defined]
+    kind, message = cases.raised(step)
+    pairs = zip(before, module.parameters(), strict=True)
+    moved = any(not torch.equal(old, new.to_local()) for old, new in pairs)  # type: ignore[attr-defined]
+    books.update(new_scale=1024.0)
+    books.load_state_dict(saved)
+    return kind, message, cases.raised(step), moved
+
+
+def test_names_of_losses_have_to_agree(pool: Pool) -> None:
+    for kind, message in pool.run(different_names):
+        assert kind == "RanksError"
+        assert "losses of different names" in message
+
+
+def different_names(rank: int) -> Any:
+    module = cases.fsdp2()
+    books = scaler()
+    loss = module(cases.batch(rank)).sum()
+    books.scale(loss, name="ab"[rank]).backward()
+    return cases.raised(lambda: books.step(cases.sgd(module)))
+
+
+def test_a_rank_that_does_not_answer_is_an_error_that_names_the_call(pool: Pool) -> None:
+    waiting, _ = pool.run(step_on_rank_0_only, group_timeout=2.0)
+    kind, message = waiting
+    assert kind == "RanksError"
+    assert message.startswith("step(SGD): ")
+    assert "rank 0 waited for ranks 0, 1" in message
+    assert "has died, hangs, or has not made this call" in message
+
+
+def step_on_rank_0_only(rank: int) -> Any:
+    module = cases.model()
+    books = scaler(WORLD)
+    cases.backward(books, module, cases.batch(rank))
+    if rank == 1:
+        import time
+
+        time.sleep(4.0)
+        return None
+    return cases.raised(lambda: books.step(cases.sgd(module)))
+
+
+def test_a_copy_decides_anew(pool: Pool) -> None:
+    assert pool.run(copied) == [("RanksError", ""), ("RanksError", "")]
+
+
+def copied(rank: int) -> Any:
+    books = copy.deepcopy(scaler(WORLD))
+    module = cases.model()
+    cases.backward(books, module, cases.batch(rank))
+    return cases.raised(lambda: books.step(cases.sgd(module)))[0], ""
+
+
+def test_skips_in_a_row_name_the_rank(pool: Pool) -> None:
+    for told in pool.run(skips_in_a_row):
+        assert "the first rank with inf or NaN is 1" in told
+
+
+def skips_in_a_row(rank: int) -> str:
+    module = cases.fsdp2()
+    optimizer, books = cases.sgd(module), scaler(max_consecutive_skips=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(2):
+            optimizer.zero_grad()
+            cases.backward(books, module, cases.batch(rank, step))
+            if rank == 1:
+                next(module.parameters()).grad.to_local().fill_(math.inf)  # type: ignore[union-attr]
+            books.step(optimizer)
+            books.update()
+    return str(told[-1].message)

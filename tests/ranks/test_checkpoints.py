@@ -1,0 +1,154 @@
+"""Checkpoints through torch.distributed.checkpoint: saved on two ranks, read by any number."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.ranks import cases
+from tests.ranks.pool import Pool
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+import halfstep
+from halfstep import _torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Training:
+    """A sharded model, its optimizer and its scaler; the same data on any number of ranks."""
+
+    def __init__(self, *, is_sharded: bool = True) -> None:
+        self.module = cases.fsdp2() if is_sharded else cases.model()
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+        self.scaler = halfstep.GradScaler(init_scale=2.0**126, growth_interval=2)
+        self.scaler.set_norm_limit(1000.0, window=4)
+
+    def step(self, number: int) -> tuple[float, bool]:
+        self.optimizer.zero_grad()
+        cases.backward(self.scaler, self.module, cases.batch(0, number))
+        self.scaler.step(self.optimizer, max_norm=1.0)
+        self.scaler.update()
+        return self.scaler.get_scale(), self.scaler.outcome(self.optimizer).taken
+
+    def weights(self) -> list[torch.Tensor]:
+        return [
+            (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
+            for param in self.module.parameters()
+        ]
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler}
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.module,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+
+    def steps(self, first: int, last: int) -> Any:
+        return [self.step(number) for number in range(first, last)], self.weights()
+
+
+def save(rank: int, folder: str) -> Any:
+    training = Training()
+    training.steps(0, 5)
+    training.save(folder)
+    return training.steps(5, 10)
+
+
+def go_on(rank: int, folder: str) -> Any:
+    training = Training()
+    training.load(folder)
+    return training.steps(5, 10)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    for weight, reference in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(weight, reference, rtol=1e-6, atol=1e-7)
+
+
+def test_training_goes_on_as_if_it_had_not_been_interrupted(pool: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved, _ = pool.run(save, folder)
+    assert not all(taken for _, taken in saved[0])  # the scale still moves
+    for found in pool.run(go_on, folder):
+        assert_same(found, saved)
+    alone = Training(is_sharded=False)
+    alone.load(folder)
+    assert_same(alone.steps(5, 10), saved)
+
+
+@pytest.mark.ranks4
+def test_on_four_ranks_too(pool: Pool, pool4: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved, _ = pool.run(save, folder)
+    for found in pool4.run(go_on, folder):
+        assert_same(found, saved)
+
+
+def test_the_scaler_is_stateful() -> None:
+    assert isinstance(halfstep.GradScaler(), Stateful)
+
+
+def test_a_scale_that_differs_is_not_saved(pool: Pool, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+    for kind, message, alone in pool.run(save_different_scales, folder):
+        assert kind == "RanksError"
+        assert "scale 512" in message
+        assert "rank 0" in message
+        assert "scale 64" in message
+        assert "rank 1" in message
+        assert alone == ("", "")
+    assert not list(Path(folder).glob("*.metadata"))
+
+
+def save_different_scales(rank: int, folder: str) -> Any:
+    books = halfstep.GradScaler(init_scale=64.0 if rank else 512.0)
+    differing = cases.raised(lambda: dcp.save({"scaler": books}, checkpoint_id=folder))
+
+    def save_alone() -> None:
+        if rank == 1:  # asks no other rank
+            books.state_dict()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's, that it is alone
+                dcp.save({"scaler": books}, checkpoint_id=f"{folder}-alone", no_dist=True)
+
+    return *differing, cases.raised(save_alone)
+
+
+def test_who_saves_is_found(pool: Pool, tmp_path: Path) -> None:
+    """Inside a Stateful of the user's, and by ``async_save`` too."""
+    assert pool.run(savers, str(tmp_path)) == [[True, True, False]] * 2
+
+
+def savers(rank: int, folder: str) -> list[bool]:
+    found: list[bool] = []
+
+    class State:
+        def state_dict(self) -> dict[str, Any]:
+            found.append(_torch.saving_group() is not None)
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            pass
+
+    dcp.save({"state": State()}, checkpoint_id=f"{folder}/1")
+    future: Any = dcp.async_save({"state": State()}, checkpoint_id=f"{folder}/2")
+    future.result()
+    State().state_dict()
+    return found

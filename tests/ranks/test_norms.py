@@ -1,0 +1,185 @@
+"""Norms and clipping are global: parts are added up, copies are counted once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import pytest
+import torch
+from tests.ranks import cases
+from tests.ranks.pool import Pool
+from torch import Tensor, distributed, nn
+
+import halfstep
+
+Per = Literal["all", "layer", "parameter"]
+KINDS = ("fsdp2", "tensor_parallel", "ddp", "hybrid", "both")
+P_NORMS: list[tuple[float, Per]] = [
+    (2.0, "all"),
+    (math.inf, "all"),
+    (3.0, "all"),
+    (2.0, "parameter"),
+    (2.0, "layer"),
+    (math.inf, "layer"),
+    (3.0, "layer"),
+]
+
+
+def spread(kind: str) -> tuple[nn.Module, nn.Module]:
+    """Return a model on two ranks, and the same one on this rank alone."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    plain = cases.model()
+    if kind == "tensor_parallel":
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+        return cases.tensor_parallel(), plain
+    if kind == "hybrid":  # copies on two ranks, each whole
+        mesh = distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard"))
+        return fully_shard(cases.model(), mesh=mesh), plain
+    if kind == "both":  # one part lies on both dimensions, the other on one of them
+        mesh = distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        module, plain = (nn.Sequential(*cases.model(), nn.Tanh()) for _ in range(2))
+        rowwise = RowwiseParallel(input_layouts=Replicate())
+        parallelize_module(module, mesh["tensor"], {"2": rowwise})
+        fully_shard(module, mesh=mesh["data"])
+        return module, plain
+    return getattr(cases, kind)(), plain
+
+
+def whole(grad: Any) -> Tensor:
+    full: Tensor = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+    return full
+
+
+def norms_and_gradients(rank: int, kind: str, p: float, per: Per) -> Any:
+    found = []
+    for module in spread(kind):
+        optimizer = cases.sgd(module)
+        is_alone = bool(found)
+        books = halfstep.GradScaler(
+            init_scale=64.0, module=module, process_group="local" if is_alone else None
+        )
+        cases.backward(books, module, cases.batch(0))
+        norm = books.clip_grad_norm_(optimizer, 0.05, p, per)
+        grads = [whole(param.grad) for param in module.parameters()]
+        books.step(optimizer)
+        found.append((norm.item(), grads))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_is_that_of_one_rank(pool: Pool, kind: str) -> None:
+    for found in pool.run(all_clippings, kind):
+        for (p, per), ((norm, grads), (expected, expected_grads)) in found.items():
+            assert norm == pytest.approx(expected, rel=1e-5), (p, per)
+            for grad, reference in zip(grads, expected_grads, strict=True):
+                torch.testing.assert_close(grad, reference, rtol=1e-5, atol=1e-8)
+
+
+def all_clippings(rank: int, kind: str) -> Any:
+    return {case: norms_and_gradients(rank, kind, *case) for case in P_NORMS}
+
+
+def test_norms_of_stages_are_added_up(pool: Pool) -> None:
+    assert pool.run(norms_of_stages) == [pytest.approx([5.0, 5.0, 5.0, 4.0, 7.0])] * 2
+
+
+def norms_of_stages(rank: int) -> list[float]:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    books = halfstep.GradScaler(process_group=cases.world(), init_scale=4.0)
+
+    def graded() -> None:
+        param.grad = None
+        books.scale(param.sum() * (4.0 if rank else 3.0) / math.sqrt(2.0)).backward()
+
+    found = []
+    graded()
+    books.step(optimizer, max_norm=math.inf)
+    found.append(books.outcome(optimizer).norm)
+    books.update()
+    graded()
+    found.append(books.clip_grad_norm_([param], math.inf).item())
+    books.update()
+    graded()
+    found.append(books.clip_grad_norm_(optimizer, math.inf).item())
+    books.update()
+    graded()
+    found.append(math.sqrt(2.0) * books.clip_grad_norm_(optimizer, math.inf, math.inf).item())
+    books.update()
+    disabled = halfstep.GradScaler(process_group=cases.world(), enabled=False)
+    param.grad = torch.tensor([3.0, 0.0] if rank else [0.0, 2.0]) * math.sqrt(49.0 / 13.0)
+    found.append(disabled.clip_grad_norm_(optimizer, math.inf).item())
+    return found
+
+
+def test_copies_that_are_averaged_by_hand(pool: Pool) -> None:
+    for undeclared, declared in pool.run(averaged_by_hand):
+        assert undeclared[0] == "RanksError"
+        assert "scaler.replicated(model.parameters(), process_group)" in undeclared[1]
+        assert declared[0] == pytest.approx(declared[1], rel=1e-6)
+
+
+def averaged_by_hand(rank: int) -> Any:
+    def step(*, is_declared: bool) -> float:
+        module = cases.model()
+        optimizer = cases.sgd(module)
+        books = halfstep.GradScaler(process_group=cases.world())
+        if is_declared:
+            books.replicated(module.parameters(), cases.world())
+        cases.backward(books, module, cases.batch(rank))
+        for param in module.parameters():
+            distributed.all_reduce(param.grad)
+        books.step(optimizer, max_norm=math.inf)
+        return books.outcome(optimizer).norm
+
+    undeclared = cases.raised(lambda: step(is_declared=False))
+    module = cases.model()
+    for other in range(2):
+        module(cases.batch(other)).square().mean().backward()
+    norm = torch.nn.utils.get_total_norm([param.grad for param in module.parameters()])
+    return undeclared, (step(is_declared=True), norm.item())
+
+
+def test_a_norm_that_was_not_measured_is_not_that_of_one_rank(pool: Pool) -> None:
+    for kind, message in pool.run(unmeasured):
+        assert kind == "CallOrderError"
+        assert "spread over several ranks" in message
+
+
+def unmeasured(rank: int) -> Any:
+    module = cases.fsdp2()
+    optimizer = cases.sgd(module)
+    books = halfstep.GradScaler()
+    cases.backward(books, module, cases.batch(rank))
+    books.unscale_(optimizer)
+    books.step(optimizer)
+    books.update()
+    return cases.raised(lambda: books.outcome(optimizer).norm)
+
+
+def test_rules_that_follow_magnitudes_and_norms(pool: Pool) -> None:
+    """LogMax and the limit of norms see what all ranks have."""
+    first, second = pool.run(rules)
+    assert first == second
+    assert any(not taken for _, taken in first)
+
+
+def rules(rank: int) -> Any:
+    module = cases.fsdp2()
+    optimizer = cases.sgd(module)
+    books = halfstep.GradScaler(rule=halfstep.LogMax())
+    books.set_norm_limit(3.0, window=4)
+    seen = []
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = module(cases.batch(rank, step)).square().mean()
+        books.scale(loss * (1e4 if step == 6 and rank == 1 else 1.0)).backward()
+        books.step(optimizer)
+        books.update()
+        seen.append((books.get_scale(), books.outcome(optimizer).taken))
+    return seen
