@@ -488,11 +488,13 @@ def test_the_spec_of_a_parameter_is_that_of_its_gradient_under_fully_shard() -> 
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_which_devices_a_process_group_serves() -> None:
+def test_where_the_ranks_of_a_process_group_meet() -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
-    assert "cpu" in _torch.device_types(group)
-    assert _torch.device_types(group)[-1] == "cpu"
+    # What it asks of a group where there is an accelerator.
+    assert torch.device("cpu") in group._device_types
+    assert group._get_backend(torch.device("cpu")).name() == "gloo"
+    assert _torch.exchange_device(group) == torch.device("cpu")  # gloo for all
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -32,8 +32,8 @@ TORCHRUN = os.getppid()
 def start(name: str) -> tuple[argparse.Namespace, torch.device]:
     """Read the options and join the other ranks; return the options and the device of this rank."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--checkpoint-every", type=int, default=10, help="in steps")
+    parser.add_argument("--steps", type=_count, default=60)
+    parser.add_argument("--checkpoint-every", type=_count, default=10, help="in steps")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints", name))
     options = parser.parse_args()
 
@@ -46,6 +46,13 @@ def start(name: str) -> tuple[argparse.Namespace, torch.device]:
         dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same first weights on all ranks
     return options, device
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a count: pass 1 or more")
+    return number
 
 
 class Text:

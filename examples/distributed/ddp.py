@@ -39,8 +39,8 @@ def main() -> None:
         scaler.update()
         report(step, loss / ranks, scaler, optimizer)
         checkpoints.save_after(step)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after the model: PyTorch may hang if the model lives longer

@@ -34,6 +34,8 @@ PLAN = {
 def main() -> None:
     options, device = start("fsdp2_tp")
     ranks = dist.get_world_size()
+    if ranks % 2:
+        raise SystemExit(f"{ranks} processes cannot be paired: start an even number of them")
     text = Text()
     mesh = dist.init_device_mesh(device.type, (ranks // 2, 2), mesh_dim_names=("data", "tensor"))
     data, tensor = mesh["data"], mesh["tensor"]
@@ -58,8 +60,8 @@ def main() -> None:
         scaler.update()
         report(step, loss / ranks, scaler, optimizer)
         checkpoints.save_after(step)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after the model: PyTorch may hang if the model lives longer

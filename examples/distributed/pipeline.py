@@ -96,8 +96,8 @@ def main() -> None:
         loss = sum(losses, torch.zeros((), device=device))
         report(step, loss, scaler, optimizer)
         checkpoints.save_after(step)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # after the model: PyTorch may hang if the model lives longer

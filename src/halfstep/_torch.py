@@ -592,10 +592,19 @@ def default_store() -> Any:
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def device_types(process_group: torch.distributed.ProcessGroup) -> list[str]:
-    """Return the device types whose tensors the ranks of a group can exchange, CPU last."""
-    types: list[str] = sorted({device.type for device in process_group._device_types})
-    return sorted(types, key="cpu".__eq__)
+def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.device:
+    """Return where the ranks of a group exchange small tensors: the same kind on all of them.
+
+    An accelerator if the group has a backend for it that is not that of the CPU, else the CPU.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator in process_group._device_types:
+        cpu = torch.device("cpu")
+        own = process_group._get_backend(accelerator).name()
+        types = process_group._device_types
+        if cpu not in types or process_group._get_backend(cpu).name() != own:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
 
 
 def is_dtensor(value: object) -> bool:

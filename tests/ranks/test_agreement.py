@@ -360,7 +360,7 @@ def test_a_rank_that_does_not_answer_is_an_error_that_names_the_call(pool: Pool)
     kind, message = waiting
     assert kind == "RanksError"
     assert message.startswith("step(SGD): ")
-    assert "rank 0 waited for ranks 0, 1" in message
+    assert "rank 0 waited for rank 1, and" in message
     assert "has died, hangs, or has not made this call" in message
 
 
@@ -405,3 +405,153 @@ def skips_in_a_row(rank: int) -> str:
             books.step(optimizer)
             books.update()
     return str(told[-1].message)
+
+
+# --- ranks that do not all have the same to do ----------------------------------------------------
+
+
+def every_use_without_gradients_on_rank_1(rank: int) -> Any:
+    shared = cases.model()
+    has = rank == 0
+
+    def backward(books: halfstep.GradScaler, module: nn.Module) -> None:
+        if has:
+            cases.backward(books, module, cases.batch(0))
+        else:
+            books.scale(torch.ones(()))
+
+    def clip_list_then_step(books: halfstep.GradScaler, module: nn.Module) -> None:
+        backward(books, module)
+        books.clip_grad_norm_(module.parameters(), 1.0)
+        books.step(cases.sgd(module))
+
+    def unscale_then_clip_list(books: halfstep.GradScaler, module: nn.Module) -> None:
+        backward(books, module)
+        books.unscale_(optimizer := cases.sgd(module))
+        books.clip_grad_norm_(module.parameters(), 1.0)
+        books.step(optimizer)
+
+    def per_parameter(books: halfstep.GradScaler, module: nn.Module) -> None:
+        backward(books, module)
+        books.clip_grad_norm_(optimizer := cases.sgd(module), 1.0, per="parameter")
+        books.step(optimizer)
+
+    def shared_parameters(books: halfstep.GradScaler, module: nn.Module) -> None:
+        first, second = cases.sgd(module), cases.sgd(module)
+        backward(books, module)
+        books.step(first)
+        books.step(second)
+
+    found = {}
+    for use in (clip_list_then_step, unscale_then_clip_list, per_parameter, shared_parameters):
+        books = scaler(WORLD)
+        for _ in range(2):
+            shared.zero_grad()
+            use(books, shared)
+            books.update()
+        found[use.__name__] = (books.counts().taken, books.get_scale())
+    return found
+
+
+def test_every_use_with_gradients_on_one_rank_only(pool: Pool) -> None:
+    first, second = pool.run(every_use_without_gradients_on_rank_1)
+    assert first == second
+    assert set(first.values()) == {(2, 1024.0)}
+
+
+def named_losses_in_blocks(rank: int) -> Any:
+    module = cases.fsdp2()
+    optimizer, books = cases.sgd(module), scaler()
+    for name in ("a", "b"):
+        with books.accumulate(optimizer):
+            loss = module(cases.batch(rank)).square().mean()
+            books.scale(loss, name=name).backward()
+    books.step(optimizer)
+    books.update()
+    return books.outcome(optimizer).taken
+
+
+def test_losses_of_several_names(pool: Pool) -> None:
+    assert pool.run(named_losses_in_blocks) == [True, True]
+
+
+def name_on_the_last_stage_only(rank: int) -> Any:
+    module = cases.model()
+    optimizer, books = cases.sgd(module), scaler(WORLD)
+    module(cases.batch(rank)).mean().backward()
+    if rank == 1:
+        books.scale(torch.ones(()), name="main")
+    books.step(optimizer)
+    books.update()
+    return books.outcome(optimizer).taken
+
+
+def test_a_rank_without_a_loss_goes_by_the_name_of_the_others(pool: Pool) -> None:
+    assert pool.run(name_on_the_last_stage_only) == [True, True]
+
+
+def losses_between_looks(rank: int, kind: str, group: str | None) -> Any:
+    """A bad loss on rank 1 that comes after the first of two optimizers was looked at."""
+    modules = [getattr(cases, kind)() for _ in range(2)]
+    optimizers = [cases.sgd(module) for module in modules]
+    books = scaler(group)
+    cases.backward(books, modules[0], cases.batch(rank))
+    books.unscale_(optimizers[0])
+    x = cases.batch(rank) * (math.inf if rank == 1 else 1.0)
+    cases.backward(books, modules[1], x)
+    books.unscale_(optimizers[1])
+    for optimizer in reversed(optimizers):
+        books.step(optimizer)
+    books.update()
+    reasons = [books.outcome(optimizer).reason for optimizer in optimizers]
+    return [reason and reason.value for reason in reasons], books.get_scale()
+
+
+def test_the_reason_is_the_same_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(losses_between_looks, "ddp", None) == [([None, "overflow"], 512.0)] * 2
+    assert pool.run(losses_between_looks, "fsdp2", None) == [([None, "loss"], 1024.0)] * 2
+
+
+def goes_on_after_errors(rank: int) -> Any:
+    module = cases.fsdp2()
+    optimizer, books = cases.sgd(module), scaler()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cases.backward(books, module, cases.batch(rank))
+        books.step(optimizer)
+        books.update()
+
+    step()
+    saved = books.state_dict()
+    optimizer.zero_grad()
+    books.scale(torch.ones(()))
+    found = [cases.raised(lambda: books.step(optimizer))[0], cases.raised(step)[0]]
+    if rank == 1:
+        books.update(new_scale=64.0)
+    found.append(cases.raised(step)[0])
+    books.load_state_dict(saved)
+    return [*found, cases.raised(step)[0], books.counts().taken]
+
+
+def test_all_go_on_after_an_error_of_all(pool: Pool) -> None:
+    assert pool.run(goes_on_after_errors) == [["CallOrderError", "", "RanksError", "", 2]] * 2
+
+
+def asks_again_after_no_answer(rank: int) -> Any:
+    if rank == 1:
+        import time
+
+        time.sleep(3.0)
+        return None
+    module = cases.model()
+    optimizer, books = cases.sgd(module), scaler(WORLD)
+    cases.backward(books, module, cases.batch(0))
+    first = cases.raised(lambda: books.unscale_(optimizer) or books.step(optimizer))
+    return first[0], cases.raised(lambda: books.step(optimizer))[0]
+
+
+def test_nothing_is_decided_alone_after_no_answer(pool: Pool) -> None:
+    first, _ = pool.run(asks_again_after_no_answer, group_timeout=1.0)
+    assert first[0] == "RanksError"
+    assert first[1] in ("RanksError", "CallOrderError")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ class Training:
     def __init__(self, *, is_sharded: bool = True) -> None:
         self.module = cases.fsdp2() if is_sharded else cases.model()
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
-        self.scaler = halfstep.GradScaler(init_scale=2.0**126, growth_interval=2)
+        self.scaler = halfstep.GradScaler(init_scale=1024.0, growth_interval=2)
         self.scaler.set_norm_limit(1000.0, window=4)
 
     def step(self, number: int) -> tuple[float, bool]:
         self.optimizer.zero_grad()
         cases.backward(self.scaler, self.module, cases.batch(0, number))
+        if number in (1, 6):
+            next(self.module.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
         self.scaler.step(self.optimizer, max_norm=1.0)
         self.scaler.update()
         return self.scaler.get_scale(), self.scaler.outcome(self.optimizer).taken

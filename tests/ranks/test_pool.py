@@ -93,9 +93,10 @@ def test_a_rank_that_waits_for_one_that_raised_fails_at_once(pool: Pool) -> None
 
 
 def test_a_collective_gives_up_in_time(pool: Pool) -> None:
-    for error, kind in pool.run(leave_alone):
-        assert kind == "RuntimeError"
-        assert re.search("[Tt]imed out", error)
+    errors, kinds = zip(*pool.run(leave_alone), strict=True)
+    assert set(kinds) == {"RuntimeError"}
+    # The first to give up closes its connection, which the other one may see.
+    assert re.search("[Tt]imed out", "".join(errors))
 
 
 def test_a_rank_that_dies_is_told_and_one_that_waits_for_ever_is_killed(

@@ -67,3 +67,22 @@ def pipeline(rank: int, *, dies: bool) -> None:
                 raise ValueError("rank 1 has had enough")
         scaler.step(optimizer)
         scaler.update()
+
+
+def clip_with_pytorch(rank: int, folder: str) -> float:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler(init_scale=16.0)
+    with halfstep.record(f"{folder}/{rank}", model, every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return scaler.get_scale()

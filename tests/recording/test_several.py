@@ -94,3 +94,9 @@ def test_a_step_is_shown_when_all_ranks_have_it(pool: Pool, tmp_path: Path) -> N
     assert [step.step for step in update.new.steps] == [*range(2, several.NUM_STEPS + 1)]
     (skip,) = (line for line in lines(state, update, 1) if line.startswith("skip 12 "))
     assert skip.endswith("parameters 2  rank 1")
+
+
+def test_a_norm_that_lies_on_several_ranks_is_left_alone(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(several.clip_with_pytorch, str(tmp_path)) == [16.0, 16.0]
+    for rank in range(2):
+        assert len(read_run(tmp_path / str(rank)).steps) == 3

@@ -95,7 +95,7 @@ class Watch:
         self._engine, self._model, self._tell = engine, model, tell or _warn
         self._capture, self._start = Capture(self._is_here), _Start()
         self._live: Live | None = None
-        self._num_live = self._num_steps = self._num_tried = 0
+        self._num_live = self._num_steps = self._num_tried = self._bad_step = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
         self._losses: list[Tensor] = []
         self._stack = ExitStack()
@@ -213,6 +213,7 @@ class Watch:
                 self._say(found)
                 return
             why_not = capture.gap or "its replay was finite"
+        self._bad_step = self._num_steps
         self.notes.append(f"step {self._num_steps} was not replayed: {why_not}")
         self._num_live = MOST_LIVE
         self._trace(model)
@@ -228,7 +229,8 @@ class Watch:
         elif self._num_live:
             self._trace(live.model)
         elif not (self.found or self._came_from_elsewhere):
-            self._say(Diagnosis("unknown", notes=("none of the steps traced since went bad",)))
+            note = f"steps {self._bad_step + 1} to {self._num_steps} were traced, and none went bad"
+            self._say(Diagnosis("unknown", notes=(note,)), self._bad_step)
 
     def _trace(self, model: nn.Module | None) -> None:
         if model is not None and across_ranks.is_compiled_together(model):
@@ -266,7 +268,7 @@ class Watch:
             return found if found.tensor in known else None
         return None if found.verdict == "none" else found
 
-    def _say(self, found: Diagnosis) -> None:
+    def _say(self, found: Diagnosis, step: int | None = None) -> None:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, f"the loss of step {self._num_steps - 1} was finite")
@@ -274,7 +276,7 @@ class Watch:
         self.notes.clear()
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
-            self._tell(found, self._num_steps)
+            self._tell(found, self._num_steps if step is None else step)
 
 
 class _Start:

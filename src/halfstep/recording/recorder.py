@@ -125,8 +125,11 @@ class Recorder:
 
     @_unseen
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
-        """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured."""
-        if self._is_listening():
+        """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured.
+
+        Not of one that lies on several ranks as summands: to add them up is a collective.
+        """
+        if self._is_listening() and not _torch.is_dtensor(norm):
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
             del self._norms[:-MOST_NORMS]
 
@@ -342,7 +345,9 @@ def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     found = collect(parameters(optimizer))
-    return measure(found, None).total(found.values[0].device) if found.grads else None
+    if not found.grads or any(map(_torch.is_dtensor, found.grads)):
+        return None  # of what this rank holds of them there is a norm, and it is not theirs
+    return measure(found, None).total(found.values[0].device)
 
 
 def _warn(text: str) -> None:

@@ -180,7 +180,7 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     if not known:
         where = on_ranks(summary.steps.ranks, summary.facts)
         if where:
-            yield f"; inf or NaN was met first{where}"
+            yield f"; inf or NaN was met{where}"
         return
     origin, num = known[0]
     if num < len(later):

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from halfstep._torch import keep_out_of_graphs
+from halfstep.errors import RanksError
 from halfstep.scaling.checks import checked_count
 from halfstep.scaling.gradients.collecting import collect, parameters
 from halfstep.scaling.loops.closures import Closure, drop_gradients, split_closure
 from halfstep.scaling.outcomes import gates
 from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep.scaling.ranks.deciding import ALONE
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.rules import Static
 from halfstep.scaling.scale.state import ScaleState
@@ -63,7 +65,10 @@ class DisabledGradScaler(GradScaler):
         optimizer, params = clipping.target(optimizer_or_parameters)
         found = collect(params)
         device = found.values[0].device if found.values else torch.device("cpu")
-        ranks = self._engine.ranks.of("clip_grad_norm_", optimizer, params, None, has_scale=True)
+        try:
+            ranks = self._engine.ranks.of("clip_grad_norm_", params, [], has_scale=True)
+        except RanksError:  # nobody is asked for more than PyTorch's clipping does
+            ranks = ALONE
         ready = Preparation(found, _one(device), None, [], ranks)
         return clipping.clip_(
             ready,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, RanksError
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import Gradients, collect, parameters
 from halfstep.scaling.names import Names
@@ -118,7 +118,7 @@ class Engine:
         self, method: str, owner: object, params: list[Tensor], record: OptimizerRecord | None
     ) -> Preparation:
         optimizer = None if record is None else record.optimizer
-        ranks = self.ranks_of(method, owner, params, optimizer)
+        ranks = self.ranks_of(method, owner, params)
         if record is not None and record.looks:
             scale = record.looks[0].scale
         else:
@@ -127,25 +127,16 @@ class Engine:
         refuse = partial(refuse_float16, optimizer=optimizer, names=self.names)
         return stepping.gather(method, params, self.iteration, record, scale, ranks, refuse)
 
-    def ranks_of(
-        self,
-        method: str,
-        owner: object,
-        params: list[Tensor],
-        optimizer: torch.optim.Optimizer | None,
-    ) -> Alone | Together:
+    def ranks_of(self, method: str, owner: object, params: list[Tensor]) -> Alone | Together:
         """Return who decides what becomes of gradients: this rank or several.
 
         Where several do, one that has no loss has a scale all the same.
         """
-        losses = list(self.iteration.losses)
-        loss = losses[0] if len(losses) == 1 else None
-        scale = self.scales.get(loss)
-        has_scale = scale is not None and scale.on_device is not None
-        ranks = self.ranks.of(f"{method}({name(owner)})", optimizer, params, loss, has_scale)
-        if isinstance(ranks, Together) and not has_scale and loss is None:
-            device = params[0].device if params else torch.device("cpu")
-            self.scales[None].create(ranks.group.device(device))
+        has_scale = any(scale.on_device is not None for scale in self.scales.values())
+        call = f"{method}({name(owner)})"
+        ranks = self.ranks.of(call, params, list(self.iteration.losses), has_scale)
+        if isinstance(ranks, Together) and not has_scale:
+            self.scales[None].create(ranks.group.device)
         return ranks
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -220,13 +211,16 @@ class Engine:
         record = self.require_not_stepped(optimizer)
         if record.stage is Stage.SCALED and all(p.grad is None for p in parameters(optimizer)):
             params = list(parameters(optimizer))
-            if not self.ranks_of("step", optimizer, params, optimizer).is_together:
+            if not self.ranks_of("step", optimizer, params).is_together:
                 raise nothing_checked(optimizer)
         ready = self.gather("step", record)
         try:
             result, found_inf = self.steps.take(optimizer, ready, args, kwargs, max_norm)
-        except BaseException:
-            self._note_failure(record, ready)
+        except BaseException as error:
+            if ready.ranks.is_together and isinstance(error, RanksError | CallOrderError):
+                self.end_iteration()  # it is raised on all ranks, and they can go on
+            else:
+                self._note_failure(record, ready)
             raise
         self.finish(record, ready, found_inf)
         return result
@@ -261,6 +255,7 @@ class Engine:
             if ready.norms is None:
                 scale = torch.where(is_skipped > 0, scale, 1.0)
         self.keep(ready, record, Stage.STEPPED)
+        ready.loss_scale.forget_later_losses()
         before = ready.loss_scale.snapshot()
         findings = Findings(before, found_inf, ready.outlier, ready.norm, ready.agreements())
         gradients = StepGradients(ready.gradients, ready.norms, scale)
@@ -278,7 +273,7 @@ class Engine:
         """Look for inf and NaN and change nothing, for an optimizer that unscales by itself."""
         record = self.iteration.record(optimizer)
         gradients = collect(parameters(optimizer))
-        ranks = self.ranks_of("step", optimizer, list(parameters(optimizer)), optimizer)
+        ranks = self.ranks_of("step", optimizer, list(parameters(optimizer)))
         if not (gradients.grads or ranks.is_together):
             return {}
         scale = self.scale_of_iteration("step", optimizer, gradients.params)

@@ -159,7 +159,8 @@ class TorchCalls:
             ValueError: ``new_scale`` is a number out of range, has not exactly one element, or
                 requires a gradient.
 
-        Sync: none, as long as there is nothing to report.
+        Sync: none, as long as there is nothing to report; one with several ranks and ``on_skips``
+        other than "warn".
         """
         if new_scale is None and name is not None:
             raise ValueError(f"update(name={name!r}): give the new scale of this loss too")

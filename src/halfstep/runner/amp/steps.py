@@ -169,7 +169,7 @@ class Steps:
 
     def _add(self, look: Look, optimizer: Optimizer) -> None:
         engine = self._scaler._engine
-        engine.ranks_of("step", optimizer, list(parameters(optimizer)), optimizer).agree_on(look)
+        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(look)
         engine.iteration.add(look)
 
     @contextmanager

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep._torch import local_part
+from halfstep._torch import is_dtensor, local_part
 from halfstep.errors import CallOrderError
 from halfstep.scaling.engine import Engine
 from halfstep.scaling.gradients.collecting import Gradients, parameters
@@ -147,7 +147,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     scale = engine.scale_of_iteration("accumulate", block.optimizer, [])
     refuse = partial(stepping.refuse_float16, optimizer=block.optimizer, names=engine.names)
     params = list(parameters(block.optimizer))
-    ranks = engine.ranks_of("accumulate", block.optimizer, params, block.optimizer)
+    ranks = engine.ranks_of("accumulate", block.optimizer, params)
     ready = stepping.gather("accumulate", params, block, None, scale, ranks, refuse)
     refuse(ready)
     stepping.unscale_(ready)
@@ -188,8 +188,17 @@ def _give_back(earlier: Stash) -> None:
 def _add(earlier: Stash) -> None:
     pairs = [(param, grad, param.grad) for param, grad in earlier if grad is not None]
     dense = [(grad, new) for _, grad, new in pairs if new is not None and not grad.is_sparse]
-    if dense:
-        torch._foreach_add_(*(list(map(local_part, grads)) for grads in zip(*dense, strict=True)))
+    alike = [(local_part(grad), local_part(new)) for grad, new in dense if _lie_alike(grad, new)]
+    if alike:
+        torch._foreach_add_(*map(list, zip(*alike, strict=True)))
+    for total, part in dense:
+        if not _lie_alike(total, part):
+            total.add_(part)
     for param, grad, new in pairs:
         # A sparse tensor can be added to a dense one, not the other way round.
         param.grad = new + grad if new is not None and grad.is_sparse else grad
+
+
+def _lie_alike(grad: Any, new: Any) -> bool:
+    """Say whether this rank holds the same part of both."""
+    return not is_dtensor(grad) or grad.placements == new.placements

@@ -204,7 +204,7 @@ class Outcome:
 
     @cached_property
     def rank(self) -> int | None:
-        """The first rank whose gradients were inf or NaN.
+        """The first rank whose loss was inf or NaN, else whose gradients were.
 
         None if there was none, or if the ranks did not have to tell each other: with one of them,
         or under DistributedDataParallel, which gives all the same gradients.

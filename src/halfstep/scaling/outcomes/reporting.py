@@ -30,7 +30,8 @@ def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
 
     Sync: none as long as nothing is said.
     """
-    snapshot = scale.arrived()
+    # Whoever raises, or saves and asks the others, is to do so in the same iteration on all ranks.
+    snapshot = scale.arrived(at_once=alarm.on_skips != "warn")
     if snapshot is None or not alarm.is_due(scale, *snapshot.skips()):
         return
     state = snapshot.read(scale.host)

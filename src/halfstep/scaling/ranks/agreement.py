@@ -23,15 +23,18 @@ from halfstep.scaling.scalars import any_of, is_nonfinite, moved, to_float32
 if TYPE_CHECKING:
     from halfstep.scaling.scale.loss_scale import LossScale
 
-FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE = range(5)
-NAME, OWN_NORM, *STATE = range(6)
-"""Behind the first five: what has to be the same. ``OWN_NORM`` is not to be: see ``verify``."""
+FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
+OWN_NORM, *STATE = range(5)
+"""Behind the first seven: what has to be the same. ``OWN_NORM`` is not to be: see ``require``."""
 
-NUM_FIRST, NUM_SAME = 5, 6
+NO_NAME = -(1 << 31)
+"""Of a rank without a loss: no maximum is changed by it."""
+
+NUM_FIRST, NUM_SAME = 7, 5
 NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
 
-INF_BITS = 0x7F800000
-"""The bits of inf in float32: those of NaN are larger, those of all finite numbers smaller."""
+LARGEST_BITS = 0x7F7FFFFF
+"""The bits of the largest float32 number: those of smaller ones are smaller, of inf and NaN not."""
 
 CHECK_EVERY = 100
 """Where looking at the vector would be a sync of its own, every so many are looked at."""
@@ -42,7 +45,7 @@ class Claim:
 
     Args:
         loss_scale: The scale of the loss that the gradients come from; it is on a device.
-        loss: Its name.
+        losses: The names of the losses of this iteration; a rank without any goes by the others.
         found: float32 scalars on any device, 1 if a gradient is inf or NaN, else 0; may be empty.
         amax: The largest magnitude of the unscaled gradients, if wanted.
         own_norm: Norm of gradients that are this rank's alone, if measured.
@@ -54,7 +57,7 @@ class Claim:
     def __init__(
         self,
         loss_scale: LossScale,
-        loss: str | None,
+        losses: Sequence[str | None],
         found: list[Tensor],
         *,
         amax: Tensor | None,
@@ -63,7 +66,7 @@ class Claim:
         has_scale: bool,
         call: str,
     ) -> None:
-        self.loss_scale, self.loss, self.call = loss_scale, loss, call
+        self.loss_scale, self.losses, self.call = loss_scale, tuple(losses), call
         self.has_gradients, self.has_scale = has_gradients, has_scale
         self._found, self._amax, self._own_norm = found, amax, own_norm
 
@@ -75,13 +78,13 @@ class Claim:
         found = any_of(self._found, device) if self._found else zero
         floats = [zero if value is None else moved(value, device) for value in self._floats()]
         # The largest of these numbers is that of the first rank that found something.
-        first = (found * (len(group.ranks) - group.place)).int()
-        is_bad = is_nonfinite(self.loss_scale.on_device.bad_loss).int()
+        flags = torch.stack([found, is_nonfinite(self.loss_scale.on_device.bad_loss)])
+        first, is_bad = (flags * (len(group.ranks) - group.place)).int()
         amax, own_norm = torch.stack(floats).view(torch.int32)
-        known = _known(self.has_gradients, self.has_scale, self.loss, device)
-        same = torch.cat([known[2:], own_norm[None], self.loss_scale.on_device.counters()])
-        head = torch.cat([torch.stack([first, is_bad, amax]), known[:2]])
-        return torch.cat([head, same, -same]).to(group.device(device), non_blocking=True)
+        known = _known(self.has_gradients, self.has_scale, self.losses, device)
+        same = torch.cat([own_norm[None], self.loss_scale.on_device.counters()])
+        head = torch.cat([torch.stack([first, is_bad, amax]), known])
+        return moved(torch.cat([head, same, -same]), group.device)
 
     def _floats(self) -> list[Tensor | None]:
         values = (self._amax, self._own_norm)
@@ -91,12 +94,15 @@ class Claim:
 _constants: dict[Any, Tensor] = {}
 
 
-def _known(has_gradients: bool, has_scale: bool, loss: str | None, device: torch.device) -> Tensor:
-    """Return what the host knows, int32 ``[3]``, on the device: copied there once."""
-    key = has_gradients, has_scale, loss, device
+def _known(
+    has_gradients: bool, has_scale: bool, losses: tuple[str | None, ...], device: torch.device
+) -> Tensor:
+    """Return what the host knows, int32 ``[4]``, on the device: copied there once."""
+    key = has_gradients, has_scale, losses, device
     if key not in _constants:
-        name = 0 if loss is None else zlib.crc32(loss.encode()) >> 2
-        values = [int(has_gradients), int(has_scale), name]
+        name = zlib.crc32(repr(sorted(map(repr, losses))).encode()) >> 2
+        names = [name, -name] if losses else [NO_NAME, NO_NAME]
+        values = [int(has_gradients), int(has_scale), *names]
         _constants[key] = torch.tensor(values, dtype=torch.int32).to(device)
     return _constants[key]
 
@@ -138,8 +144,12 @@ class Agreement:
         return self.vector()[AMAX].view(torch.float32)
 
     def first_rank(self) -> int | None:
-        """Return the first rank that found inf or NaN. Sync: one."""
-        code = int(self.vector()[FOUND].item())
+        """Return the first rank whose loss was bad, else that found inf or NaN. Sync: one.
+
+        The sum of the gradients of all ranks does not tell which of them had it.
+        """
+        found, bad_loss = self.vector()[[FOUND, BAD_LOSS]].tolist()
+        code = found and (bad_loss or found)
         return self._group.ranks[len(self._group.ranks) - code] if code else None
 
     def verify(self) -> None:
@@ -184,14 +194,14 @@ class Agreement:
     def _require_same(self, values: list[int]) -> None:
         largest = values[NUM_FIRST : NUM_FIRST + NUM_SAME]
         least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
-        if largest[NAME] != least[NAME]:
+        if NO_NAME != values[NAME] != -values[MINUS_NAME]:
             raise RanksError(
                 f"{self._claim.call}: the ranks have scaled losses of different names, this one "
-                f"{self._claim.loss!r}. Give all the same name: scaler.scale(loss, name=...)"
+                f"{list(self._claim.losses)}. Give all the same: scaler.scale(loss, name=...)"
             )
         if any(largest[slot] != least[slot] for slot in STATE):
             raise RanksError(self._who_has_what())
-        if 0 < largest[OWN_NORM] == least[OWN_NORM] < INF_BITS:
+        if 0 < largest[OWN_NORM] == least[OWN_NORM] < LARGEST_BITS:
             raise RanksError(
                 f"{self._claim.call}: the norm of the gradients is the same on all "
                 f"{len(self._group.ranks)} ranks, {float32_from_bits(largest[OWN_NORM]):g}. They "

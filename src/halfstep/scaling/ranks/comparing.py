@@ -44,11 +44,10 @@ def gathered(
         integers: Below 2^53.
         floats: More numbers.
     """
-    device = group.device(torch.device("cpu"))
     own = [float(number) for number in (*integers, *floats)]
     rows = torch.zeros(len(group.ranks), len(own), dtype=torch.float64)
     rows[group.place] = torch.tensor(own, dtype=torch.float64)
-    summed = group.reduce(rows.to(device), distributed.ReduceOp.SUM, purpose).wait()
+    summed = group.reduce(rows.to(group.device), distributed.ReduceOp.SUM, purpose).wait()
     return [tuple(row) for row in summed.tolist()]
 
 

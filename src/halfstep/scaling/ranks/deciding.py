@@ -67,7 +67,7 @@ class Together:
     Args:
         layout: Where the parameters lie.
         call: What asks: ``step(SGD)``.
-        loss: The name of the loss whose gradients they are.
+        losses: The names of the losses of this iteration.
         has_scale: Whether a loss has ever been scaled on this rank.
         next_number: Returns how many agreements there were before.
     """
@@ -78,12 +78,12 @@ class Together:
         self,
         layout: Layout,
         call: str,
-        loss: str | None,
+        losses: Sequence[str | None],
         has_scale: bool,
         next_number: Callable[[], int],
     ) -> None:
         self.group, self._layout, self.call = layout.group, layout, call
-        self._loss, self._has_scale, self._next_number = loss, has_scale, next_number
+        self._losses, self._has_scale, self._next_number = losses, has_scale, next_number
 
     def agree_on(
         self, look: Look, norms: Norms | None = None, *, has_gradients: bool = True
@@ -100,7 +100,7 @@ class Together:
             own_norm = norms.total(look.scale.tensor.device)
         claim = Claim(
             look.scale,
-            self._loss,
+            self._losses,
             list(look.found_here.values()),
             amax=look.amax_here,
             own_norm=own_norm,
@@ -141,8 +141,8 @@ class Together:
             RanksError: Some have a part of the parameters that no process group reaches.
         """
         sharing = self._layout.sharing
-        if sharing is None:
-            return norms  # parameters are whole on each rank
+        if sharing is None or not norms:
+            return norms  # parameters are whole on each rank, or all that share them have none
         if not sharing.parts:
             raise RanksError(
                 f"{self.call}: the norms of single layers or parameters are spread over the ranks "
@@ -174,12 +174,15 @@ class Together:
 
     def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
         device = values.device
-        values = values.to(group.device(device), non_blocking=True)
-        reduction = group.reduce(values, distributed.ReduceOp.SUM, f"{self.call}: the norm")
+        reduction = group.reduce(
+            moved(values, group.device), distributed.ReduceOp.SUM, f"{self.call}: the norm"
+        )
         return lambda: moved(reduction.wait(), device)
 
     def _largest(self, norms: Sequence[Tensor], group: Group) -> list[Tensor]:
-        values = torch.stack(list(norms)).to(group.device(norms[0].device))
+        # The maximum of NaN and a number may be the number.
+        values = torch.stack(list(norms)).nan_to_num(nan=math.inf, posinf=math.inf)
+        values = moved(values, group.device)
         purpose = f"{self.call}: the largest gradient"
         largest = group.reduce(values, distributed.ReduceOp.MAX, purpose).wait()
         return list(largest.to(norms[0].device))

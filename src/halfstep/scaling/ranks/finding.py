@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -27,9 +25,10 @@ if TYPE_CHECKING:
 
 CURE = (
     "Cure: say which ranks step together: "
-    "halfstep.GradScaler(process_group=torch.distributed.group.WORLD) "
-    "for all of them, another process group, or device_mesh=...; or "
-    "process_group='local' if this rank trains something of its own"
+    "halfstep.GradScaler(process_group=torch.distributed.group.WORLD), "
+    "after init_process_group(), for all of them, another process group, or device_mesh=...; or "
+    "process_group='local' if this rank trains something of its own. If gradients are averaged by "
+    "hand, scaler.replicated(model.parameters(), process_group) too, for their norm"
 )
 
 REDUCED = Alone(sees_all_losses=False)
@@ -37,11 +36,17 @@ REDUCED = Alone(sees_all_losses=False)
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What is known of the parameters of an optimizer, and of how many there were."""
+    """Who decides for some parameters.
 
-    num_params: int
-    layout: Layout | None  # None: this rank decides
-    decider: Alone = ALONE
+    Attributes:
+        layout: Where they lie; None if this rank decides.
+        alone: How it does then.
+        of: Which parameters, and in which world, as a number.
+    """
+
+    layout: Layout | None
+    alone: Alone
+    of: int
 
 
 class Ranks:
@@ -64,7 +69,7 @@ class Ranks:
     ) -> None:
         self._is_local = process_group == "local"
         self._given = None if self._is_local else _given(process_group, device_mesh)
-        self._of: weakref.WeakKeyDictionary[Any, _Found] = weakref.WeakKeyDictionary()
+        self._found = WeakTensorKeyDictionary()  # by the first of the parameters
         self._replicated = WeakTensorKeyDictionary()
         self._numbers = count()
 
@@ -72,66 +77,55 @@ class Ranks:
         """Take note that plain parameters have the same gradients on all ranks of a group."""
         for param in params:
             self._replicated[param] = process_group
-        self._of.clear()
+        self._found = WeakTensorKeyDictionary()
 
     def of(
-        self,
-        call: str,
-        optimizer: torch.optim.Optimizer | None,
-        params: Sequence[Tensor],
-        loss: str | None,
-        has_scale: bool,
+        self, call: str, params: Sequence[Tensor], losses: Sequence[str | None], has_scale: bool
     ) -> Alone | Together:
         """Return who decides what becomes of the gradients of some parameters. Sync: none.
 
         Args:
             call: What asks, for messages: ``step(SGD)``.
-            optimizer: What is known of it is remembered; None if the parameters are no optimizer's.
-            params: The parameters.
-            loss: The name of the loss that the gradients come from.
-            has_scale: Whether this rank has ever scaled it.
+            params: The parameters. What is found of them is remembered.
+            losses: The names of the losses of this iteration.
+            has_scale: Whether this rank has ever scaled a loss.
 
         Raises:
             RanksError: There are several ranks, and nothing says which of them step together.
         """
         if not has_ranks():
             return ALONE
-        found = None if optimizer is None else self._of.get(optimizer)
-        if found is None or found.num_params != len(params):
-            found = self._find(call, params)
-            if optimizer is not None:
-                self._of[optimizer] = found
+        of = hash((id(distributed.group.WORLD), *map(id, params)))
+        found: _Found | None = self._found.get(params[0]) if params else None  # type: ignore[no-untyped-call]
+        if found is None or found.of != of:
+            found = _Found(*self._find(call, params), of)
+            if params:
+                self._found[params[0]] = found
         if found.layout is None:
-            return found.decider
-        return Together(found.layout, call, loss, has_scale, lambda: next(self._numbers))
+            return found.alone
+        return Together(found.layout, call, losses, has_scale, lambda: next(self._numbers))
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
-        """Compare a saved state with those of the ranks that step together.
-
-        Args:
-            call: What asks, for messages.
-            state: The state.
-            asking: The ranks that call this now.
+        """Compare a saved state with those of the ranks that save it, all of which call this.
 
         Raises:
             RanksError: On all ranks, if one has another state. It says who has what.
         """
-        if self._is_local or not has_ranks():
-            return
-        found = [found.layout.group for found in self._of.values() if found.layout is not None]
-        require_same(self._given or (found[0] if found else Group.of(asking)), call, state)
+        if not self._is_local and has_ranks():
+            require_same(Group.of(asking), call, state)
 
-    def _find(self, call: str, params: Sequence[Tensor]) -> _Found:
+    def _find(self, call: str, params: Sequence[Tensor]) -> tuple[Layout | None, Alone]:
         is_dtensor = sharded(params)
         meshes = set() if is_dtensor is None else {p.device_mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
-        plain = [p for p in params if p.requires_grad and not (is_dtensor and is_dtensor(p))]
+        plain = [p for p in params if not (is_dtensor and is_dtensor(p))]
         sharing = spread(list(meshes))
         reduced = {} if self._is_local or not plain else dict(_reduced(plain))
         copies = {id(p): each for p in plain if (each := self._copies(p, reduced)) is not None}
         group = Group((), (distributed.get_rank(),)) if self._is_local else self._given
-        group = group or self._group(call, sharing, plain, reduced)
+        trained = [p for p in plain if p.requires_grad or p.grad is not None]
+        group = group or self._group(call, sharing, trained, reduced)
         if group is None:
-            return _Found(len(params), None, REDUCED)
+            return None, REDUCED
         members = {each: distributed.get_process_group_ranks(each) for each in {*copies.values()}}
         concerned = set().union(() if sharing is None else sharing.ranks, *members.values())
         if not concerned <= set(group.ranks):
@@ -140,9 +134,9 @@ class Ranks:
                 f"and the GradScaler was told that {listed(group.ranks)} step together.\n{CURE}"
             )
         if len(group.ranks) == 1:
-            return _Found(len(params), None)
+            return None, ALONE
         sizes = {key: len(members[each]) for key, each in copies.items()}
-        return _Found(len(params), Layout(group, sharing, sizes))
+        return Layout(group, sharing, sizes), ALONE
 
     def _copies(
         self, param: Tensor, reduced: dict[int, DistributedDataParallel]
@@ -216,7 +210,10 @@ def _reduced(params: Sequence[Tensor]) -> Iterator[tuple[int, DistributedDataPar
     # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel):
+            module = vars(candidate).get("_modules", {}).get("module")
+            if module is None:
+                continue  # its constructor has raised
             left_out = names_left_out(candidate)
-            for name, param in candidate.module.named_parameters():
+            for name, param in module.named_parameters():
                 if id(param) in wanted and name not in left_out:
                     yield id(param), candidate

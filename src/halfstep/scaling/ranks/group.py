@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
-from halfstep._torch import device_types
+from halfstep._torch import exchange_device
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
@@ -58,20 +58,16 @@ class Group:
         """The place of this rank among the others, from 0."""
         return self.ranks.index(distributed.get_rank())
 
-    def device(self, wanted: torch.device) -> torch.device:
-        """Return ``wanted`` if the ranks can exchange tensors there, else where they can."""
-        types = device_types(self.parts[0])
-        if wanted.type in types:
-            return wanted
-        if types[0] == "cpu":
-            return torch.device("cpu")
-        return torch.device(types[0], torch.accelerator.current_device_index())
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks exchange tensors: a device of the same kind on all of them."""
+        return exchange_device(self.parts[0])
 
     def reduce(self, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> Reduction:
         """Start an all-reduce in place. Sync: none.
 
         Args:
-            values: Of one dtype and shape on all ranks, on a device that the ranks can use.
+            values: Of one dtype and shape on all ranks, on :attr:`device`.
             op: How entries are put together.
             purpose: What a message says of it: ``step(SGD): found_inf``.
         """
@@ -83,7 +79,8 @@ class Reduction:
 
     def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
         self._group, self._values, self._op, self._purpose = group, values, op, purpose
-        self._works: list[Work] | None = [self._start(group.parts[0])]
+        self._error: RanksError | None = None
+        self._work: Work | None = self._start(group.parts[0])
 
     def wait(self) -> Tensor:
         """Return the values of all ranks together. Sync: none, except on the CPU.
@@ -91,8 +88,10 @@ class Reduction:
         Raises:
             RanksError: It failed or took longer than the time limit of the process group.
         """
-        if self._works is not None:
-            (work,), self._works = self._works, None
+        if self._error is not None:
+            raise self._error
+        if self._work is not None:
+            work, self._work = self._work, None
             self._finish(work)
             for part in self._group.parts[1:]:
                 self._finish(self._start(part))
@@ -113,15 +112,18 @@ class Reduction:
 
     def _failed(self, error: RuntimeError) -> RanksError:
         first_line = str(error).strip().split("\n")[0]
-        return RanksError(
-            f"{self._purpose}: rank {distributed.get_rank()} waited for ranks "
-            f"{listed(self._group.ranks)}, and the all-reduce of {self._values.numel()} numbers "
+        rank = distributed.get_rank()
+        others = [other for other in self._group.ranks if other != rank]
+        self._error = RanksError(
+            f"{self._purpose}: rank {rank} waited for rank "
+            f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
             f"failed: {first_line}\n"
             "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
             "unscale_(), clip_grad_norm_(), step() and update() of a GradScaler in the same order, "
             "those without a loss or without gradients too.\n"
             "Cure: look at what the other ranks printed last; the first error is the cause."
         )
+        return self._error
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

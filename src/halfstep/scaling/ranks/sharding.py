@@ -83,6 +83,8 @@ class Layout:
         if spec is None:
             # Beside DTensors a plain parameter is one that tensor parallel has left as it was.
             return 1.0 / max(self.copies.get(id(param), 1), self.num_sharing)
+        if spec is not spec_of(param):
+            return 1.0 / self._copies_of(grad)  # made for this gradient alone
         known = self._by_spec.get(id(spec))
         if known is None:
             known = self._by_spec[id(spec)] = spec, 1.0 / self._copies_of(grad)
@@ -105,7 +107,9 @@ def spread(meshes: Sequence[DeviceMesh]) -> Group | None:
     ranks = tuple(sorted({rank for mesh in meshes for rank in ranks_of(mesh)}))
     if not ranks:
         return None
-    whole = next((mesh for mesh in meshes if mesh.size() == len(ranks)), None)
+    # Of several the same on all ranks, whatever the order of a set.
+    wholes = sorted((mesh for mesh in meshes if mesh.size() == len(ranks)), key=lambda m: m.ndim)
+    whole = next(iter(wholes), None)
     if whole is not None:
         return Group.of_mesh(whole)
     return Group.world() if len(ranks) == distributed.get_world_size() else Group((), ranks)

@@ -30,8 +30,14 @@ class HostCopy:
             self._event = torch.Event(tensor.device.type)
             self._event.record()
 
-    def latest(self) -> Tensor | None:
-        """Return the newest copy on the CPU, None if none has arrived yet."""
+    def latest(self, *, wait: bool = False) -> Tensor | None:
+        """Return the newest copy on the CPU, None if none has arrived yet.
+
+        Args:
+            wait: For the one that is under way. Sync: one.
+        """
+        if wait and self._event is not None:
+            self._event.synchronize()
         self._receive()
         return self._values
 

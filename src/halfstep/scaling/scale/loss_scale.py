@@ -31,6 +31,7 @@ class LossScale:
         self.can_amplify = state.can_amplify
         self._arrived = HostCopy()
         self._settled_loss: Tensor | None = None
+        self._is_shared = False
 
     @property
     def wants_amax(self) -> bool:
@@ -83,10 +84,19 @@ class LossScale:
                 not told each other: then none counts.
         """
         assert self.on_device is not None
-        bad_loss = self.on_device.bad_loss
-        zero = torch.zeros_like(bad_loss)
-        self._settled_loss = zero if is_bad is None else torch.where(is_bad, torch.nan, zero)
-        bad_loss.copy_(self._settled_loss)
+        settled = torch.zeros_like(self.on_device.bad_loss)
+        if is_bad is not None:
+            settled = torch.where(is_bad, torch.nan, settled)
+        if self._settled_loss is not None:  # an earlier one of this iteration counts as well
+            settled = settled + self._settled_loss
+        self._settled_loss, self._is_shared = settled, True
+        self.forget_later_losses()
+
+    def forget_later_losses(self) -> None:
+        """Forget losses that this rank alone knows of, having come after the others were told."""
+        if self._settled_loss is not None:
+            assert self.on_device is not None
+            self.on_device.bad_loss.copy_(self._settled_loss)
 
     def value(self) -> float:
         """Return the scale. Sync: one."""
@@ -124,10 +134,8 @@ class LossScale:
         """Back off, count or grow after an iteration. Sync: none."""
         assert self.on_device is not None
         device = self.on_device.device
-        if self._settled_loss is not None:
-            # A loss that came later is known to this rank alone.
-            self.on_device.bad_loss.copy_(self._settled_loss)
-            self._settled_loss = None
+        self.forget_later_losses()
+        self._settled_loss = None
         self.on_device.update_(
             any_of(found_inf, device),
             self.host,
@@ -143,9 +151,12 @@ class LossScale:
         assert self.on_device is not None
         return self.on_device.snapshot()
 
-    def arrived(self) -> StateSnapshot | None:
-        """Return the newest state after an update that has come to the host. Sync: none."""
-        values = self._arrived.latest()
+    def arrived(self, *, at_once: bool = False) -> StateSnapshot | None:
+        """Return the newest state after an update that has come to the host.
+
+        Sync: none; one if several ranks have to see the same ``at_once``.
+        """
+        values = self._arrived.latest(wait=at_once and self._is_shared)
         return None if values is None else StateSnapshot(values)
 
     def _set_from_tensor(self, new_scale: Tensor) -> None:

@@ -11,7 +11,13 @@ from halfstep.scaling.gradients.collecting import collect, parameters
 from halfstep.scaling.optimizers import name
 from halfstep.scaling.ranks.deciding import Alone, Together
 from halfstep.scaling.scalars import is_nonfinite
-from halfstep.scaling.steps.iteration import Blocks, Iteration, Look, OptimizerRecord
+from halfstep.scaling.steps.iteration import (
+    Blocks,
+    Iteration,
+    Look,
+    OptimizerRecord,
+    ids_asked,
+)
 
 
 def end_blocks(iteration: Iteration, params: list[Tensor], ranks: Alone | Together) -> None:
@@ -82,7 +88,8 @@ def _put_together(
         found_inf = torch.full((), float(is_lost), device=device)
     else:  # each block was finite, and their sum may not be
         found_inf = is_nonfinite(passes.measure(gradients, None).total(device))
-    look = Look(blocks.scale, gradients, {device: found_inf})
+    asked = ids_asked(parameters(record.optimizer), ranks)
+    look = Look(blocks.scale, gradients, {device: found_inf}, asked=asked)
     ranks.agree_on(look)
     iteration.add(look)
     record.looks, record.blocks = [look], None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ from halfstep.scaling.optimizers import name
 from halfstep.scaling.ranks.agreement import Agreement
 from halfstep.scaling.scalars import combine, moved
 from halfstep.scaling.scale.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from halfstep.scaling.ranks.deciding import Alone, Together
 
 
 class Stage(Enum):
@@ -42,6 +47,8 @@ class Look:
         left_scaled: A scalar that is 1 if the step that looked was skipped, and what its gradients
             are still multiplied by in that case.
         agreement: What all ranks have found, if several decide.
+        asked: In that case the ids of all parameters that were asked for gradients, which some
+            ranks may not have: they are to know of the look all the same.
     """
 
     scale: LossScale
@@ -50,6 +57,7 @@ class Look:
     amax_here: Tensor | None = None
     left_scaled: tuple[Tensor, Tensor] | None = None
     agreement: Agreement | None = None
+    asked: frozenset[int] = frozenset()
 
     @property
     def found_inf(self) -> dict[torch.device, Tensor]:
@@ -236,6 +244,11 @@ class Iteration:
             self._look_at.update(dict.fromkeys(map(id, look.gradients.grads), look))
         self._num_looks_in_it = len(self.looks)
         return self._look_at
+
+
+def ids_asked(params: Iterable[Tensor], ranks: Alone | Together) -> frozenset[int]:
+    """Return what a look at the gradients of parameters remembers of them: see ``Look.asked``."""
+    return frozenset(map(id, params)) if ranks.is_together else frozenset()
 
 
 def nothing_checked(optimizer: torch.optim.Optimizer) -> CallOrderError:

@@ -21,7 +21,7 @@ from halfstep.scaling.optimizers import name
 from halfstep.scaling.ranks.agreement import NUM_NUMBERS, Agreement
 from halfstep.scaling.ranks.deciding import Alone, Together
 from halfstep.scaling.scale.loss_scale import LossScale
-from halfstep.scaling.steps.iteration import Iteration, Look, OptimizerRecord, Stage
+from halfstep.scaling.steps.iteration import Iteration, Look, OptimizerRecord, Stage, ids_asked
 from halfstep.scaling.steps.outliers import NormLimit
 
 
@@ -35,6 +35,7 @@ class Preparation:
         scale: What they are multiplied by, None for nothing.
         looks: Earlier looks at some of them, in this iteration.
         ranks: Who decides what becomes of them.
+        asked: Ids of the parameters, those without gradients too, if several ranks decide.
         look: The look at what is still scaled, once there was one.
         norms: Their norms before any clipping, if measured.
         norm: Norm of all of them together, unscaled, a scalar on the device of the scale.
@@ -49,6 +50,7 @@ class Preparation:
     scale: Tensor | None
     looks: list[Look]
     ranks: Alone | Together
+    asked: frozenset[int] = frozenset()
     look: Look | None = None
     norms: passes.Norms | None = None
     norm: Tensor | None = None
@@ -152,8 +154,11 @@ def gather(
         ready.norms, ready.norm = record.norms, record.norm
         return ready
     scaled, looks = iteration.split(gradients)
+    asked = ids_asked(params, ranks)
+    if ranks.is_together:
+        looks = [look for look in iteration.looks if look.asked & asked]
     # A copy: update() changes the scale in place, and norms are divided by it later.
-    ready = Preparation(scaled, scale, scale.tensor.clone(), looks, ranks)
+    ready = Preparation(scaled, scale, scale.tensor.clone(), looks, ranks, asked)
     if not looks:
         return ready
     refuse(ready)
@@ -278,7 +283,7 @@ def _remember(
     norms: passes.Norms | None = None,
 ) -> None:
     """Make the look, and tell the other ranks of it if several decide."""
-    ready.look = Look(ready.loss_scale, ready.gradients, found_inf, amax)
+    ready.look = Look(ready.loss_scale, ready.gradients, found_inf, amax, asked=ready.asked)
     has_gradients = bool(ready.gradients.grads or ready.looks)
     ready.ranks.agree_on(ready.look, norms, has_gradients=has_gradients)
 
