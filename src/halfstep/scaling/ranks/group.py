@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +54,7 @@ class Group:
             return cls.world()
         return cls(tuple(mesh.get_group(dim) for dim in range(mesh.ndim)), ranks)
 
-    @property
+    @cached_property
     def place(self) -> int:
         """The place of this rank among the others, from 0."""
         return self.ranks.index(distributed.get_rank())
