@@ -9,6 +9,7 @@ Rules to remember:
 
 import argparse
 import fcntl
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -46,6 +47,16 @@ def start(name: str) -> tuple[argparse.Namespace, torch.device]:
         dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same first weights on all ranks
     return options, device
+
+
+def leave() -> None:
+    """Leave the other ranks, when ``main`` has ended.
+
+    What of the model and its process groups outlives ``main``, in cycles, goes first: with gloo,
+    PyTorch may hang or abort at the end of a process that still has some.
+    """
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def _count(text: str) -> int:

@@ -15,7 +15,7 @@ Kill it, however you like, and run it again: it goes on from a checkpoint with t
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Checkpoints, Text, count_steps, new_model, report, start
+from common import Checkpoints, Text, count_steps, leave, new_model, report, start
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -64,4 +64,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # after the model: PyTorch may hang if the model lives longer
+    leave()

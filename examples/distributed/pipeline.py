@@ -15,7 +15,7 @@ Kill it, however you like, and run it again: it goes on from a checkpoint with t
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import BATCH, CONTEXT, Checkpoints, Text, count_steps, new_model, report, start
+from common import BATCH, CONTEXT, Checkpoints, Text, count_steps, leave, new_model, report, start
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -100,4 +100,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    dist.destroy_process_group()  # after the model: PyTorch may hang if the model lives longer
+    leave()
