@@ -79,13 +79,6 @@ def is_compiled_together(model: nn.Module) -> bool:
     return any(map(_torch.is_compiled, model.modules())) and why_together(model) is not None
 
 
-def is_one_of_several() -> bool:
-    """Say whether there are other ranks."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    return torch.distributed.get_world_size() > 1
-
-
 def _is_of_several_ranks(tensor: Tensor) -> bool:
     return _torch.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 

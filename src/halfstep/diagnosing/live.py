@@ -23,6 +23,7 @@ from halfstep.diagnosing.undo import Undo
 from halfstep.diagnosing.watcher import FoundModules, OpCall, Watcher
 from halfstep.eager import eager
 from halfstep.patches import Patches
+from halfstep.scaling.ranks.group import has_ranks
 
 MOST_LOOKS = 64
 """So many bad ops of a step are looked at closely."""
@@ -92,7 +93,7 @@ def _is_from_elsewhere(blame: Blame) -> bool:
     """Say whether another rank has sent what is bad: it did, or no op of this one has made it."""
     if blame.number == ELSEWHERE:
         return True
-    return blame.reader == OUTSIDE and across_ranks.is_one_of_several()
+    return blame.reader == OUTSIDE and has_ranks()
 
 
 class _NoUndo(Undo):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep._torch import is_dtensor, local_part
-from halfstep.scaling.ranks.sharding import settle, sharded
+from halfstep.scaling.ranks.sharding import has_dtensors, settle
 from halfstep.scaling.scalars import describe
 
 NUM_NAMED = 3
@@ -94,12 +94,12 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     grads = [grad for grad in found if grad is not None]
     if len(grads) < len(params):
         params = [param for param, grad in zip(params, found, strict=True) if grad is not None]
-    has_kind = sharded(grads)
-    if has_kind is not None:
+    values = grads
+    if has_dtensors(grads):
         pairs = zip(params, grads, strict=True)
-        grads = [_settled(param, grad) if has_kind(grad) else grad for param, grad in pairs]
-        values = [local_part(grad) if has_kind(grad) else grad for grad in grads]
-    gradients = Gradients(params, grads, grads if has_kind is None else values)
+        grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
+        values = list(map(local_part, grads))
+    gradients = Gradients(params, grads, values)
     if _are_plain(gradients):
         return gradients
     for param in params:

@@ -12,12 +12,12 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep._torch import has_comm_hook, names_left_out
+from halfstep._torch import has_comm_hook, is_dtensor, names_left_out
 from halfstep.errors import RanksError
 from halfstep.scaling.ranks.comparing import require_same
 from halfstep.scaling.ranks.deciding import ALONE, Alone, Together
 from halfstep.scaling.ranks.group import Group, has_ranks, listed
-from halfstep.scaling.ranks.sharding import Layout, sharded, spread
+from halfstep.scaling.ranks.sharding import Layout, spread
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,9 +115,8 @@ class Ranks:
             require_same(Group.of(asking), call, state)
 
     def _find(self, call: str, params: Sequence[Tensor]) -> tuple[Layout | None, Alone]:
-        is_dtensor = sharded(params)
-        meshes = set() if is_dtensor is None else {p.device_mesh for p in params if is_dtensor(p)}  # type: ignore[attr-defined]
-        plain = [p for p in params if not (is_dtensor and is_dtensor(p))]
+        meshes = {param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
+        plain = [param for param in params if not is_dtensor(param)]
         sharing = spread(list(meshes))
         reduced = {} if self._is_local or not plain else dict(_reduced(plain))
         copies = {id(p): each for p in plain if (each := self._copies(p, reduced)) is not None}
