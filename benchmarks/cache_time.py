@@ -1,8 +1,9 @@
-"""What the cache of weight casts saves: halfstep.autocast against torch.autocast.
+"""What keeping casts of weights saves: halfstep.autocast and hold_casts against torch.autocast.
 
 Two models: the GPT with 43 million parameters, whose casts cost time, and one of 4 layers and width
 64, in one thread, where only the host time of each call counts. All variants run in one process, in
-a new random order each round; what counts is the median of the ratios within a round.
+a new random order each round; what counts is the median of the ratios within a round. The variant
+"held" has a model of its own, whose casts are held all the time.
 
 The large tensors of a step come and go, and where the C library gives their memory back to the
 system each time, that is most of what one measures. glibc keeps it if told so:
@@ -19,11 +20,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from halfstep import autocast, cache_info, clear_cache
+from halfstep import autocast, hold_casts
 from halfstep.demo.gpt import GPT, GPTConfig
 from halfstep.machine import device_name
 from step_time import ratios, synchronize
@@ -52,11 +54,14 @@ class Model:
         return torch.randint(self.config.vocab, (batch, length), device=self.device)
 
 
-def forward(model: Model, length: int, *, grad: bool, passes: int = 1) -> Callable[[Context], None]:
-    """Return what runs forward passes."""
-    tokens = model.tokens(1, length)
+Task = Callable[[Model, Context], None]
 
-    def run(context: Context) -> None:
+
+def forward(length: int, *, grad: bool, passes: int = 1) -> Task:
+    """Return what runs forward passes."""
+
+    def run(model: Model, context: Context) -> None:
+        tokens = model.tokens(1, length)
         for _ in range(passes):
             with torch.set_grad_enabled(grad), context():
                 model.gpt(tokens)
@@ -64,13 +69,11 @@ def forward(model: Model, length: int, *, grad: bool, passes: int = 1) -> Callab
     return run
 
 
-def train(
-    model: Model, micro_batches: int, length: int = 129, steps: int = 1
-) -> Callable[[Context], None]:
+def train(micro_batches: int, length: int = 129, steps: int = 1) -> Task:
     """Return what runs optimizer steps, each after some forward and backward passes."""
-    tokens = model.tokens(1, length)
 
-    def run(context: Context) -> None:
+    def run(model: Model, context: Context) -> None:
+        tokens = model.tokens(1, length)
         for _ in range(steps):
             for _ in range(micro_batches):
                 with context():
@@ -83,22 +86,18 @@ def train(
     return run
 
 
-def tasks(device: str) -> dict[str, Callable[[], Callable[[Context], None]]]:
-    """Name what is measured; each is built when its turn comes."""
-    return {
-        "43 M: one token, no grad": lambda: forward(Model(LARGE, device), 1, grad=False),
-        "43 M: 4 micro-batches and a step": lambda: train(Model(LARGE, device), 4),
-        "43 M: a step after each forward": lambda: train(Model(LARGE, device), 1),
-        "small: 20 forwards, no grad": lambda: forward(
-            Model(SMALL, device), 16, grad=False, passes=20
-        ),
-        "small: 20 forwards": lambda: forward(Model(SMALL, device), 16, grad=True, passes=20),
-        "small: 5 steps": lambda: train(Model(SMALL, device), 1, 33, steps=5),
-    }
+TASKS: dict[str, tuple[GPTConfig, Task]] = {
+    "43 M: one token, no grad": (LARGE, forward(1, grad=False)),
+    "43 M: 4 micro-batches and a step": (LARGE, train(4)),
+    "43 M: a step after each forward": (LARGE, train(1)),
+    "small: 20 forwards, no grad": (SMALL, forward(16, grad=False, passes=20)),
+    "small: 20 forwards": (SMALL, forward(16, grad=True, passes=20)),
+    "small: 5 steps": (SMALL, train(1, 33, steps=5)),
+}
 
 
 def measure(
-    run: Callable[[Context], None], variants: dict[str, Context], rounds: int, device: str
+    variants: dict[str, Callable[[], None]], rounds: int, device: str
 ) -> dict[str, list[float]]:
     """Return the seconds of every run, one for each round and variant."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -106,7 +105,7 @@ def measure(
         for name in random.sample(list(variants), len(variants)):
             synchronize(torch.device(device))
             start = time.perf_counter()
-            run(variants[name])
+            variants[name]()
             synchronize(torch.device(device))
             if round_ >= 0:
                 seconds[name].append(time.perf_counter() - start)
@@ -120,27 +119,33 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     dtype, threads = torch.bfloat16, torch.get_num_threads()
-    variants: dict[str, Context] = {
-        "torch.autocast": lambda: torch.autocast(args.device, dtype),
-        "again": lambda: torch.autocast(args.device, dtype),  # what is noise
-        "halfstep": lambda: autocast(args.device, dtype),
+    theirs: Context = lambda: torch.autocast(args.device, dtype)  # noqa: E731
+    ours: Context = lambda: autocast(args.device, dtype)  # noqa: E731
+    contexts = {
+        "torch.autocast": theirs,
+        "again": theirs,  # what is noise
+        "halfstep": ours,
+        "held": ours,
         "float32": nullcontext,
     }
     print(f"{device_name(args.device)}, PyTorch {torch.__version__}, bfloat16")
-    print(f"{'':34}{'ms':>8}" + "".join(f"{name:>24}" for name in list(variants)[1:]))
-    for name, build in tasks(args.device).items():
+    print(f"{'':34}{'ms':>8}" + "".join(f"{name:>24}" for name in list(contexts)[1:]))
+    for name, (config, task) in TASKS.items():
         if args.only not in name:
             continue
-        is_small = "small" in name
-        torch.set_num_threads(1 if is_small else threads)
-        clear_cache()
-        run = build()
-        seconds = measure(run, variants, args.rounds, args.device)
-        row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:8.2f}"
-        for variant in list(variants)[1:]:
-            low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
-            row += f"{middle:10.3f} ({low:.3f}-{high:.3f})"
-        print(f"{row}  {cache_info().bytes / 2**20:5.1f} MiB kept")
+        torch.set_num_threads(1 if config is SMALL else threads)
+        model, model_held = Model(config, args.device), Model(config, args.device)
+        with hold_casts(model_held.gpt) as held:
+            variants = {
+                variant: partial(task, model_held if variant == "held" else model, context)
+                for variant, context in contexts.items()
+            }
+            seconds = measure(variants, args.rounds, args.device)
+            row = f"{name:34}{statistics.median(seconds['torch.autocast']) * 1e3:8.2f}"
+            for variant in list(variants)[1:]:
+                low, middle, high = ratios(seconds[variant], seconds["torch.autocast"])
+                row += f"{middle:10.3f} ({low:.3f}-{high:.3f})"
+            print(f"{row}  {held.info().bytes / 2**20:5.1f} MiB held")
     print("milliseconds of torch.autocast, and ratios to it: medians, and quartiles in brackets")
 
 

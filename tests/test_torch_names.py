@@ -453,6 +453,37 @@ def test_fully_shard_tells_in_which_dtype_it_gathers() -> None:
     assert _torch.gathered_dtype(torch.nn.Linear(2, 2)) is None
 
 
+def test_who_else_has_the_memory_of_a_tensor() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    takers = [
+        lambda: weight.data,
+        lambda: weight[:1],
+        lambda: weight.detach().numpy(),
+        lambda: torch.utils.dlpack.to_dlpack(weight.detach()),
+        lambda: weight.untyped_storage(),
+        lambda: weight.detach().storage(),
+    ]
+    assert _torch.is_used_once(weight)
+    for take in takers:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            memory = take()
+        assert not _torch.is_used_once(weight), take
+        del memory
+        assert _torch.is_used_once(weight), take
+
+
+def test_functions_without_torch_function() -> None:
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: object, **__: object) -> str:
+            return "own"
+
+    tensor = torch.ones(1).as_subclass(Own)
+    assert torch.neg(tensor) == "own"
+    with _torch.no_torch_function():
+        assert torch.neg(tensor).tolist() == [-1]
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_fully_shard_gathers_into_memory_that_it_shares_with_the_weight() -> None:
     """It counts no write then; that the memory is shared is how a gathered weight is known."""
@@ -464,7 +495,7 @@ def test_fully_shard_gathers_into_memory_that_it_shares_with_the_weight() -> Non
 
     def look(module: torch.nn.Module, _: object) -> None:
         weight = module.get_parameter("weight")
-        seen.append((_torch.is_used_once(weight.untyped_storage()), weight._version))
+        seen.append((_torch.is_used_once(weight), weight._version))
 
     layer.register_forward_pre_hook(look)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

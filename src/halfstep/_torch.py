@@ -219,9 +219,25 @@ def in_place_of(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return stand_in
 
 
-def is_used_once(storage: torch.UntypedStorage) -> bool:
-    """Say whether one tensor has this storage, apart from the one reference of the caller."""
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
+# (with no_torch_function(): ...) runs a block as if no tensor had a __torch_function__ of its own.
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def is_used_once(tensor: torch.Tensor) -> bool:
+    """Return whether nothing but ``tensor`` has its memory: no tensor, no array, no storage object.
+
+    Not seen are raw pointers.
+    """
+    return _users(tensor) == _ONE_USER
+
+
+def _users(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the owners of the memory of a tensor, and the references to its storage object."""
+    storage = tensor.untyped_storage()  # one owner more, and one object for all who ask
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ONE_USER = _users(torch.empty(1))  # how references are counted differs between Pythons
 
 
 def stream_of(tensor: torch.Tensor) -> int:
@@ -514,7 +530,8 @@ def memory_of(tensor: torch.Tensor) -> Any:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     try:
-        storage = tensor.untyped_storage()
+        with no_torch_function():
+            storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
         return None
     return torch.multiprocessing.reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]

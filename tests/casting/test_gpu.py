@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.utils.checkpoint import checkpoint
 
-from halfstep.casting import Policy, Rule, autocast, cache_info, clear_cache, preset
+from halfstep.casting import Policy, Rule, autocast, hold_casts, preset
 from halfstep.casting.kernels import only_our_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deprecated")]
@@ -111,27 +111,30 @@ def product(weight: nn.Parameter) -> Tensor:
         return F.linear(torch.ones(1, weight.shape[1], device="cuda"), weight)
 
 
-def kept_weight() -> nn.Parameter:
-    clear_cache()
+def kept_weight() -> tuple[nn.Parameter, hold_casts]:
     weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    held = hold_casts(nn.ParameterList([weight]))
     for _ in range(3):
         product(weight)
-    assert cache_info()[:4] == (1, 2 * 64 * 64, 1, 2)
-    return weight
+    assert held.info()[:5] == (1, 1, 2 * 64 * 64, 2, 1)
+    return weight, held
 
 
 def test_a_cast_is_kept_and_a_change_is_seen() -> None:
-    weight = kept_weight()
+    weight, _ = kept_weight()
     with torch.no_grad():
         weight.fill_(3)
     assert product(weight)[0, 0].item() == 192
+    weight.data.fill_(3.5)
+    assert product(weight)[0, 0].item() == 224
+    weight.data.fill_(3)
     weight.grad = torch.full_like(weight, -1.0)
     torch.optim.SGD([weight], lr=1.0, fused=True).step()
     assert product(weight)[0, 0].item() == 256
 
 
 def test_a_capturable_optimizer_in_a_graph() -> None:
-    weight = kept_weight()
+    weight, _ = kept_weight()
     optimizer = torch.optim.Adam([weight], lr=0.5, capturable=True)
     weight.grad = torch.ones_like(weight)
     side = torch.cuda.Stream()
@@ -154,19 +157,19 @@ def test_a_capturable_optimizer_in_a_graph() -> None:
 
 
 def test_another_stream_makes_its_own_cast() -> None:
-    weight = kept_weight()
+    weight, held = kept_weight()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         product(weight)
-    assert cache_info().hits == 1
+    assert held.info().hits == 2
     torch.cuda.synchronize()
 
 
 def test_clearing_frees_memory() -> None:
-    weight = kept_weight()
+    weight, held = kept_weight()
     before = torch.cuda.memory_allocated()
-    clear_cache()
+    held.release()
     assert before - torch.cuda.memory_allocated() >= weight.numel() * 2
 
 

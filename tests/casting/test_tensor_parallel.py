@@ -109,14 +109,13 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def trained(rank: int, way: str) -> Any:
-    halfstep.clear_cache()
-    return train(WAYS[way](model()), None), halfstep.cache_info()
+    return train(WAYS[way](model()), None)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_is_that_of_one_rank(way: str, pool: Pool) -> None:
     reference = train(model(), None)
-    for told, _ in pool.run(trained, way):
+    for told in pool.run(trained, way):
         if way == "sharded 2x1":  # each rank has all of a product
             assert told["losses"] == reference["losses"]
             assert all(map(torch.equal, told["evaluations"], reference["evaluations"]))
@@ -129,7 +128,6 @@ def test_training_is_that_of_one_rank(way: str, pool: Pool) -> None:
 
 def evaluated(rank: int, way: str, fused: bool) -> list[tuple[Tensor, Tensor]]:
     """Return after each step what the model gives, twice, and a copy of it made that moment."""
-    halfstep.clear_cache()
     trains = WAYS[way](model())
     optimizer = torch.optim.AdamW(groups(trains), lr=0.01, fused=fused, foreach=False)
     results = []
@@ -169,10 +167,8 @@ def test_no_stale_cast_after_a_step(way: str, fused: bool, pool: Pool) -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def left_in_memory(rank: int, way: str) -> tuple[tuple[int, int], Any]:
-    halfstep.clear_cache()
-    spread = WAYS[way](model())
-    return alive_after(spread, lower, BF16), halfstep.cache_info()
+def left_in_memory(rank: int, way: str) -> tuple[int, int]:
+    return alive_after(WAYS[way](model()), lower, BF16)
 
 
 @pytest.mark.parametrize(
@@ -181,9 +177,8 @@ def left_in_memory(rank: int, way: str) -> tuple[tuple[int, int], Any]:
     [("tensor", 4 * 128 * 128 * 2), ("sharded 2x1", 0), ("sharded 1x2", 0)],
 )
 def test_casts_left_in_memory(way: str, in_forward: int, pool: Pool) -> None:
-    for alive, info in pool.run(left_in_memory, way):
+    for alive in pool.run(left_in_memory, way):
         assert alive == (in_forward, 0)
-        assert info.entries == 0
 
 
 def released(rank: int, way: str) -> tuple[int, bool]:

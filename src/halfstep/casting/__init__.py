@@ -5,17 +5,15 @@ from halfstep.casting.custom_function import custom_bwd, custom_fwd
 from halfstep.casting.islands import keep
 from halfstep.casting.policy import Policy, preset
 from halfstep.casting.rule import Rule
-from halfstep.casting.weight_cache import cache_info, clear_cache, limit_cache
+from halfstep.casting.weight_cache import hold_casts
 
 __all__ = [
     "Policy",
     "Rule",
     "autocast",
-    "cache_info",
-    "clear_cache",
     "custom_bwd",
     "custom_fwd",
+    "hold_casts",
     "keep",
-    "limit_cache",
     "preset",
 ]

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from halfstep import _torch
+from halfstep.casting import scopes, weight_cache
 from halfstep.casting.gathered import GatheredMet, is_gathered, is_weight
-from halfstep.casting.weight_cache import weights
 
 _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
@@ -84,9 +85,9 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         # No look at the device, which takes as long as all else: an op has its weights on its own.
         if is_gathered(value):
             raise GatheredMet
-        if kind is not nn.Parameter:  # a DTensor: PyTorch does not count all writes to one
+        if _torch.is_dtensor(value):  # PyTorch does not count all writes to one
             return value
-        kept = weights.cast(value, dtype)
+        kept = weight_cache.cast(value, dtype, scopes.current().casts)
         return value if kept is None else kept
     # A product of one factor, einsum("ij->ji", weight) say, is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:

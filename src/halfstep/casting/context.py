@@ -34,7 +34,7 @@ class autocast(Region):
         dtype: the lower precision: ``torch.float16`` or ``torch.bfloat16`` (``torch.float32``
             lowers nothing); None for PyTorch's default for the device.
         enabled: False runs the block with autocast off.
-        cache_enabled: whether casts of weights are kept (see :func:`halfstep.cache_info`); None to
+        cache_enabled: whether casts of weights are kept (see :class:`halfstep.hold_casts`); None to
             leave this as it is outside.
         policy: a :class:`Policy` or its text: a preset (``"standard"``, ``"torch"``, ...) and
             rules, ``"standard; softmax:lower"``. None for ``"standard"``, or, inside another

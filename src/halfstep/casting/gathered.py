@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from halfstep import _torch
+from halfstep.casting.weight_cache import Held
 from halfstep.errors import CallOrderError
 
 
@@ -41,7 +42,7 @@ def is_gathered(weight: Tensor) -> bool:
         and not _torch.is_tracing()
         and weight.layout is torch.strided
         and not (weight.is_nested or weight.is_inference())
-        and not _torch.is_used_once(_torch.local_part(weight).untyped_storage())
+        and not _torch.is_used_once(_torch.local_part(weight))
         and _torch.saves_as_always()
     )
 
@@ -145,7 +146,7 @@ def _unpack(packed: _Cast | _Other) -> Tensor:
 
 def is_weight(value: Any) -> bool:
     """Say whether an argument of an op is a parameter, distributed or not."""
-    if type(value) is nn.Parameter:
+    if type(value) in (nn.Parameter, Held):
         return True
     return _torch.is_dtensor(value) and isinstance(value, nn.Parameter)
 

@@ -13,6 +13,7 @@ import torch
 
 from halfstep import _torch
 from halfstep.casting import guards
+from halfstep.casting.weight_cache import ContextCasts
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ class Scope(NamedTuple):
         switches: PyTorch's autocast switches as they were outside.
         nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
             graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
+        casts: the casts of weights that end with the outermost scope that a context has made.
     """
 
     policies: Policies
     outer: "Scope | None"
     switches: _torch.Switches | None = None
     nesting: int | None = None
+    casts: ContextCasts | None = None
 
 
 class _Thread(threading.local):
@@ -52,8 +55,7 @@ def current() -> Scope:
     if scope.nesting is not None:
         nesting = _nesting()
         while scope.nesting is not None and scope.nesting > nesting:
-            assert scope.outer is not None
-            scope = scope.outer
+            scope = _outside(scope)
         _thread.scope = scope
     return scope
 
@@ -69,7 +71,8 @@ def enter(
         traced: whether torch.compile is tracing the call, or runs what it traced.
     """
     outer = current()
-    _thread.scope = Scope(policies, outer, switches, _nesting() if traced else None)
+    casts = ContextCasts() if outer.casts is None else outer.casts
+    _thread.scope = Scope(policies, outer, switches, _nesting() if traced else None, casts)
     if not traced:
         guards.follow(policies)
 
@@ -86,10 +89,18 @@ def leave() -> _torch.Switches | None:
             "an autocast context is left in a thread that did not enter it (a generator, say, that "
             "was started in another one); enter and leave it in one thread"
         )
-    _thread.scope = scope.outer
+    _thread.scope = _outside(scope)
     if scope.nesting is None:
         guards.follow(scope.outer.policies)
     return scope.switches
+
+
+def _outside(scope: Scope) -> Scope:
+    """Return the scope outside of one that is left, and free the casts that end with it."""
+    assert scope.outer is not None
+    if scope.outer.casts is None and scope.casts:
+        scope.casts.end()
+    return scope.outer
 
 
 def carry(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,48 +1,39 @@
-"""Casts of weights, kept from one use to the next.
+"""Casts of weights: kept inside a context, and between contexts where a hold says so.
 
-PyTorch's cache forgets everything when the outermost context ends, knows neither versions nor
-dtypes, and shares one cast between all that use a weight, whose gradients are then added up in
-lower precision. This one keeps a cast as long as the weight stays what it is, inside contexts and
-between them, so that evaluation, generation and micro-batches do not cast the weights again; and
-each use of a weight adds its own gradient to it, in the weight's dtype.
+PyTorch's cache ends with the outermost context, as ours does, but knows neither versions nor
+dtypes, and shares one cast between all uses of a weight, whose gradients are then added up in lower
+precision. Ours serves a cast only while it sees that the weight is what it was, and each use of a
+weight adds its own gradient to it, in the weight's dtype.
+
+Some writes cannot be seen: ``weight.data`` has a version counter of its own. So casts outlive a
+context only for the models that :class:`hold_casts` names, whose weights it watches.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
+from halfstep.errors import CallOrderError
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 SMALL, SMALL_WITHOUT_GRADIENT = 2**17, 2**15
 """On the CPU, weights of fewer bytes are cast faster than looked up."""
 
-
-class CacheInfo(NamedTuple):
-    """What :func:`cache_info` returns, for the whole process.
-
-    Attributes:
-        entries: Casts that are kept.
-        bytes: Their size.
-        hits: How often a kept cast was used.
-        misses: How often a weight was cast that the cache has a say in (gathered ones are not
-            counted where there is a gradient).
-        stale: How often a kept cast was of no use, since its weight had changed.
-        max_bytes: The limit, None for none.
-    """
-
-    entries: int
-    bytes: int
-    hits: int
-    misses: int
-    stale: int
-    max_bytes: int | None
+_ATTRIBUTE = "_halfstep_casts"
 
 
 class _Marks(NamedTuple):
@@ -80,225 +71,143 @@ class _Entry:
 
     def __init__(self) -> None:
         self.kept: _Kept | None = None
-        self.last: _Marks | None = None  # when it was last cast
-        self.was_needed_again = False  # with these marks
+        self.last: _Marks | None = None  # when it was last cast in this context
+        self.was_needed_again = False  # with these marks; later contexts go by it too
 
 
 class _Casts(dict[torch.dtype, _Entry]):
-    """What is known of a weight; it is an attribute of the weight, and dies with it.
+    """The casts of one weight; an attribute of the weight, which dies with it.
 
     (A weak reference to the weight would stop ``torch.utils.swap_tensors``.)
 
     Attributes:
+        context: The outermost context in which they were made.
+        hold: The hold of the weight, if there is one: its casts belong to no context.
         is_captured: Whether a CUDA graph reads the weight; it may write to it as well, unseen.
     """
 
+    context: ContextCasts | None = None
+    hold: hold_casts | None = None
     is_captured = False
 
     def __reduce__(self) -> tuple[object, ...]:
         return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
 
+    def forget(self) -> None:
+        for entry in list(self.values()):
+            if self.hold is not None:
+                self.hold._stale += entry.kept is not None
+            entry.kept = entry.last = None
 
-class WeightCache:
-    """Casts of weights; safe to use from several threads (the counts may then miss some).
 
-    A cast is kept when its weight is needed a second time unchanged, or was so before its last
-    change: training with one forward pass per step keeps nothing, and so needs no more memory than
-    without a cache. Nothing is kept of what is no ``nn.Parameter``, of a DTensor (not all writes to
-    it are counted), of a weight that shares its memory with others (they may write to it unseen, as
+class ContextCasts(dict[int, "weakref.ref[_Casts]"]):
+    """The casts that are kept until an outermost context ends."""
+
+    def add(self, casts: _Casts) -> None:
+        """Note that casts of a weight are kept."""
+        self[id(casts)] = weakref.ref(casts)
+
+    def end(self) -> None:
+        """Free them."""
+        for reference in self.values():
+            casts = reference()
+            if casts is not None and casts.context is self:
+                casts.forget()
+
+
+def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Tensor | None:
+    """Return a parameter in ``dtype``, or None where the caller is to cast it.
+
+    Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on their
+    way, whether the cast was kept or is new. (After ``weight.to(dtype)`` autograd would round them,
+    and add up those of several uses rounded.) Sync: none.
+
+    Where no hold has the weight, no more is kept than torch.autocast keeps: casts of float32
+    parameters that require a gradient, outside of inference mode. They are kept from the second
+    unchanged use on, or from the first if the one before was of use: training with one forward pass
+    per context keeps nothing. Nothing is kept of a weight that shares its memory with others (they may write to it unseen, as
     fully_shard does when it gathers), of one made in inference mode (it has no version), inside
     ``vmap`` and its like, under a dispatch mode (selective checkpointing replays ops by their
     order), and while a graph is traced or captured.
+
+    Args:
+        weight: The parameter; not a DTensor (not all writes to one are counted).
+        dtype: The dtype to cast to.
+        context: The casts of the outermost context of this thread.
     """
+    if type(weight) is Held:
+        with _torch.no_torch_function():
+            return _cast(weight, dtype, context)
+    if context is None or not weight.requires_grad or weight.dtype is not torch.float32:
+        return None
+    return None if torch.is_inference_mode_enabled() else _cast(weight, dtype, context)
 
-    def __init__(self) -> None:
-        self._attribute = f"_halfstep_casts_{id(self)}"
-        self._all: dict[int, weakref.ref[_Casts]] = {}
-        self._hits = self._misses = self._stale = 0
-        self._max_bytes: int | None = None
-        self._is_watching = False
 
-    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return ``weight`` in ``dtype``, or None where the caller is to cast it.
-
-        Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on
-        their way, whether the cast was kept or is new. (After ``weight.to(dtype)`` autograd would
-        round them, and add up those of several uses rounded.) Sync: none.
-        """
-        if weight.layout is not torch.strided or weight.is_nested:
+def _cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Tensor | None:
+    if weight.layout is not torch.strided or weight.is_nested:
+        return None
+    has_gradient = weight.requires_grad and torch.is_grad_enabled()
+    small = SMALL if has_gradient else SMALL_WITHOUT_GRADIENT
+    if weight.nbytes < small and weight.is_cpu:
+        return None
+    if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
+        return None
+    casts = _record(weight)
+    if casts is None:
+        if weight.is_inference() or weight.is_meta:
             return None
-        has_gradient = weight.requires_grad and torch.is_grad_enabled()
-        small = SMALL if has_gradient else SMALL_WITHOUT_GRADIENT
-        if weight.nbytes < small and weight.is_cpu:
-            return None
-        if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
-            return None
-        casts = weight.__dict__.get(self._attribute)
-        if type(casts) is not _Casts:  # none yet, or what was saved of it
-            if weight.is_inference() or weight.is_meta:
-                return None
-            casts = self._add(weight)
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            casts.is_captured = True
-            casts.clear()
-        if casts.is_captured:
-            return None
-        entry = casts.get(dtype) or casts.setdefault(dtype, _Entry())
-        storage = weight.untyped_storage()
-        marks = _marks(weight, storage)
-        kept = entry.kept
-        if kept is not None and kept.marks == marks and _torch.is_used_once(storage):
-            entry.was_needed_again = True
-            self._hits += 1
-            cast = kept.cast
-        else:
-            cast = self._miss(entry, weight, storage, dtype, marks)
-        return _torch.in_place_of(weight, cast) if has_gradient else cast
-
-    def info(self) -> CacheInfo:
-        """Return the counts."""
-        kept = [entry.kept for entry in self._entries() if entry.kept is not None]
-        num_bytes = sum(each.cast.nbytes for each in kept)
-        return CacheInfo(
-            len(kept), num_bytes, self._hits, self._misses, self._stale, self._max_bytes
-        )
-
-    def clear(self) -> None:
-        """Forget all weights; the counts of hits, misses and stale casts start again."""
-        for entry in self._entries():
-            entry.kept, entry.last, entry.was_needed_again = None, None, False
-        self._hits = self._misses = self._stale = 0
-
-    def limit(self, max_bytes: int | None) -> None:
-        """Keep no more than ``max_bytes``; what is kept is dropped if it is more."""
-        self._max_bytes = max_bytes
-        if max_bytes is not None and self.info().bytes > max_bytes:
-            for entry in self._entries():
-                entry.kept = None
-
-    def _add(self, weight: Tensor) -> _Casts:
-        if not self._is_watching:
-            self._is_watching = True
-            register_optimizer_step_post_hook(self._after_step)
-        casts = weight.__dict__[self._attribute] = _Casts()
-        key = id(casts)
-        self._all[key] = weakref.ref(casts, lambda _: self._all.pop(key, None))
-        return casts
-
-    def _miss(
-        self,
-        entry: _Entry,
-        weight: Tensor,
-        storage: torch.UntypedStorage,
-        dtype: torch.dtype,
-        marks: _Marks,
-    ) -> Tensor:
-        """Cast without gradient, and decide whether to keep the cast."""
-        self._misses += 1
-        self._drop(entry)
-        is_needed_again = entry.last == marks
-        is_worth_it = is_needed_again or entry.was_needed_again
-        entry.last, entry.was_needed_again = marks, is_needed_again
-        if not (is_worth_it and self._has_room(weight, dtype) and _is_its_own(storage)):
-            return weight.detach().to(dtype)
-        with torch.inference_mode(False):  # what is made in it autograd cannot use later
-            cast = weight.detach().to(dtype)
-        entry.kept = _Kept(marks, cast, _torch.memory_of(weight))
-        return cast
-
-    def _has_room(self, weight: Tensor, dtype: torch.dtype) -> bool:
-        if self._max_bytes is None:
-            return True
-        return self.info().bytes + weight.numel() * dtype.itemsize <= self._max_bytes
-
-    def _drop(self, entry: _Entry) -> None:
-        self._stale += entry.kept is not None
-        entry.kept = None
-
-    def _entries(self) -> Iterator[_Entry]:
-        for casts in [ref() for ref in list(self._all.values())]:
-            yield from list((casts or {}).values())
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
-            return
-        # Most optimizers do. Fused ones do not, nor do those that write through .data.
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                for entry in list(vars(param).get(self._attribute, {}).values()):
-                    self._drop(entry)
-                    entry.last = None
+        casts = _casts_of(weight)
+    if casts.hold is None and casts.context is not context:
+        casts.forget()
+        casts.context = context
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        casts.is_captured = True
+        casts.clear()
+    if casts.is_captured:
+        return None
+    entry = casts.get(dtype) or casts.setdefault(dtype, _Entry())
+    marks = _marks(weight)
+    kept = entry.kept
+    if kept is not None and kept.marks == marks and _torch.is_used_once(weight):
+        entry.was_needed_again = True
+        if casts.hold is not None:
+            casts.hold._hits += 1
+        result = kept.cast
+    else:
+        result = _cast_anew(casts, entry, weight, dtype, marks)
+    return _torch.in_place_of(weight, result) if has_gradient else result
 
 
-weights = WeightCache()
-"""The casts of this process."""
+def _cast_anew(
+    casts: _Casts,
+    entry: _Entry,
+    weight: Tensor,
+    dtype: torch.dtype,
+    marks: _Marks,
+) -> Tensor:
+    """Cast without gradient, and decide whether to keep the cast."""
+    is_needed_again = entry.last == marks
+    is_worth_it = is_needed_again or entry.was_needed_again
+    if casts.hold is not None:
+        is_worth_it = casts.hold._has_room(weight.numel() * dtype.itemsize)
+        casts.hold._misses += 1
+        casts.hold._stale += entry.kept is not None
+    entry.kept = None
+    entry.last, entry.was_needed_again = marks, is_needed_again
+    if not (is_worth_it and _is_its_own(weight)):
+        return weight.detach().to(dtype)
+    with torch.inference_mode(False):  # what is made in it autograd cannot use later
+        cast = weight.detach().to(dtype)
+    entry.kept = _Kept(marks, cast, _torch.memory_of(weight))
+    if casts.hold is None and casts.context is not None:
+        casts.context.add(casts)
+    return cast
 
 
-def cache_info() -> CacheInfo:
-    """Return what the cache of weight casts holds, and how often it was of use.
-
-    Sync: none.
-
-    Example:
-        >>> import halfstep
-        >>> clear_cache()
-        >>> layer, x = torch.nn.Linear(128, 128, bias=False), torch.ones(1, 128)
-        >>> with torch.no_grad():
-        ...     for _ in range(5):
-        ...         with halfstep.autocast("cpu", torch.bfloat16):
-        ...             y = layer(x)
-        >>> cache_info()
-        CacheInfo(entries=1, bytes=32768, hits=3, misses=2, stale=0, max_bytes=None)
-    """
-    return weights.info()
-
-
-def clear_cache() -> None:
-    """Forget all casts of weights: after writing to weights unseen, or to free memory.
-
-    The cache sees by itself what PyTorch counts (writes in place, ``load_state_dict``), steps of
-    optimizers, and ``weight.data = ...``. It cannot see ``weight.data.copy_(...)``, and writes
-    through arrays or other views that are gone when the weight is used again.
-
-    Sync: none.
-
-    Example:
-        >>> clear_cache()
-        >>> cache_info().bytes
-        0
-    """
-    weights.clear()
-
-
-def limit_cache(max_bytes: int | None) -> None:
-    """Let the cache keep casts of no more than ``max_bytes``; None for no limit, 0 for no casts.
-
-    When it is full, the casts in it stay and others are made anew each time: in a loop over all
-    weights, the one that was used longest ago is the next to be needed.
-
-    Raises:
-        ValueError: ``max_bytes`` is negative.
-        TypeError: It is neither an int nor None.
-
-    Sync: none.
-
-    Example:
-        >>> limit_cache(2 * 2**30)  # 2 GiB
-        >>> cache_info().max_bytes
-        2147483648
-        >>> limit_cache(None)
-    """
-    if max_bytes is not None and (not isinstance(max_bytes, int) or isinstance(max_bytes, bool)):
-        raise TypeError(f"limit_cache takes a number of bytes or None, got {max_bytes!r}")
-    if max_bytes is not None and max_bytes < 0:
-        raise ValueError(f"limit_cache: max_bytes is 0 or more, or None, got {max_bytes}")
-    weights.limit(max_bytes)
-
-
-def _marks(weight: Tensor, storage: torch.UntypedStorage) -> _Marks:
+def _marks(weight: Tensor) -> _Marks:
     return _Marks(
         weight._version,
-        storage._cdata,
+        weight.untyped_storage()._cdata,
         int(weight.storage_offset()),
         weight.shape,
         weight.stride(),
@@ -306,7 +215,270 @@ def _marks(weight: Tensor, storage: torch.UntypedStorage) -> _Marks:
     )
 
 
-def _is_its_own(storage: torch.UntypedStorage) -> bool:
-    """Say whether nothing but the weight has its memory: no tensor, no array, no process."""
-    # Memory of others, such as that of arrays, cannot be resized.
-    return _torch.is_used_once(storage) and storage.resizable() and not storage.is_shared()
+def _is_its_own(weight: Tensor) -> bool:
+    """Return whether nothing but the weight has its memory: no tensor, no array, no process."""
+    if not _torch.is_used_once(weight):
+        return False
+    storage = weight.untyped_storage()
+    return storage.resizable() and not storage.is_shared()  # memory of arrays cannot be resized
+
+
+def _record(weight: Tensor) -> _Casts | None:
+    casts = weight.__dict__.get(_ATTRIBUTE)
+    return casts if type(casts) is _Casts else None  # else: none yet, or what was saved of it
+
+
+def _casts_of(weight: Tensor) -> _Casts:
+    _watch_optimizers()
+    casts = weight.__dict__[_ATTRIBUTE] = _Casts()
+    return casts
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Forget the casts of what an optimizer has stepped, once for the process.
+
+    Most optimizers change versions. Fused ones do not, nor do those that write through ``.data``.
+    """
+
+    def forget(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
+            return
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                casts = _record(param)
+                if casts is not None:
+                    casts.forget()
+
+    register_optimizer_step_post_hook(forget)
+
+
+# --- holding casts from context to context --------------------------------------------------------
+
+
+class HoldInfo(NamedTuple):
+    """What :meth:`hold_casts.info` returns.
+
+    Attributes:
+        weights: Parameters that are held.
+        casts: Casts that are kept.
+        bytes: The size of these casts.
+        hits: How often a kept cast was used.
+        misses: How often a held weight was cast.
+        stale: How often a kept cast was dropped, since its weight had or may have changed.
+    """
+
+    weights: int
+    casts: int
+    bytes: int
+    hits: int
+    misses: int
+    stale: int
+
+
+class hold_casts:
+    """Keep the casts of a model's weights from one autocast context to the next.
+
+    Without it, weights are cast again in every context, as under ``torch.autocast``. That is most
+    of the time of a small batch: of each token in generation, each image in a service, each
+    micro-batch. Holding them costs memory: half the size of the weights.
+
+    As a context manager it ends with the block, as a decorator it holds during each call (of a
+    generator function too), and without either it lasts until :meth:`release`. It holds in every
+    thread.
+
+    **What it sees**, so that a cast is made anew: writes in place, ``load_state_dict``, steps of
+    optimizers, ``weight.data = ...``, writes through ``weight.data``, through views, NumPy arrays,
+    DLPack capsules and storages of a weight, whether they live on or are gone.
+
+    **What it cannot see** is a write by code that has only the address of the memory: through a raw
+    pointer, or by a collective of ``torch.distributed`` that is given the parameter itself. Call
+    :meth:`clear` after one.
+
+    While held, the parameters are of a class derived from ``nn.Parameter``: that is how they are
+    watched. Not held are parameters of other classes (``DTensor``, quantized ones), which are cast
+    as ever; on the CPU also those under 32 KiB, which are cast faster than looked up.
+
+    Args:
+        model: The module whose parameters are held, those of its submodules included.
+        max_bytes: The most that its casts may take; those beyond it are made each time. None for no
+            limit.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``max_bytes`` not an int.
+        ValueError: ``max_bytes`` is negative.
+
+    Warns:
+        UserWarning: No parameter of the model can be held.
+
+    Sync: none.
+
+    Example:
+        >>> import halfstep
+        >>> model, x = torch.nn.Linear(128, 128, bias=False), torch.ones(1, 128)
+        >>> with torch.no_grad(), halfstep.hold_casts(model) as held:
+        ...     for _ in range(5):
+        ...         with halfstep.autocast("cpu", torch.bfloat16):
+        ...             y = model(x)
+        ...     print(held.info())
+        HoldInfo(weights=1, casts=1, bytes=32768, hits=4, misses=1, stale=0)
+    """
+
+    def __init__(self, model: nn.Module, *, max_bytes: int | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"hold_casts takes a torch.nn.Module, got {type(model).__name__}")
+        if max_bytes is not None and type(max_bytes) is not int:
+            raise TypeError(
+                f"hold_casts: max_bytes is a number of bytes or None, got {max_bytes!r}"
+            )
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"hold_casts: max_bytes is 0 or more, or None, got {max_bytes}")
+        self._model, self._max_bytes = model, max_bytes
+        self._hits = self._misses = self._stale = 0
+        self._is_released = False
+        large = [p for p in model.parameters() if not (p.is_cpu and _is_small(p))]
+        self._weights = [p for p in large if _can_be_held(p)]
+        for weight in self._weights:
+            casts = _record(weight) or _casts_of(weight)
+            casts.forget()
+            casts.hold = self
+            weight.__class__ = Held
+        if large and not self._weights and not any(type(p) is Held for p in large):
+            warnings.warn(
+                f"hold_casts: no weight of this {type(model).__name__} can be held (they are of "
+                f"{type(large[0])}, {large[0].layout}, {large[0].dtype}); they are cast in every "
+                "context",
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Self:
+        if self._is_released:
+            raise CallOrderError("this hold_casts was released; make a new one: hold_casts(model)")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        """Return ``function`` with its calls run in a hold of their own."""
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"hold_casts(model)(function) decorates a function that is not async, got "
+                f"{function!r}; to run a block: with hold_casts(model):"
+            )
+        self.release()
+        model, max_bytes = self._model, self._max_bytes
+        call: Callable[..., Any] = function
+
+        @functools.wraps(function)
+        def holding(*args: Any, **kwargs: Any) -> Any:
+            with hold_casts(model, max_bytes=max_bytes):
+                return call(*args, **kwargs)
+
+        @functools.wraps(function)
+        def generating(*args: Any, **kwargs: Any) -> Any:
+            with hold_casts(model, max_bytes=max_bytes):
+                return (yield from call(*args, **kwargs))
+
+        return generating if inspect.isgeneratorfunction(function) else holding
+
+    def __repr__(self) -> str:
+        if self._is_released:
+            return f"<hold_casts of {type(self._model).__name__}: released>"
+        return f"<hold_casts of {type(self._model).__name__}: {self.info()}>"
+
+    def release(self) -> None:
+        """Free the casts; from now on they end with their context. May be called again."""
+        self.clear()
+        for weight in self._weights:
+            casts = _record(weight)
+            if casts is not None and casts.hold is self:
+                casts.hold = None
+            if type(weight) is Held:
+                weight.__class__ = nn.Parameter  # type: ignore[assignment]
+        self._weights, self._is_released = [], True
+
+    def clear(self) -> None:
+        """Forget all casts, after a write that cannot be seen; the counts start again."""
+        for casts in self._casts():
+            casts.forget()
+        self._hits = self._misses = self._stale = 0
+
+    def info(self) -> HoldInfo:
+        """Return what is kept, and how often it was of use. Sync: none."""
+        kept = [e.kept.cast for casts in self._casts() for e in casts.values() if e.kept]
+        num_bytes = sum(cast.nbytes for cast in kept)
+        return HoldInfo(
+            len(self._weights), len(kept), num_bytes, self._hits, self._misses, self._stale
+        )
+
+    def _casts(self) -> list[_Casts]:
+        found = map(_record, self._weights)
+        return [casts for casts in found if casts is not None and casts.hold is self]
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._max_bytes is None or self.info().bytes + num_bytes <= self._max_bytes
+
+
+class Held(nn.Parameter):
+    """A parameter whose hold learns of whatever may write to it unseen.
+
+    A function that is given the parameter may hand out its memory (``.data``, a view, an array) and
+    later writes to that are not counted. While what was handed out lives, the storage has a second
+    user and no cast is served. So it is enough to forget the casts when it is handed out.
+    """
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        """Return a plain parameter: copies of a held one are not held."""
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``function``, then forget the casts of what it wrote to or handed out."""
+        kwargs = kwargs or {}
+        with _torch.no_torch_function():
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            try:
+                # What is handed out is to live until it is looked for.
+                result = function(*args, **kwargs)
+            finally:
+                is_unseen = _writes_unseen(function)
+                for argument in (*args, *kwargs.values()):
+                    for weight in argument if type(argument) in (list, tuple) else (argument,):
+                        if type(weight) is Held and (is_unseen or not _torch.is_used_once(weight)):
+                            casts = _record(weight)
+                            if casts is not None:
+                                casts.forget()
+        return result
+
+
+_HAND_OUT_ADDRESSES = (Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__)
+
+
+def _writes_unseen(function: Any) -> bool:
+    """Return whether a function may write, now or later, what neither versions nor owners show."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
+    return is_in_place or function in _HAND_OUT_ADDRESSES
+
+
+def _is_small(weight: Tensor) -> bool:
+    is_plain = weight.layout is torch.strided and not weight.is_nested
+    return is_plain and weight.nbytes < SMALL_WITHOUT_GRADIENT
+
+
+def _can_be_held(weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_floating_point()
+        and weight.layout is torch.strided
+        and not (weight.is_nested or weight.is_inference() or weight.is_meta)
+    )

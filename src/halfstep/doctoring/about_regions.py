@@ -86,7 +86,7 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
             f"`torch.autocast` is entered in every pass of the loop in line "
             f"{_line(site.inside[loops[-1]])}, without gradients: it forgets the casts of the "
             "weights each time it ends, and makes them anew",
-            "enter it once, around the loop; or use halfstep's, whose casts outlive the context",
+            "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
             "from halfstep import autocast",
             line=_line(around),
         )

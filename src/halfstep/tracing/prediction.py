@@ -134,10 +134,10 @@ class _Replay:
         if recorded is not None:
             self.bytes += size * (2 if recorded.number in self._trace.gradients else 1)
             return
-        if value.is_weight and row.cache and not is_small(value):
+        if value.is_weight and value.requires_grad and row.cache and not is_small(value):
             key = (value.storage, value.version, value.offset, value.shape, to)
             self._cast_anew[key] += 1
-            if self._cast_anew[key] > 2:  # the cache keeps the second cast
+            if self._cast_anew[key] > 2:  # a context keeps the second cast
                 return
         has_gradient = self._trace.has_backward and value.requires_grad and row.phase == "forward"
         self.bytes += size * (2 if has_gradient else 1)

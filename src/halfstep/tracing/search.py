@@ -86,16 +86,14 @@ class _Search:
         cast = groups[0][0][1]
         if cast.by_hand:
             return Cure(self._bytes_again(groups), f"cast it once, to torch.{cast.to}", None)
+        hold = "halfstep.hold_casts(model), which keeps casts from one context to the next"
         if row.rule is None:
-            text = "halfstep.autocast, which keeps a cast from one context to the next"
+            text = f"halfstep.autocast inside of {hold}"
         elif row.cache:
-            text = (
-                "let the cache keep it: it is no nn.Parameter when it is used, or other tensors "
-                "share its storage"
-            )
+            text = f"{hold}, unless other tensors share the storage of the weight"
             return Cure(self._bytes_again(groups), text, None)
         else:
-            text = "autocast(cache_enabled=True), which keeps a cast from its second use on"
+            text = f"autocast(cache_enabled=True) inside of {hold}"
         return Cure(sum(cast.bytes for group in groups for _, cast in group), text, None)
 
     def _of_value(self, groups: list[list[tuple[Row, Cast]]]) -> Cure:
@@ -166,7 +164,7 @@ class _Search:
 
 
 def _is_again(pairs: list[tuple[Row, Cast]]) -> bool:
-    """Say whether casts of one tensor are more than the cache makes by intention."""
+    """Return whether casts of one tensor are more than a context makes by intention."""
     row, cast = pairs[0]
     if not cast.source.is_weight or cast.by_hand:
         return len(pairs) > 1
