@@ -125,10 +125,10 @@ def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Te
     Where no hold has the weight, no more is kept than torch.autocast keeps: casts of float32
     parameters that require a gradient, outside of inference mode. They are kept from the second
     unchanged use on, or from the first if the one before was of use: training with one forward pass
-    per context keeps nothing. Nothing is kept of a weight that shares its memory with others (they may write to it unseen, as
-    fully_shard does when it gathers), of one made in inference mode (it has no version), inside
-    ``vmap`` and its like, under a dispatch mode (selective checkpointing replays ops by their
-    order), and while a graph is traced or captured.
+    per context keeps nothing. Nothing is kept of a weight that shares its memory with others (they
+    may write to it unseen, as fully_shard does when it gathers), of one made in inference mode (it
+    has no version), inside ``vmap`` and its like, under a dispatch mode (selective checkpointing
+    replays ops by their order), and while a graph is traced or captured.
 
     Args:
         weight: The parameter; not a DTensor (not all writes to one are counted).
