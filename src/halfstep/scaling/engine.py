@@ -319,6 +319,7 @@ class Engine:
                 [look.amax for look in looks if look.amax is not None],
             )
         self.end_iteration()
+        self.ranks.count_update(self.scales)
         return list(looks_of)
 
     def end_iteration(self) -> None:

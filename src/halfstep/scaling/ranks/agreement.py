@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from halfstep.errors import CallOrderError, RanksError
 from halfstep.scaling.checks import float32_from_bits
-from halfstep.scaling.ranks.comparing import gathered, lines
+from halfstep.scaling.ranks.comparing import CHECK_EVERY, describe, gathered, lines
 from halfstep.scaling.ranks.group import Group, Reduction
 from halfstep.scaling.scalars import any_of, is_nonfinite, moved, to_float32
 
@@ -35,9 +35,6 @@ NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
 
 LARGEST_BITS = 0x7F7FFFFF
 """The bits of the largest float32 number: those of smaller ones are smaller, of inf and NaN not."""
-
-CHECK_EVERY = 100
-"""Where looking at the vector would be a sync of its own, every so many are looked at."""
 
 
 class Claim:
@@ -218,18 +215,10 @@ class Agreement:
         return "\n".join(
             [
                 f"{self._claim.call}: the ranks disagree on the scale, and no step was taken:",
-                lines(self._group, rows, _describe),
+                lines(self._group, rows, describe),
                 "Cause: a checkpoint or update(new_scale=...) on some ranks only, another "
                 "init_scale or rule, or calls of the scaler that some ranks leave out.",
                 "Cure: load the same state on all ranks; update(new_scale=...) with one number on "
                 "all of them sets the scale, and load_state_dict() the counters too.",
             ]
         )
-
-
-def _describe(row: Sequence[float]) -> str:
-    scale, tracker, taken, skipped = map(int, row)
-    return (
-        f"scale {float32_from_bits(scale):g}, growth tracker {tracker}, {taken} steps taken, "
-        f"{skipped} skipped"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from halfstep._torch import has_comm_hook, is_dtensor, names_left_out
 from halfstep.errors import RanksError
-from halfstep.scaling.ranks.comparing import require_same
+from halfstep.scaling.ranks.comparing import StateComparison, require_same
 from halfstep.scaling.ranks.deciding import ALONE, Alone, Together
 from halfstep.scaling.ranks.group import Group, has_ranks, listed
 from halfstep.scaling.ranks.sharding import Layout, spread
@@ -22,6 +22,8 @@ from halfstep.scaling.ranks.sharding import Layout, spread
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from halfstep.scaling.scale.loss_scale import LossScale
 
 CURE = (
     "Cure: say which ranks step together: "
@@ -72,6 +74,8 @@ class Ranks:
         self._found = WeakTensorKeyDictionary()  # by the first of the parameters
         self._replicated = WeakTensorKeyDictionary()
         self._numbers = count()
+        self._comparison = StateComparison()
+        self._is_to_compare = False
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
         """Take note that plain parameters have the same gradients on all ranks of a group."""
@@ -102,8 +106,19 @@ class Ranks:
             if params:
                 self._found[params[0]] = found
         if found.layout is None:
+            self._is_to_compare |= found.alone is REDUCED
             return found.alone
         return Together(found.layout, call, losses, has_scale, lambda: next(self._numbers))
+
+    def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
+        """Count an update: ranks that decide alone compare their states now and then. Sync: none.
+
+        Raises:
+            RanksError: On all ranks, if one had another state. It says who had what.
+        """
+        if self._is_to_compare and has_ranks():
+            self._is_to_compare = False
+            self._comparison.count_update(scales)
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
         """Compare a saved state with those of the ranks that save it, all of which call this.
