@@ -34,7 +34,8 @@ class SkippedStepsError(RuntimeError):
 class RanksError(RuntimeError):
     """The ranks of a job disagree on the scale, cannot be found, or one of them does not answer.
 
-    The message says who has what, or which call was waiting for whom. No step was taken.
+    The message says who has what, or which call was waiting for whom. No step was taken, except
+    where it says that the ranks had different states some updates ago.
     """
 
 

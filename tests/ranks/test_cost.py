@@ -62,6 +62,16 @@ def test_parameters_of_ddp_send_nothing(scripts: tuple[ModuleType, ModuleType]) 
             assert counts.counted(make(), call, optimizer).found == []
 
 
+@pytest.mark.parametrize("ranks", [4, 10_000])
+def test_a_rank_of_ddp_asks_the_store_twice_in_100_updates(
+    scripts: tuple[ModuleType, ModuleType], ranks: int
+) -> None:
+    counts, _ = scripts
+    requests = counts.requests_under_ddp(ranks)
+    assert [name for name, _ in requests] == ["check", "compare_set"]
+    assert sum(nbytes for _, nbytes in requests) < 200
+
+
 def test_gradients_on_several_meshes_are_one_collective_of_all_ranks(
     scripts: tuple[ModuleType, ModuleType],
 ) -> None:

@@ -1,16 +1,18 @@
 """Where PyTorch's scalers let ranks disagree, on two ranks, and the same with halfstep.
 
-Each case has inf in a gradient of rank 1 only. The numbers, A23 to A27, are those of the table in
-docs/scaler.md.
+Each case has inf in a gradient of rank 1 only. The numbers, A23 to A27 and R1, are those of the
+table in docs/scaler.md.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks import cases
 from tests.ranks.pool import Pool, RankFailedError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,6 +107,36 @@ def test_a25_found_inf_of_plain_gradients_is_never_shared(pool: Pool) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a25_halfstep_shares_it_with_the_process_group(pool: Pool, fused: bool) -> None:
     assert pool.run(stages, "halfstep", fused) == [SKIPPED, SKIPPED]
+
+
+def behind_the_all_reduce(rank: int, kind: str, **options: Any) -> list[float]:
+    """Return the scale and a weight after some steps of DDP, the first with inf on rank 1."""
+    module = cases.ddp()
+    scaler, optimizer = SCALERS[kind]("cpu", init_scale=8.0, **options), cases.sgd(module)
+    for step in range(5):
+        optimizer.zero_grad()
+        cases.backward(scaler, module, cases.batch(rank, step))
+        if rank == 1 and step == 0:
+            next(module.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+    return [scaler.get_scale(), next(module.parameters()).flatten()[0].item()]
+
+
+def behind_the_all_reduce_with_a_group(rank: int) -> list[float]:
+    return behind_the_all_reduce(rank, "halfstep", process_group=dist.group.WORLD)
+
+
+def test_r1_ranks_under_ddp_drift_apart_without_a_word(pool: Pool) -> None:
+    first, second = pool.run(behind_the_all_reduce, "torch")
+    assert (first[0], second[0]) == (8.0, 4.0)
+    assert first[1] != second[1]
+
+
+def test_r1_with_a_process_group_all_ranks_of_ddp_skip(pool: Pool) -> None:
+    first, second = pool.run(behind_the_all_reduce_with_a_group)
+    assert first == second
+    assert first[0] == 4.0
 
 
 def test_a26_a_fused_optimizer_hides_found_inf_from_the_sharded_scaler(pool: Pool) -> None:

@@ -153,6 +153,8 @@ class TorchCalls:
         Raises:
             CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
                 tensor before the first ``scale``.
+            RanksError: The states of ranks under DistributedDataParallel, which are compared every
+                100 updates, were different. The iteration has ended all the same.
             SkippedStepsError: Too many steps were skipped, and ``on_skips`` is "raise". The
                 iteration has ended all the same.
             TypeError: ``new_scale`` is neither a number nor a real tensor.
