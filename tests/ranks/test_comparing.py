@@ -179,6 +179,26 @@ def spoilt_on_two_ranks(rank: int) -> Any:
     return cases.raised(lambda: loop.steps(4))
 
 
+def scalers_of_one_rank(rank: int) -> Any:
+    """Rank 0 has made one that it never uses, and trains something of its own with another."""
+    if rank == 0:
+        scaler()
+        own = cases.model()
+        optimizer, local = cases.sgd(own), scaler(process_group="local")
+        for number in range(4 * EVERY):
+            cases.backward(local, own, cases.batch(0, number))
+            local.step(optimizer)
+            local.update()
+    loop = Loop(rank)
+    loop.steps(15)
+    loop.step(0, math.inf if rank == 1 else None)
+    return cases.raised(lambda: loop.steps(2 * EVERY))[0]
+
+
+def test_scalers_that_other_ranks_do_not_have_are_left_out(pool: Pool) -> None:
+    assert pool.run(often, scalers_of_one_rank) == ["RanksError"] * 2
+
+
 # --- ranks that do not ----------------------------------------------------------------------------
 
 
@@ -261,22 +281,6 @@ def accumulated(rank: int) -> Any:
     return loop.scaler.counts().taken
 
 
-def scalers_of_one_rank(rank: int) -> Any:
-    """Rank 0 has made one that it never uses, and trains something of its own with another."""
-    if rank == 0:
-        scaler()
-    loop = Loop(rank)
-    if rank == 0:
-        own = cases.model()
-        optimizer, local = cases.sgd(own), scaler(process_group="local")
-        for number in range(4 * EVERY):
-            cases.backward(local, own, cases.batch(0, number))
-            local.step(optimizer)
-            local.update()
-    loop.steps(15)
-    return loop.scaler.counts().taken
-
-
 def from_a_checkpoint(rank: int) -> Any:
     first = Loop(rank)
     first.steps(4)
@@ -294,7 +298,6 @@ def from_a_checkpoint(rank: int) -> Any:
         (not_enabled, 1.0),
         (unused_parameters, 15),
         (accumulated, 15),
-        (scalers_of_one_rank, 15),
         (from_a_checkpoint, 15),
     ],
 )
@@ -419,6 +422,7 @@ def worlds(rank: int, path: str) -> Any:
     """A scaler that lives in two worlds, and in the second another one."""
     lasting = scaler()
     for world in range(2):
+        num_ranks_here()  # the other one may still connect
         distributed.destroy_process_group()
         store = distributed.FileStore(f"{path}{world}", 2)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)

@@ -95,6 +95,7 @@ def _join(task: Task, rank: int, num_ranks: int) -> None:
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=task.group_timeout),
     )
+    dist.barrier()  # work without a collective may end while the others still connect
 
 
 def _told(error: BaseException) -> bytes:
