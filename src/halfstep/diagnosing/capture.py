@@ -128,11 +128,14 @@ class Capture:
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
         """Return the buffers that a model has now; where it has some is looked up once."""
         if model not in self._owners:
+            # Not `_buffers`, which in a module of torch.jit is no dictionary.
             self._owners[model] = [
-                (module, name) for module in model.modules() for name in module._buffers
+                (module, name)
+                for module in model.modules()
+                for name, _ in module.named_buffers(recurse=False)
             ]
-        found = (module._buffers.get(name) for module, name in self._owners[model])
-        return [buffer for buffer in found if buffer is not None]
+        found = (getattr(module, name, None) for module, name in self._owners[model])
+        return [buffer for buffer in found if isinstance(buffer, Tensor)]
 
     def _kept(self, buffer: Tensor) -> Tensor:
         """Return the values of a buffer, copied anew only if it was written to."""

@@ -125,7 +125,7 @@ class Replayer:
                     undo.note_optimizer(owner)
                 else:
                     undo.note_model(owner)
-            outer.enter_context(_nobody_listens())
+            outer.enter_context(replaying())
             modules = FoundModules(self._outermost, undo)
             looks = witness(undo)
             watcher = self._watcher = Watcher(modules, undo, looks, is_alone=True)
@@ -151,14 +151,28 @@ class Replayer:
             yield ends, looks
 
 
+class _Thread(threading.local):
+    is_replaying = False
+
+
+_thread = _Thread()
+
+
+def is_replaying() -> bool:
+    """Return whether what runs now in this thread is a replay, and not the training."""
+    return _thread.is_replaying
+
+
 @contextmanager
-def _nobody_listens() -> Iterator[None]:
-    """Let no recorder count what happens meanwhile."""
-    listeners = OBSERVERS[:]
+def replaying() -> Iterator[None]:
+    """Let nobody take for the training what happens meanwhile: no recorder, no runner."""
+    listeners, before = OBSERVERS[:], _thread.is_replaying
     OBSERVERS.clear()
+    _thread.is_replaying = True
     try:
         yield
     finally:
+        _thread.is_replaying = before
         OBSERVERS[:] = listeners
 
 

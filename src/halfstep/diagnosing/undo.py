@@ -2,14 +2,19 @@
 
 Memory is copied when an op is about to write to it, and only if it was there before the replay: so
 everything that PyTorch writes is put back, whoever owns it. What Python holds is put back too: the
-``grad`` of parameters, the attributes and buffers of modules, the states of random generators.
+``grad`` of parameters, the attributes of modules and what is held in them, the states of random
+generators.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +26,15 @@ from halfstep import _torch
 from halfstep.random_states import RandomStates, accelerators
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+_KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
+_WITHOUT_STATE = (type, FunctionType, MethodType, ModuleType)
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter, FunctionType}
+_OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
+"""Another thread may change meanwhile what objects of these packages hold."""
+MOST_HELD = 100_000
+"""So many values are kept that modules and optimizers hold, those that are near first."""
+LARGEST_ARRAY = 2**24
+"""NumPy arrays up to so many bytes are kept."""
 
 
 class Undo:
@@ -33,9 +47,9 @@ class Undo:
         self._saved: dict[int, _Saved] = {}
         self._born: dict[int, object] = {}
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._modules: dict[nn.Module, dict[str, Any]] = {}
+        self._modules: set[nn.Module] = set()
         self._data: dict[int, tuple[Tensor, Tensor, bool]] = {}
-        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._held: dict[int, tuple[object, Callable[[], object]]] = {}
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._random = RandomStates(accelerators())
 
@@ -82,24 +96,42 @@ class Undo:
 
     def note_model(self, model: nn.Module) -> None:
         """Keep what Python holds in a model, and the ``grad`` of its parameters."""
-        for module in model.modules():
-            if module not in self._modules:
-                self._modules[module] = {name: _copy(v) for name, v in vars(module).items()}
-                if isinstance(module, DistributedDataParallel):  # each rank replays its own
-                    module.require_backward_grad_sync = False
-                    module.require_forward_param_sync = False
-                    _torch.keep_buckets(module)
-                self.note_grads(module.parameters(recurse=False))
-                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                    self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
+        new = [module for module in model.modules() if module not in self._modules]
+        self._modules.update(new)
+        self._hold(map(vars, new))
+        for module in new:
+            if isinstance(module, DistributedDataParallel):  # each rank replays its own
+                module.require_backward_grad_sync = False
+                module.require_forward_param_sync = False
+                _torch.keep_buckets(module)
+            self.note_grads(module.parameters(recurse=False))
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Keep what Python holds in an optimizer, and the ``grad`` of its parameters."""
         for group in optimizer.param_groups:
             self.note_grads(group["params"])
-            self._held.append((group, dict(group)))
-        self._held.append((optimizer.state, dict(optimizer.state)))
-        self._held += [(state, dict(state)) for state in optimizer.state.values()]
+        self._hold([optimizer.param_groups, optimizer.state])
+
+    def _hold(self, values: Iterable[object]) -> None:
+        """Keep containers and objects, and what they hold; modules are kept by themselves."""
+        waiting = deque(values)
+        while waiting and len(self._held) < MOST_HELD:
+            value: Any = waiting.popleft()
+            kind = type(value)  # a weak proxy has the class of something that may be gone
+            if id(value) in self._held or issubclass(kind, _KEPT_ELSEWHERE):
+                continue
+            if kind is tuple or kind in _CONTAINERS:
+                before = value if kind is tuple else value.copy()
+                self._held[id(value)] = (value, partial(_restore_container, value, before))
+                inner = before.values() if isinstance(before, dict) else before
+                waiting.extend(item for item in inner if type(item) not in _PLAIN)
+            elif (restore := _restorer(value)) is not None:
+                self._held[id(value)] = (value, restore)
+            elif kind.__dictoffset__ and not issubclass(kind, _WITHOUT_STATE):
+                is_of_threads = kind.__module__.partition(".")[0] in _OF_THREADS
+                waiting.extend([] if is_of_threads else [vars(value)])
 
     def note_generators(self, values: Iterable[Any]) -> None:
         """Keep the states of the random generators among the arguments of an op."""
@@ -115,12 +147,10 @@ class Undo:
             stack.callback(self._random.restore)
             for generator, state in self._generators.values():
                 stack.callback(generator.set_state, state)
-            for held, before in self._held:
-                stack.callback(_restore_dict, held, before)
+            for _, put_back in self._held.values():
+                stack.callback(put_back)
             for leaf, grad in self._grads.values():
                 stack.callback(_restore_grad, leaf, grad)
-            for module, attributes in self._modules.items():
-                stack.callback(_restore_attributes, module, attributes)
             for saved in self._saved.values():
                 stack.callback(saved.restore)
             for tensor, data, requires_grad in self._data.values():
@@ -149,10 +179,34 @@ class _Saved:
             _torch.set_version(tensor, self._version)
 
 
-def _restore_dict(held: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if not _is_same(held, before):
-        held.clear()
-        held.update(before)
+def _restorer(value: Any) -> Callable[[], object] | None:
+    """Return what puts the state of a random generator or an array back, None for another value."""
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if issubclass(kind, random.Random):
+        return partial(value.setstate, value.getstate())
+    if numpy is None:
+        return None
+    if kind is numpy.ndarray and value.flags.writeable and value.nbytes <= LARGEST_ARRAY:
+        return partial(value.__setitem__, ..., value.copy())
+    if issubclass(kind, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if issubclass(kind, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _restore_container(value: Any, before: Any) -> None:
+    if _is_same(value, before):
+        return
+    if isinstance(value, dict):  # not emptied: another thread may read the attributes of an object
+        for key in [key for key in value if key not in before]:
+            del value[key]
+        for key, item in before.items():
+            if key not in value or value[key] is not item:
+                value[key] = item
+    if not _is_same(value, before):
+        value.clear()
+        value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
 
 
 def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
@@ -167,25 +221,6 @@ def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
         tensor.data = data
     if tensor.requires_grad != requires_grad and tensor.is_leaf:
         tensor.requires_grad_(requires_grad)
-
-
-def _copy(value: Any) -> Any:
-    """Return a container with the same things in it; what it is of is no one else's type."""
-    return value.copy() if type(value) in _CONTAINERS else value
-
-
-def _restore_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    now: dict[str, Any] = vars(module)
-    for name in [name for name in now if name not in attributes]:
-        del now[name]
-    for name, before in attributes.items():
-        value: Any = now.get(name)
-        if type(value) in _CONTAINERS and type(before) is type(value):
-            if not _is_same(value, before):
-                value.clear()
-                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
-        elif value is not before:
-            now[name] = before
 
 
 def _is_same(value: Any, before: Any) -> bool:

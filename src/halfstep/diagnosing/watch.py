@@ -28,6 +28,7 @@ from halfstep.diagnosing.diagnose import Diagnosing
 from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.diagnosing.finite import is_finite
 from halfstep.diagnosing.live import Live
+from halfstep.diagnosing.replay import replaying
 from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
 from halfstep.patches import Patches
 from halfstep.scaled_steps import is_by_scaler
@@ -208,7 +209,8 @@ class Watch:
         if model is not None:
             why_not = across_ranks.why_together(model) or capture.why_not()
         if model is not None and why_not is None:
-            found = self._replayed(model, scale)
+            with replaying():  # the scaler that it makes is not the script's either
+                found = self._replayed(model, scale)
             if found is not None:
                 self._say(found)
                 return

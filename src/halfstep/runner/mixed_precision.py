@@ -121,7 +121,7 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, findings: Findings
     """Leave the script alone when it has a scaler of its own."""
 
     def look(scaler: Any) -> None:
-        if scaler is not ours and scaler.is_enabled():
+        if findings.is_training and scaler is not ours and scaler.is_enabled():
             findings.switch_off("the script scales by itself, with a GradScaler of its own")
 
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:

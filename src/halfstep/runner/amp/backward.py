@@ -89,7 +89,7 @@ class Backward:
         def run(roots: Any) -> None:
             original(roots, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
-        if not self._findings.is_on:
+        if not self._findings.is_training:
             run(tensors)
             return
         self._findings.has_backward = True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from halfstep.diagnosing.replay import is_replaying
 from halfstep.scaling.optimizers import name
 
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
@@ -37,6 +38,14 @@ class Findings:
         self._option = _OPTION[dtype]
         self._say = say
         self._has_summed_up = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether what runs now in this thread is the script's training, and we have a part in it.
+
+        A replay runs under our autocast, but scales by itself, and nothing may come of it.
+        """
+        return self.is_on and not is_replaying()
 
     def switch_off(self, reason: str) -> None:
         """Do nothing from now on, and say why."""

@@ -81,7 +81,7 @@ class Schedules:
     def _step(
         self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._findings.is_on and not self._may_move(scheduler):
+        if self._findings.is_training and not self._may_move(scheduler):
             return None
         return original(scheduler, *args, **kwargs)
 

@@ -67,14 +67,15 @@ class Steps:
         self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         original(optimizer, *args, **kwargs)
-        self._fresh.forget(optimizer)
+        if self._findings.is_training:
+            self._fresh.forget(optimizer)
 
     @_torch.keep_out_of_graphs
     def _step(self, original: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._thread.is_stepping:
             self._thread.was_called = True
             return original(optimizer, *args, **kwargs)
-        if not self._findings.is_on:
+        if not self._findings.is_training:
             return original(optimizer, *args, **kwargs)
         closure, rest, others = split_closure(args, kwargs)
         if closure is None:
