@@ -5,51 +5,31 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 >>> from halfstep import GradScaler, autocast
 """
 
-from halfstep.casting import (
-    Policy,
-    Rule,
-    autocast,
-    custom_bwd,
-    custom_fwd,
-    hold_casts,
-    keep,
-    preset,
-)
-from halfstep.diagnosing.diagnose import diagnose
-from halfstep.diagnosing.diagnosis import Diagnosis
-from halfstep.doctoring.checkup import doctor
-from halfstep.errors import CallOrderError
-from halfstep.recording.record import record
-from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
-from halfstep.simulating import simulate
-from halfstep.tracing import trace
-from halfstep.tuning import self_check, tune
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfstep._public import *  # noqa: F403
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "CallOrderError",
-    "Diagnosis",
-    "Dynamic",
-    "GradScaler",
-    "LogMax",
-    "Outcome",
-    "Policy",
-    "Reason",
-    "Rule",
-    "Static",
-    "__version__",
-    "autocast",
-    "custom_bwd",
-    "custom_fwd",
-    "diagnose",
-    "doctor",
-    "hold_casts",
-    "keep",
-    "preset",
-    "record",
-    "self_check",
-    "simulate",
-    "trace",
-    "tune",
-]
+
+def __getattr__(name: str) -> Any:
+    """Import all public names, and with them PyTorch, when the first of them is asked for.
+
+    So the command line runs before PyTorch is imported, which takes seconds.
+    """
+    if name == "__all__" or not name.startswith("_"):
+        public = import_module("halfstep._public")
+        if hasattr(public, "__all__"):  # else it is being imported
+            names = {each: getattr(public, each) for each in public.__all__}
+            globals().update(names, __all__=["__version__", *names])
+    try:
+        return globals()[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(__getattr__("__all__"))

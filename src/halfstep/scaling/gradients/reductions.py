@@ -11,6 +11,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,14 +221,21 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 # Operators of their own: what is left to do on the CPU depends on values, and to look at them costs
 # nothing there; but neither torch.compile nor a dispatch mode may see it. Defined on this lower
 # level of torch.library a call with 4,096 tensors costs 0.4 ms; as a custom_op it costs 0.9.
-_library = torch.library.Library("halfstep", "FRAGMENT")  # type: ignore[no-untyped-call]
+# They stay when halfstep is dropped from sys.modules and imported again: of a name there is one,
+# and what is left of the earlier import still calls it. So the namespace holds the library.
+_library: Any = vars(torch.ops.halfstep).setdefault(
+    "library",
+    torch.library.Library("halfstep", "FRAGMENT"),  # type: ignore[no-untyped-call]
+)
 
 
 def _define(name: str, on_cpu: Reduction, elsewhere: Reduction, traced: Reduction) -> None:
+    if hasattr(torch.ops.halfstep, name):
+        return
     schema = f"{name}(Tensor[] tensors) -> Tensor"
-    _library.define(schema, tags=[torch.Tag.pt2_compliant_tag])  # type: ignore[no-untyped-call]
-    _library.impl(name, on_cpu, "CPU")  # type: ignore[no-untyped-call]
-    _library.impl(name, elsewhere, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.define(schema, tags=[torch.Tag.pt2_compliant_tag])
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, elsewhere, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfstep::{name}", traced, lib=_library)
 
 
