@@ -1,5 +1,14 @@
 """How a subcommand ends when it does not end well."""
 
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
@@ -20,3 +29,29 @@ def require_rich() -> None:
         raise CommandError(
             "needs the package rich, which is not installed; install it with: pip install rich"
         ) from None
+
+
+@contextmanager
+def ending_at_interrupts(*, by_signal: bool) -> Iterator[None]:
+    """Let Ctrl-C end this process in the block, at once and without a traceback.
+
+    PyTorch takes seconds to import, and what it imports turns a KeyboardInterrupt into errors.
+
+    Args:
+        by_signal: End as a process does that does not handle SIGINT, which a shell reports as 130,
+            and not with that exit code.
+    """
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL if by_signal else _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"\nInterrupted.\n")
+    os._exit(EXIT_INTERRUPTED)

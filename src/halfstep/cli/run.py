@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.cli.exits import EXIT_USAGE, CommandError
+from halfstep.cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts
 from halfstep.cli.policy import read_policy
 
 if TYPE_CHECKING:
     from halfstep import Policy
+    from halfstep.runner.session import Session
 
 EPILOG = """\
 Options stand before the script; what stands after it is the script's.
@@ -87,10 +88,20 @@ def add_parser(subcommands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the target. What it raises, SystemExit and KeyboardInterrupt too, passes through."""
+    with ending_at_interrupts(by_signal=True):
+        session = _prepare(arguments)
+    if session is None:
+        return EXIT_USAGE
+    session.run()
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> Session | None:
+    """Return what runs the target, None if there is no target."""
     words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
     if not words:
         arguments.print_help()
-        return EXIT_USAGE
+        return None
     target, *rest = words
     _refuse_launcher(target, rest, arguments)
     policy = _policy(arguments)
@@ -111,14 +122,12 @@ def run(arguments: argparse.Namespace) -> int:
         policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
     )
     try:
-        session = Session(Program(target, rest, arguments.module), options)
+        return Session(Program(target, rest, arguments.module), options)
     except OSError as error:
         where = error.filename or arguments.output
         raise CommandError(f"cannot write the record to {where}: {error.strerror}") from None
     except RecordError as error:
         raise CommandError(str(error)) from None
-    session.run()
-    return 0
 
 
 def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
