@@ -64,3 +64,42 @@ def test_importing_halfstep_imports_little() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["halfstep"]
+
+
+AGAIN = """
+import importlib, sys
+import halfstep, torch
+
+def train():
+    import halfstep
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler("cpu")
+    with halfstep.autocast("cpu", torch.float16):
+        loss = model(torch.ones(1, 2)).float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return lambda: scaler.outcome(optimizer).norm
+
+norms = [train()]
+assert importlib.reload(halfstep) is halfstep
+norms.append(train())
+for name in [name for name in sys.modules if name.partition(".")[0] == "halfstep"]:
+    del sys.modules[name]
+norms.append(train())
+importlib.reload(sys.modules["halfstep.scaling.gradients.reductions"])
+norms.append(train())
+print(*(round(norm(), 4) for norm in norms))
+"""
+
+
+def test_it_can_be_imported_again() -> None:
+    """After ``reload`` and after ``del sys.modules[...]``; what is left of the first goes on."""
+    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True)
+    assert done.stdout.split() == ["1.7321"] * 4, done.stderr
+
+
+def test_pytorch_is_imported_with_the_first_name() -> None:
+    code = "import sys, halfstep; print('torch' in sys.modules, halfstep.errors.RecordError)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False <class 'halfstep.errors.RecordError'>\n"

@@ -149,3 +149,33 @@ def test_a_real_ctrl_c_ends_it_cleanly(tmp_path):
     assert "stopped at" in out
     assert '"finished": false' in (tmp_path / "results.json").read_text()
     assert (tmp_path / "losses.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "watch", "report", "check", "doctor", "tune", "policy show", "demo"]
+)
+def test_ctrl_c_while_pytorch_is_imported(command, tmp_path):
+    """No traceback, and 130; ``run`` ends by the signal, as its script would."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    while True:\n        pass\n"
+        "except KeyboardInterrupt:\n    raise ImportError('as NumPy does') from None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "halfstep", *command.split(), "x"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    if command == "run":
+        assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    else:
+        assert (done.returncode, done.stderr) == (130, "\nInterrupted.\n")
+
+
+@pytest.mark.parametrize("streams", [">&-", ">&- 2>&- <&-"])
+def test_a_closed_stdout_is_no_error(streams, tmp_path):
+    (tmp_path / "train.py").write_text("print('out')\n")
+    command = f"{sys.executable} -m halfstep run -q -o {tmp_path}/out {tmp_path}/train.py {streams}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -51,6 +51,9 @@ ENDS = {
     "thread": "import threading\ndef f():\n    raise ValueError('in a thread')\n"
     "t = threading.Thread(target=f, name='t'); t.start(); t.join()",
     "stderr": "import sys\nsys.stderr.close()\nprint('out')",
+    "stdout": "import sys\nprint('out')\nsys.stdout.close()",
+    "no stdout": "import sys\nsys.stdout = None",
+    "full disk": "import sys\nsys.stdout = open('/dev/full', 'w')\nprint('out')",
 }
 
 
