@@ -73,7 +73,7 @@ import halfstep, torch
 def train():
     import halfstep
     model = torch.nn.Linear(2, 1)
-    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler("cpu")
+    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler("cpu", 8.0)
     with halfstep.autocast("cpu", torch.float16):
         loss = model(torch.ones(1, 2)).float().sum()
     scaler.scale(loss).backward()

@@ -61,7 +61,7 @@ def run(monkeypatch, tmp_path):
 
 
 def recorded(folder: Path) -> tuple[list[str], int]:
-    """Return the events but those of a diagnosis, in any order, and how many diagnoses there are."""
+    """Return the events but those of diagnoses, in any order, and how many of these there are."""
     events = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
     others = [e | {"time": 0} for e in events if e["event"] not in ("run", "diagnosis", "note")]
     return sorted(map(json.dumps, others)), sum(e["event"] == "diagnosis" for e in events)
