@@ -20,6 +20,7 @@ from halfstep.scaling.outcomes.journal import Journal
 from halfstep.scaling.outcomes.outcome import Findings, Outcome, StepGradients
 from halfstep.scaling.ranks.deciding import ALONE, Alone, Together
 from halfstep.scaling.ranks.finding import Ranks
+from halfstep.scaling.saving import Saved
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.scales import Scales
 from halfstep.scaling.scale.state import ScaleState
@@ -34,6 +35,7 @@ from halfstep.scaling.steps.iteration import (
 )
 from halfstep.scaling.steps.stepping import Preparation, refuse_float16
 from halfstep.scaling.steps.taking import Args, Kwargs, Steps, require_found
+from halfstep.scaling.steps.unused import Change, Unused
 
 
 class Engine:
@@ -51,6 +53,7 @@ class Engine:
         self.journal = Journal()
         self.names = Names()
         self.steps = Steps(self.names)
+        self.unused = Unused(self.journal)
 
     # --- losses -----------------------------------------------------------------------------------
 
@@ -62,6 +65,8 @@ class Engine:
             for observer in OBSERVERS:
                 observer.on_loss(self, outputs)
         scaled = self.scales.multiply(outputs, loss)
+        if self.unused.is_searching and not torch.compiler.is_compiling():
+            self.unused.search(scaled)
         self.iteration.count_loss(loss)
         return scaled
 
@@ -95,14 +100,9 @@ class Engine:
 
     def _known_scale(self, params: list[Tensor]) -> LossScale | None:
         """Return what the gradients have been divided by (one scale of several), else None."""
-        in_blocks = {
-            id(param): record.blocks.scale
-            for record in self.iteration.records()
-            if record.blocks is not None
-            for param in parameters(record.optimizer)
-        }
+        in_blocks = self.iteration.scales_of_blocks()
         known = [
-            in_blocks.get(id(param)) or self.iteration.scale_of(param.grad)
+            in_blocks.get(id(param)) or self.iteration.scale_of(param)
             for param in params
             if param.grad is not None
         ]
@@ -309,7 +309,9 @@ class Engine:
         outliers_of: dict[LossScale, list[Tensor]] = defaultdict(list)
         for look in self.iteration.looks:
             looks_of[look.scale].append(look)
-        for record in self.iteration.records():
+        records = self.iteration.records()
+        change = self.unused.before_change(self.iteration, records, self.scales)
+        for record in records:
             if record.outlier is not None:
                 outliers_of[record.looks[0].scale].append(record.outlier)
         for scale, looks in looks_of.items():
@@ -318,9 +320,31 @@ class Engine:
                 outliers_of[scale],
                 [look.amax for look in looks if look.amax is not None],
             )
+        if change is not None:
+            change.follow()
         self.end_iteration()
         self.ranks.count_update(self.scales)
         return list(looks_of)
+
+    def set_scale(self, scale: LossScale, new_scale: object) -> None:
+        """Set a scale by hand, which ends the iteration. Sync: none."""
+        change = self._before_change()
+        scale.set(new_scale)
+        if change is not None:
+            change.follow()
+        self.end_iteration()
+
+    def load(self, saved: Saved) -> None:
+        """Take over what was saved; the iteration goes on. Sync: none."""
+        change = self._before_change()
+        self.scales.load(saved.scales)
+        self.steps.norm_limits = saved.norm_limits
+        if change is not None:
+            change.follow(iteration_ends=False)
+
+    def _before_change(self) -> Change | None:
+        records = self.iteration.records()
+        return self.unused.before_change(self.iteration, records, self.scales)
 
     def end_iteration(self) -> None:
         """Forget what was done to gradients."""

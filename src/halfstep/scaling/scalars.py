@@ -52,6 +52,13 @@ def reciprocal(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float()
 
 
+def ratio(after: Tensor, before: Tensor) -> Tensor:
+    """Return ``after / before``, rounded once, as :func:`reciprocal`."""
+    if after.device.type == "mps":
+        return after / before
+    return (after.double() / before.double()).float()
+
+
 def describe(tensor: Tensor) -> str:
     """Return dtype, shape and device in a few words: ``float16[4, 8] on cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")

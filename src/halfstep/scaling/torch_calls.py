@@ -167,8 +167,7 @@ class TorchCalls:
         if new_scale is None and name is not None:
             raise ValueError(f"update(name={name!r}): give the new scale of this loss too")
         if new_scale is not None:
-            self._named(name).set(new_scale)
-            self._engine.end_iteration()
+            self._engine.set_scale(self._named(name), new_scale)
             return
         for scale in self._engine.update():
             reporting.sound(self._alarm, scale, self._engine.journal)
@@ -259,9 +258,7 @@ class TorchCalls:
                 stacklevel=2,
             )
             return
-        saved = Saved.from_dict(state_dict, self._engine.scales.first)
-        self._engine.scales.load(saved.scales)
-        self._engine.steps.norm_limits = saved.norm_limits
+        self._engine.load(Saved.from_dict(state_dict, self._engine.scales.first))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickle and deepcopy keep; the copy creates its tensors on its first loss.

@@ -111,6 +111,22 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     return Gradients(params, grads, [_values(grad) for grad in grads])
 
 
+def collect_local(params: Iterable[Tensor]) -> Gradients:
+    """Find gradients as :func:`collect` does, without a collective: of DTensors what is here.
+
+    Gradients in other layouts, which ``collect`` refuses, are left out.
+    """
+    pairs = [(param, param.grad) for param in params if param.grad is not None]
+    spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
+    layouts = (torch.strided, torch.sparse_coo)
+    found = collect(p for p, grad in pairs if not is_dtensor(grad) and grad.layout in layouts)
+    return Gradients(
+        found.params + [param for param, _ in spread],
+        found.grads + [grad for _, grad in spread],
+        found.values + [local_part(grad) for _, grad in spread],
+    )
+
+
 def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[str]]) -> None:
     """Raise if a gradient is float16: unscaling it in place would flush its small entries to zero.
 

@@ -35,6 +35,8 @@ class Journal:
         self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Slot] = (
             weakref.WeakKeyDictionary()
         )
+        self.num_optimizers = 0
+        """How many optimizers have stepped and still exist."""
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
         self._open: list[Outcome] = []
 
@@ -43,11 +45,24 @@ class Journal:
         slot = self._last.get(optimizer)
         if slot is None:
             slot = self._last[optimizer] = _Slot()
-            weakref.finalize(optimizer, slot.clear).atexit = False
+            weakref.finalize(optimizer, self._forget, slot).atexit = False
+            self.num_optimizers += 1
         slot.clear()
         slot.outcome = outcome
         self._all.append(outcome)
         self._open.append(outcome)
+
+    def _forget(self, slot: _Slot) -> None:
+        slot.clear()
+        self.num_optimizers -= 1
+
+    def unused_since(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers whose gradients are no longer those of their last step."""
+        return [
+            optimizer
+            for optimizer, slot in self._last.items()
+            if slot.outcome is None or not slot.outcome.has_its_gradients()
+        ]
 
     def newest(self, count: int) -> list[Outcome]:
         """Return the last outcomes, newest last. Sync: none."""

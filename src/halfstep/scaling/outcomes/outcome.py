@@ -91,10 +91,12 @@ class StepGradients:
         self.params = gradients.params
         self._norms = norms
         self._scale = scale
-        # To notice zero_grad() and a new backward(), which touch almost all of them.
+        # To notice zero_grad() and a new backward(), which touch almost all of them. Measured ones
+        # are not read again, and the first of them tells enough.
+        self._is_measured = norms is not None
         self._witnesses = [
             (weakref.ref(grad), grad._version)
-            for grad in (_witnesses(gradients.grads) if norms is None else [])
+            for grad in (gradients.grads[:1] if self._is_measured else _witnesses(gradients.grads))
         ]
 
     @keep_out_of_graphs
@@ -109,15 +111,21 @@ class StepGradients:
             self._norms = measure(collect(self.params), self._scale)
         return self._norms.unscaled()
 
+    def are_present(self) -> bool:
+        """Return whether nobody has written to the gradients since. Sync: none."""
+        watched = self.params[:1] if self._is_measured else _witnesses(self.params)
+        return all(
+            param.grad is not None and ref() is param.grad and param.grad._version == version
+            for (ref, version), param in zip(self._witnesses, watched, strict=True)
+        )
+
     def _require_present(self) -> None:
-        now = [param.grad for param in _witnesses(self.params)]
-        for (ref, version), grad in zip(self._witnesses, now, strict=True):
-            if grad is None or ref() is not grad or grad._version != version:
-                raise CallOrderError(
-                    "the gradients of this step were not measured and are gone: look at norm, "
-                    "norms and culprits of an outcome before zero_grad() and the next backward(), "
-                    "or " + HOW_TO_MEASURE
-                )
+        if not self.are_present():
+            raise CallOrderError(
+                "the gradients of this step were not measured and are gone: look at norm, "
+                "norms and culprits of an outcome before zero_grad() and the next backward(), "
+                "or " + HOW_TO_MEASURE
+            )
 
 
 def _witnesses(tensors: list[Tensor]) -> list[Tensor]:
@@ -179,6 +187,10 @@ class Outcome:
     def has_ended(self) -> bool:
         """Whether ``update`` has been called since the step. Sync: none."""
         return self._after is not None
+
+    def has_its_gradients(self) -> bool:
+        """Return whether the gradients are still those of this step. Sync: none."""
+        return self._gradients is not None and self._gradients.are_present()
 
     def forget_gradients(self) -> None:
         """Drop what is kept only for the last step of an optimizer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -65,6 +65,15 @@ class Multiplier:
             # Type promotion lets the dtype of a tensor with dimensions win over that of a scalar.
             loss = loss.float()
         return loss * scale
+
+
+def tensors_in(scaled: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in what a :class:`Multiplier` has returned."""
+    if isinstance(scaled, torch.Tensor):
+        yield scaled
+        return
+    for item in scaled.values() if isinstance(scaled, Mapping) else scaled:
+        yield from tensors_in(item)
 
 
 def _shortly(value: object) -> str:

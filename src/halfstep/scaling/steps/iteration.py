@@ -179,10 +179,19 @@ class Iteration:
         """Return the records of all optimizers that something has been done for."""
         return list(self._records.values())
 
-    def scale_of(self, grad: Tensor) -> LossScale | None:
-        """Return the scale that a gradient has been divided by, None if it has not."""
-        look = self._looks_by_gradient().get(id(grad))
+    def scale_of(self, param: Tensor) -> LossScale | None:
+        """Return the scale that the gradient has been divided by, None if it has not."""
+        look = None if id(param) in self._fresh else self._looks_by_gradient().get(id(param.grad))
         return None if look is None else look.scale
+
+    def scales_of_blocks(self) -> dict[int, LossScale | None]:
+        """Return the scale of the last block for each parameter, by id, that was in blocks."""
+        return {
+            id(param): record.blocks.scale
+            for record in self.records()
+            if record.blocks is not None
+            for param in parameters(record.optimizer)
+        }
 
     def split(self, gradients: Gradients) -> tuple[Gradients, list[Look]]:
         """Return the gradients that are still scaled, and the looks that unscaled the others.
