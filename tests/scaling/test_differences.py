@@ -297,6 +297,27 @@ def new_backward_after_unscaling(scaler: Any) -> float:
     return -param[0].item()
 
 
+def step_after_the_scale_was_set(scaler: Any) -> float:
+    """The length of a step that should be 1."""
+    param, optimizer = make()
+    scaler.scale(param.sum()).backward()
+    scaler.update(256.0)
+    scaler.step(optimizer)
+    return -param[0].item()
+
+
+def accumulated_over_updates(scaler: Any) -> float:
+    """The length of a step from two gradients of 1, while another optimizer steps twice."""
+    (often, stepping), (rarely, waiting) = make(), make()
+    for _ in range(2):
+        stepping.zero_grad()
+        scaler.scale((often + rarely).sum()).backward()
+        scaler.step(stepping)
+        scaler.update()
+    scaler.step(waiting)
+    return -rarely[0].item()
+
+
 def scale_is_traced(scaler: Any) -> bool:
     scaler.scale(torch.ones(()))  # makes its tensors
     scale = torch.compile(lambda loss: scaler.scale(loss), backend="eager", fullgraph=True)
@@ -457,6 +478,16 @@ DIFFERENCES = [
         "S6",
         lambda: raises(CallOrderError, lambda: new_backward_after_unscaling(GradScaler())),
         lambda: new_backward_after_unscaling(torch_scaler()) == 65536.0,
+    ),
+    Difference(
+        "S7",
+        lambda: step_after_the_scale_was_set(GradScaler()) == 1.0,
+        lambda: step_after_the_scale_was_set(torch_scaler()) == 256.0,
+    ),
+    Difference(
+        "S8",
+        lambda: accumulated_over_updates(GradScaler(growth_interval=1)) == 2.0,
+        lambda: accumulated_over_updates(torch_scaler(growth_interval=1)) == 0.75,
     ),
 ]
 

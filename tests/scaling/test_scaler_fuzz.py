@@ -368,7 +368,7 @@ class World:
         self.limit_of: dict[Opt, int] = {}
 
     def begin(self) -> None:
-        """Begin an iteration. Gradients may be left, if their scale has not changed."""
+        """Begin an iteration. Gradients may be left, and follow the scale."""
         self.looks: list[Look] = []
         self.losses = []
         self.bad_loss.clear()
@@ -378,8 +378,24 @@ class World:
         for param in self.params:
             param.is_in_doubt = False
             is_scaled = param.look is None and param.loss is None
-            if drops_all or not is_scaled or param.scaled_by != self.states[None].scale:
+            if drops_all or not is_scaled or not self.has_followed(param):
                 param.forget()
+
+    def has_followed(self, param: Param) -> bool:
+        """Say whether a gradient that was left is multiplied by the present scale; note it."""
+        scale = self.states[None].scale
+        if param.true is None or param.scaled_by == scale:
+            return True
+        journal = self.scaler._engine.journal
+        is_known = any(journal.last(o.optimizer) for o in self.opts if param in o.params)
+        entries = [abs(entry) for entry in param.grad() if entry]
+        # A gradient that came to the end of its dtype on the way is no longer the true one.
+        is_exact = all(2.0**-90 < entry < 2.0**90 for entry in entries)
+        if len(self.names) > 1 or not (is_known and is_exact):
+            return False
+        param.scaled_by = scale
+        param.relative += 4 * max(param.info.eps, F32.eps)
+        return True
 
     @property
     def is_between(self) -> bool:

@@ -56,13 +56,12 @@ class Journal:
         slot.clear()
         self.num_optimizers -= 1
 
-    def unused_since(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers whose gradients are no longer those of their last step."""
-        return [
-            optimizer
+    def has_new_gradients(self) -> dict[torch.optim.Optimizer, bool]:
+        """Return for each optimizer whether its gradients are no longer those of its last step."""
+        return {
+            optimizer: slot.outcome is None or not slot.outcome.has_its_gradients()
             for optimizer, slot in self._last.items()
-            if slot.outcome is None or not slot.outcome.has_its_gradients()
-        ]
+        }
 
     def newest(self, count: int) -> list[Outcome]:
         """Return the last outcomes, newest last. Sync: none."""

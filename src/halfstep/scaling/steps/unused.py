@@ -86,9 +86,7 @@ class Unused:
         change = self._find(iteration, records, scales)
         return change if change.scaled or change.unscaled else None
 
-    def _find(
-        self, iteration: Iteration, records: list[OptimizerRecord], scales: Scales
-    ) -> Change:
+    def _find(self, iteration: Iteration, records: list[OptimizerRecord], scales: Scales) -> Change:
         stepped = [record for record in records if record.stage is Stage.STEPPED]
         taken = _ids(stepped)
         # Nothing new can have come to these.
@@ -112,18 +110,19 @@ class Unused:
 
     def _candidates(self, records: list[OptimizerRecord]) -> list[Tensor]:
         """Return the parameters of which some may have a gradient that no step has used."""
-        optimizers = [record.optimizer for record in records] + self._journal.unused_since()
-        found = {id(param): param for optimizer in optimizers for param in parameters(optimizer)}
+        has_new = self._journal.has_new_gradients()
+        known = {id(param) for optimizer in has_new for param in parameters(optimizer)}
         self._num_updates += 1
-        if self._num_updates == NUM_UPDATES:
-            self._loose.clear()
-        for key, ref in list(self._loose.items()):
-            param = ref()
-            if param is None or key in found:
-                del self._loose[key]
-            else:
-                found[key] = param
-        return list(found.values())
+        self._loose = {
+            key: ref
+            for key, ref in self._loose.items()
+            if ref() is not None and key not in known and self._num_updates < NUM_UPDATES
+        }
+        optimizers = [record.optimizer for record in records]
+        optimizers += [optimizer for optimizer, is_new in has_new.items() if is_new]
+        params = [param for optimizer in optimizers for param in parameters(optimizer)]
+        params += [param for ref in self._loose.values() if (param := ref()) is not None]
+        return list({id(param): param for param in params}.values())
 
     def _made_with(self, param: Tensor, grad: Tensor) -> LossScale | None:
         """Return the scale of a gradient that nobody has written to since an earlier change."""
