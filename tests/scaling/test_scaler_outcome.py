@@ -2,6 +2,7 @@
 
 import gc
 import math
+import pickle
 import weakref
 from typing import Any
 
@@ -266,3 +267,47 @@ def test_gate_errors() -> None:
     setup.step()
     with pytest.raises(ValueError, match="count is 'steps': pass 'updates'"):
         setup.scaler.step_scheduler(scheduler, "steps")  # type: ignore[arg-type]
+
+
+PROPERTIES = ["taken", "skipped", "reason", "rank", "scale", "scale_after", "norm", "norms"]
+PROPERTIES += ["culprits", "is_measured", "has_ended", "entry", "optimizer_name"]
+
+
+def read(outcome: Any) -> dict[str, Any]:
+    """Read all properties, or the errors they raise."""
+    found: dict[str, Any] = {"repr": repr(outcome)}
+    for name in PROPERTIES:
+        try:
+            found[name] = getattr(outcome, name)
+        except CallOrderError:
+            found[name] = CallOrderError
+    return found
+
+
+@both
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("bad", [None, math.inf])
+@pytest.mark.parametrize("moment", ["before update", "after update", "too late"])
+def test_a_pickled_outcome_reads_the_same(
+    fused: bool, max_norm: float | None, bad: float | None, moment: str
+) -> None:
+    """As torch.distributed.all_gather_object sends it."""
+    setup = Setup(fused)
+    setup.backward(bad)
+    setup.scaler.step(setup.optimizer, max_norm=max_norm)
+    outcome = setup.scaler.outcome(setup.optimizer)
+    if moment != "before update":
+        setup.scaler.update()
+    if moment == "too late":
+        setup.step()
+    arrived = pickle.loads(pickle.dumps(outcome))
+    assert read(arrived) == read(outcome)
+    assert arrived.optimizer is None
+    assert pickle.dumps(pickle.loads(pickle.dumps(arrived)))
+
+
+def test_a_pickled_outcome_of_a_disabled_scaler() -> None:
+    setup = Setup(fused=False)
+    setup.scaler = GradScaler(enabled=False)
+    outcome = setup.step()
+    assert read(pickle.loads(pickle.dumps(outcome))) == read(outcome)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -66,6 +67,12 @@ class Findings:
     outlier: Tensor | None
     norm: Tensor | None
     agreements: Sequence[Agreement] = ()
+
+    def on_cpu(self) -> Findings:
+        """Return a copy on the CPU, without the agreements. Sync: some."""
+        outlier = None if self.outlier is None else self.outlier.cpu()
+        norm = None if self.norm is None else self.norm.cpu()
+        return Findings(self.before.on_cpu(), self.found_inf.cpu(), outlier, norm)
 
     def row(self) -> list[Tensor]:
         """Return found_inf, outlier and norm as three scalars."""
@@ -137,7 +144,8 @@ class Outcome:
     """One call of :meth:`halfstep.GradScaler.step`, read late.
 
     Making it waits for nothing. The first look at a property waits for the device (sync: one, one
-    for each device for ``norms`` and ``culprits``); the next ones do not.
+    for each device for ``norms`` and ``culprits``); the next ones do not. One that is pickled or
+    copied is read then: the copy keeps all that can be read, on the CPU, without the optimizer.
 
     Example:
         >>> import halfstep
@@ -260,7 +268,7 @@ class Outcome:
             )
         return measured if self.is_measured else math.hypot(*self._norms)
 
-    @property
+    @cached_property
     def norms(self) -> dict[str, float]:
         """L2 norm of every gradient by parameter name, unscaled and before clipping.
 
@@ -274,7 +282,7 @@ class Outcome:
         names = self._names.of(self._gradients.params, self._optimizer())
         return dict(zip(names, norms, strict=True))
 
-    @property
+    @cached_property
     def culprits(self) -> list[str]:
         """Names of the parameters whose gradients, on this rank, are inf or NaN.
 
@@ -332,7 +340,7 @@ class Outcome:
         if self._gradients is None:
             raise CallOrderError(
                 "norms and culprits are kept for the last step of each optimizer only, and this "
-                "outcome is older"
+                "outcome is older, or a copy of such a one"
             )
         if not self._can_measure_late and self._findings.norm is None and self.taken:
             raise CallOrderError(
@@ -340,6 +348,25 @@ class Outcome:
                 "they were not measured before: " + HOW_TO_MEASURE
             )
         return self._gradients.norms()
+
+    @keep_out_of_graphs
+    def __getstate__(self) -> dict[str, object]:
+        """Return plain values and tensors on the CPU. Sync: as reading all properties."""
+        state: dict[str, object] = {
+            "optimizer_name": self.optimizer_name,
+            "rank": self.rank,
+            "_rule": self._rule,
+            "_findings": self._findings.on_cpu(),
+            "_after": None if self._after is None else self._after.on_cpu(),
+        }
+        for name in ("norm", "norms", "culprits"):
+            with suppress(CallOrderError):
+                state[name] = getattr(self, name)
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Make an outcome of a step that was elsewhere, or is over."""
+        self.__dict__ |= state | {"_optimizer": _gone, "_names": Names(), "_gradients": None}
 
     def __repr__(self) -> str:
         """Return all of it in a line. Sync: one."""
@@ -349,6 +376,10 @@ class Outcome:
         after = "" if self._after is None else f" -> {self.scale_after:g}"
         norm = "" if self._findings.norm is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
+
+
+def _gone() -> None:
+    """Stand for a weak reference to an optimizer that is not here."""
 
 
 @keep_out_of_graphs

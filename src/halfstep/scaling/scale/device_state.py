@@ -229,6 +229,10 @@ class StateSnapshot:
 
     values: Tensor
 
+    def on_cpu(self) -> StateSnapshot:
+        """Return a copy on the CPU. Sync: one."""
+        return StateSnapshot(self.values.cpu())
+
     @keep_out_of_graphs
     def read(self, state: ScaleState) -> ScaleState:
         """Return ``state``, which gives the rule, with these values. Sync: one."""
