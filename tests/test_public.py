@@ -26,6 +26,7 @@ PUBLIC = {
     "diagnose",
     "doctor",
     "hold_casts",
+    "is_autocast_available",
     "keep",
     "preset",
     "record",
@@ -46,7 +47,10 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(PUBLIC - {"__version__", "CallOrderError", "Reason", "custom_bwd"})
+    "name",
+    sorted(
+        PUBLIC - {"__version__", "CallOrderError", "Reason", "custom_bwd", "is_autocast_available"}
+    ),
 )
 def test_every_public_name_has_an_example(name: str) -> None:
     assert ">>> " in (getattr(halfstep, name).__doc__ or "")

@@ -1,5 +1,7 @@
 """The public names, in the places that they come from."""
 
+from torch.amp import is_autocast_available
+
 from halfstep.casting import (
     Policy,
     Rule,
@@ -37,6 +39,7 @@ __all__ = [
     "diagnose",
     "doctor",
     "hold_casts",
+    "is_autocast_available",
     "keep",
     "preset",
     "record",

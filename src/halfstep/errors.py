@@ -6,6 +6,8 @@ left:
 * ``RuntimeError``
     * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update``
       before ``step``, ...). The object stays usable.
+        * :class:`NothingCheckedError`: ``step`` or ``update`` of a ``GradScaler`` without any
+          gradient. An ``AssertionError`` too, as in PyTorch.
     * :class:`SkippedStepsError`: a ``GradScaler`` skipped too many steps in a row.
     * :class:`RanksError`: the ranks of a job disagree, cannot agree, or do not answer.
 * ``ValueError``
@@ -20,6 +22,13 @@ class CallOrderError(RuntimeError):
 
     The message names the object, what was seen before, and what to call instead. Nothing was
     changed: the caller can go on with the right call.
+    """
+
+
+class NothingCheckedError(CallOrderError, AssertionError):
+    """A step without a gradient, or the end of an iteration without a step.
+
+    PyTorch raises ``AssertionError`` ("No inf checks were recorded"), and code expects it.
     """
 
 

@@ -278,7 +278,7 @@ def read(outcome: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"repr": repr(outcome)}
     for name in PROPERTIES:
         try:
-            found[name] = getattr(outcome, name)
+            found[name] = repr(getattr(outcome, name))  # NaN is not equal to NaN
         except CallOrderError:
             found[name] = CallOrderError
     return found

@@ -164,9 +164,12 @@ class GradScaler(halfstep.GradScaler):
         # The device is that of the first loss, as it is with PyTorch's scaler whatever it is told.
         super().__init__(None, *numbers, process_group=process_group)
 
+    def _switch_off(self) -> None:
+        self.__class__ = _switched_off(type(self))
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Tell of methods that PyTorch's scaler calls and ours does not."""
-        super().__init_subclass__(**kwargs)
+        super(halfstep.GradScaler, cls).__init_subclass__(**kwargs)  # ours refuses such a class
         internal = vars(_TorchGradScaler).keys() - set(dir(halfstep.GradScaler))
         overridden = sorted(internal & vars(cls).keys())
         if overridden:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import CallOrderError, RanksError
+from halfstep.errors import CallOrderError, NothingCheckedError, RanksError
 from halfstep.scaling.gradients import passes
 from halfstep.scaling.gradients.collecting import Gradients, collect, parameters
 from halfstep.scaling.names import Names
@@ -286,9 +286,27 @@ class Engine:
         self.iteration.keep(record)
         return look.found_inf
 
-    def finish_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+    def report(self, record: OptimizerRecord, found: Mapping[torch.device, Tensor]) -> None:
+        """Take what an optimizer has found that unscales by itself: for each device 1 or 0."""
+        optimizer = record.optimizer
+        scale = self.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
+        found = {device: flag.detach().reshape(()).float() for device, flag in found.items()}
+        look = Look(scale, Gradients([], [], []), found)
+        self.iteration.add(look)
+        record.looks = [look]
+
+    def finish_foreign(self, record: OptimizerRecord) -> None:
         """Remember the step of an optimizer that was given the scaler."""
-        record = self.iteration.record(optimizer)
+        optimizer = record.optimizer
+        if not record.looks and any(param.grad is not None for param in parameters(optimizer)):
+            raise CallOrderError(
+                f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
+                "not use it: nobody has looked for inf and NaN, and if it has changed parameters, "
+                "it has done so with gradients that are multiplied by the scale.\n"
+                "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
+                "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
+                "if one of grad_scaler._found_inf_per_device(self).values() is 1."
+            )
         if not record.looks:
             raise nothing_checked(optimizer)
         scale = record.looks[0].scale
@@ -300,10 +318,11 @@ class Engine:
     def update(self) -> list[LossScale]:
         """Let every scale that was used back off, count or grow; return them. Sync: none."""
         if not self.iteration.looks:
-            raise CallOrderError(
+            raise NothingCheckedError(
                 "update(): no gradients were checked since the last update(). Call "
                 "scaler.step(optimizer) for at least one optimizer first, or give a scale: "
-                "update(new_scale=65536.0)"
+                "update(new_scale=65536.0). (torch.amp says: No inf checks were recorded prior to "
+                "update.)"
             )
         looks_of: dict[LossScale, list[Look]] = defaultdict(list)
         outliers_of: dict[LossScale, list[Tensor]] = defaultdict(list)

@@ -27,6 +27,7 @@ from halfstep.scaling.ranks.finding import Ranks
 from halfstep.scaling.scale.rules import Dynamic, Rule
 from halfstep.scaling.scale.state import ScaleState
 from halfstep.scaling.steps import clipping
+from halfstep.scaling.torch_attributes import refuse_never_called
 from halfstep.scaling.torch_calls import TorchCalls
 
 if TYPE_CHECKING:
@@ -114,6 +115,11 @@ class GradScaler(TorchCalls):
             return object.__new__(DisabledGradScaler)  # type: ignore[return-value]
         return super().__new__(cls)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a class that overrides what torch.amp.GradScaler calls and this one does not."""
+        super().__init_subclass__(**kwargs)
+        refuse_never_called(cls)
+
     def __init__(
         self,
         device: str | torch.device | None = None,
@@ -152,6 +158,17 @@ class GradScaler(TorchCalls):
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
             self.watch(module)
+
+    def _switch_off(self) -> None:
+        """Become an object that scales nothing."""
+        from halfstep.scaling.disabled import DisabledGradScaler
+
+        if type(self) is not GradScaler:
+            raise TypeError(
+                f"{type(self).__name__}._enabled = False: a subclass of GradScaler cannot be "
+                "switched off, use halfstep.GradScaler(enabled=False)"
+            )
+        self.__class__ = DisabledGradScaler
 
     # What help() and editors show; without it they would show the arguments of __new__.
     __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])

@@ -23,12 +23,13 @@ from halfstep.scaling.saving import Saved
 from halfstep.scaling.scale.loss_scale import LossScale
 from halfstep.scaling.scale.rules import Dynamic, Rule
 from halfstep.scaling.steps import clipping
+from halfstep.scaling.torch_attributes import TorchAttributes
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
 """So many calls of ``scale`` without an ``update`` are no accumulation but a forgotten call."""
 
 
-class TorchCalls:
+class TorchCalls(TorchAttributes):
     """What :class:`halfstep.GradScaler` has in common with ``torch.amp.GradScaler``.
 
     The documentation of PyTorch ("Automatic Mixed Precision package") names the calls; what each
@@ -293,10 +294,11 @@ class TorchCalls:
         """Call ``optimizer.step`` with ourselves as ``grad_scaler``, the older protocol.
 
         The optimizer calls ``unscale_``, ``_check_inf_per_device``, ``_found_inf_per_device`` and
-        ``_get_scale_async``.
+        ``_get_scale_async``, or writes what it found into ``_per_optimizer_states``.
         """
         engine = self._engine
-        if engine.require_not_stepped(optimizer).blocks is not None:
+        record = engine.require_not_stepped(optimizer)
+        if record.blocks is not None:
             raise CallOrderError(
                 f"step({name(optimizer)}): it takes the scaler (grad_scaler=...) to unscale its "
                 "gradients by itself, which accumulate() has already done. Call backward() without "
@@ -308,19 +310,14 @@ class TorchCalls:
                 "(grad_scaler=...) and unscales by itself; let it clip too"
             )
         engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
-        result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
-        engine.finish_foreign(optimizer)
+        engine.iteration.keep(record)
+        try:
+            result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
+            engine.finish_foreign(record)
+        finally:
+            if not record.looks:
+                engine.iteration.drop(record)
         return result
-
-    @property
-    def _scale(self) -> Tensor | None:
-        on_device = self._engine.scales[None].on_device
-        return None if on_device is None else on_device.scale
-
-    @property
-    def _growth_tracker(self) -> Tensor | None:
-        on_device = self._engine.scales[None].on_device
-        return None if on_device is None else on_device.growth_tracker
 
     def _get_scale_async(self) -> Tensor | None:
         names = [*self._engine.iteration.losses]

@@ -56,12 +56,9 @@ class Journal:
         slot.clear()
         self.num_optimizers -= 1
 
-    def has_new_gradients(self) -> dict[torch.optim.Optimizer, bool]:
-        """Return for each optimizer whether its gradients are no longer those of its last step."""
-        return {
-            optimizer: slot.outcome is None or not slot.outcome.has_its_gradients()
-            for optimizer, slot in self._last.items()
-        }
+    def last_outcomes(self) -> list[tuple[torch.optim.Optimizer, Outcome | None]]:
+        """Return each optimizer that has stepped with the outcome of its last step."""
+        return [(optimizer, slot.outcome) for optimizer, slot in self._last.items()]
 
     def newest(self, count: int) -> list[Outcome]:
         """Return the last outcomes, newest last. Sync: none."""

@@ -359,9 +359,9 @@ class Outcome:
             "_findings": self._findings.on_cpu(),
             "_after": None if self._after is None else self._after.on_cpu(),
         }
-        for name in ("norm", "norms", "culprits"):
+        for what in ("norm", "norms", "culprits"):
             with suppress(CallOrderError):
-                state[name] = getattr(self, name)
+                state[what] = getattr(self, what)
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:

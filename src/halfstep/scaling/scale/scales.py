@@ -43,6 +43,11 @@ class Scales(dict[str | None, LossScale]):
                 return scale.on_device.device.type
         return None
 
+    def set_first(self, scale: object) -> None:
+        """Set the scale that every loss starts from, before there is one. Sync: none."""
+        self[None].set(scale)
+        self.first = self.first.with_scale(self[None].host.scale)
+
     def set_rule(self, rule: Rule) -> None:
         """Move all scales by another rule. Sync: none."""
         self.first = replace(self.first, rule=rule)

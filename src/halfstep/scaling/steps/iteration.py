@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._torch import keep_out_of_graphs
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, NothingCheckedError
 from halfstep.scaling.gradients.collecting import Gradients, parameters
 from halfstep.scaling.gradients.passes import Norms
 from halfstep.scaling.optimizers import name
@@ -175,6 +175,14 @@ class Iteration:
         """Keep a record until the iteration ends."""
         self._records[id(record.optimizer)] = record
 
+    def drop(self, record: OptimizerRecord) -> None:
+        """Forget a record that was kept for a call which did nothing."""
+        self._records.pop(id(record.optimizer), None)
+
+    def find(self, key: int) -> OptimizerRecord | None:
+        """Return the record of the optimizer with an ``id``, None if none was kept."""
+        return self._records.get(key)
+
     def records(self) -> list[OptimizerRecord]:
         """Return the records of all optimizers that something has been done for."""
         return list(self._records.values())
@@ -263,11 +271,12 @@ def ids_asked(params: Iterable[Tensor], ranks: Alone | Together) -> frozenset[in
 def nothing_checked(optimizer: torch.optim.Optimizer) -> CallOrderError:
     """Return the error for an optimizer without any gradient."""
     num_params = sum(1 for _ in parameters(optimizer))
-    return CallOrderError(
+    return NothingCheckedError(
         f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
         "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
         "it, or the loss does not depend on these parameters (is it the optimizer of this "
         "model?).\n"
         "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
-        "leave out step() for this optimizer in this iteration."
+        "leave out step() for this optimizer in this iteration. (torch.amp says: No inf checks "
+        "were recorded for this optimizer.)"
     )

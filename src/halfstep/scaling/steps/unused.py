@@ -87,53 +87,62 @@ class Unused:
         return change if change.scaled or change.unscaled else None
 
     def _find(self, iteration: Iteration, records: list[OptimizerRecord], scales: Scales) -> Change:
-        stepped = [record for record in records if record.stage is Stage.STEPPED]
-        taken = _ids(stepped)
-        # Nothing new can have come to these.
-        done = _ids([record for record in stepped if record.num_losses == iteration.num_losses])
+        taken = _ids(r.optimizer for r in records if r.stage is Stage.STEPPED)
         in_blocks = iteration.scales_of_blocks()
         names = list(iteration.losses) or [None]
         of_iteration = scales.get(names[0]) if len(names) == 1 else None
         scaled: dict[LossScale, list[Tensor]] = defaultdict(list)
         unscaled: dict[LossScale, list[Tensor]] = defaultdict(list)
-        for param in self._candidates(records):
-            if param.grad is None or id(param) in done:
-                continue
+        for param in self._candidates(records, iteration.num_losses):
             divided_by = in_blocks.get(id(param)) or iteration.scale_of(param)
             if divided_by is None:
-                scale = self._made_with(param, param.grad) or of_iteration
+                scale = self._made_with(param) or of_iteration
                 if scale is not None and scale.on_device is not None:
                     scaled[scale].append(param)
             elif id(param) not in taken:
                 unscaled[divided_by].append(param)
         return Change(scaled, unscaled, self._made if len(scales) > 1 else None)
 
-    def _candidates(self, records: list[OptimizerRecord]) -> list[Tensor]:
-        """Return the parameters of which some may have a gradient that no step has used."""
-        has_new = self._journal.has_new_gradients()
-        known = {id(param) for optimizer in has_new for param in parameters(optimizer)}
-        self._num_updates += 1
-        self._loose = {
-            key: ref
-            for key, ref in self._loose.items()
-            if ref() is not None and key not in known and self._num_updates < NUM_UPDATES
-        }
-        optimizers = [record.optimizer for record in records]
-        optimizers += [optimizer for optimizer, is_new in has_new.items() if is_new]
-        params = [param for optimizer in optimizers for param in parameters(optimizer)]
+    def _candidates(self, records: list[OptimizerRecord], num_losses: int) -> list[Tensor]:
+        """Return parameters with gradients, of which a step may not have used some."""
+        done: list[torch.optim.Optimizer] = []
+        waiting: list[torch.optim.Optimizer] = []
+        for record in records:
+            # Nothing new can have come to those that have stepped since the last loss.
+            is_done = record.stage is Stage.STEPPED and record.num_losses == num_losses
+            (done if is_done else waiting).append(record.optimizer)
+        seen = {id(record.optimizer) for record in records}
+        for optimizer, outcome in self._journal.last_outcomes():
+            if id(optimizer) not in seen and not (outcome and outcome.has_its_gradients()):
+                waiting.append(optimizer)
+        self._prune()
+        params = [param for optimizer in waiting for param in parameters(optimizer)]
         params += [param for ref in self._loose.values() if (param := ref()) is not None]
-        return list({id(param): param for param in params}.values())
+        left_out = _ids(done)
+        found = {id(p): p for p in params if p.grad is not None and id(p) not in left_out}
+        return list(found.values())
 
-    def _made_with(self, param: Tensor, grad: Tensor) -> LossScale | None:
+    def _prune(self) -> None:
+        """Forget the parameters of optimizers that have stepped, and those that waited long."""
+        self._num_updates += 1
+        if self._loose:
+            known = _ids(optimizer for optimizer, _ in self._journal.last_outcomes())
+            self._loose = {
+                key: ref
+                for key, ref in self._loose.items()
+                if ref() is not None and key not in known and self._num_updates < NUM_UPDATES
+            }
+
+    def _made_with(self, param: Tensor) -> LossScale | None:
         """Return the scale of a gradient that nobody has written to since an earlier change."""
-        made = self._made.get(id(param))
-        if made is None or made.grad() is not grad or made.version != grad._version:
+        made, grad = self._made.get(id(param)), param.grad
+        if made is None or grad is None or made.grad() is not grad:
             return None
-        return made.scale
+        return made.scale if made.version == grad._version else None
 
 
-def _ids(records: Iterable[OptimizerRecord]) -> set[int]:
-    return {id(param) for record in records for param in parameters(record.optimizer)}
+def _ids(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(param) for optimizer in optimizers for param in parameters(optimizer)}
 
 
 class Change:
