@@ -340,9 +340,10 @@ def autocast_switches(device_type: str) -> Switches:
 
 def set_autocast_switches(switches: Switches) -> None:
     """Set the switches of this thread."""
-    torch.set_autocast_enabled(switches.device, switches.enabled)
-    torch.set_autocast_dtype(switches.device, switches.dtype)
-    torch.set_autocast_cache_enabled(switches.cache)
+    device_type, dtype, enabled, cache = switches
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache)
 
 
 def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
@@ -352,10 +353,27 @@ def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
     )
 
 
+def is_tracing_before_autocast() -> bool:
+    """Return whether ops are recorded before they come to the Autocast keys, and not run.
+
+    So does ``make_fx(pre_dispatch=True)``, and what is made of it.
+    """
+    if not torch._C._is_torch_function_mode_enabled():  # it sets one, and this is fast
+        return False
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    mode = torch._ops._get_dispatch_mode_pre_dispatch(proxy)  # type: ignore[no-untyped-call]
+    return mode is not None
+
+
 @cache
 def autocast_devices() -> list[str]:
-    """Return the device types that this build of PyTorch has autocast for."""
-    return list(torch._C._autocast_supported_devices())
+    """Return the device types for which this build of PyTorch takes kernels for autocast.
+
+    For some others (XLA) it has autocast, but no Python name for the key.
+    """
+    known = (each for each in torch._C._autocast_supported_devices() if each != _GUARD_DEVICE)
+    keys = torch._C.DispatchKey.__members__
+    return [x for x in known if "Autocast" + torch._C._dispatch_key_for_device(x) in keys]
 
 
 # --- autocast: torch.compile ----------------------------------------------------------------------
@@ -424,11 +442,25 @@ _GUARD_VALUES = sorted({v for v in vars(torch).values() if isinstance(v, torch.d
 NUM_GUARD_VALUES = len(_GUARD_VALUES)
 
 
-def set_compile_guard(number: int | None) -> None:
-    """Let code compiled in this thread from now on run only while ``number`` is set again."""
-    torch.set_autocast_enabled(_GUARD_DEVICE, number is not None)
-    if number is not None:
-        torch.set_autocast_dtype(_GUARD_DEVICE, _GUARD_VALUES[number])
+# Whether autocast is on for that device type, and its dtype there.
+CompileGuard = tuple[bool, torch.dtype]
+
+
+def numbered_guard(number: int) -> CompileGuard:
+    """Return a guard that differs from that of another number, below :data:`NUM_GUARD_VALUES`."""
+    return True, _GUARD_VALUES[number]
+
+
+def compile_guard() -> CompileGuard:
+    """Return what code compiled in this thread now is guarded by."""
+    return torch.is_autocast_enabled(_GUARD_DEVICE), torch.get_autocast_dtype(_GUARD_DEVICE)
+
+
+def set_compile_guard(guard: CompileGuard) -> None:
+    """Let code compiled in this thread from now on run only while the same guard is set again."""
+    enabled, dtype = guard
+    torch.set_autocast_enabled(_GUARD_DEVICE, enabled)
+    torch.set_autocast_dtype(_GUARD_DEVICE, dtype)
 
 
 _TAG_MARK = "|halfstep:"

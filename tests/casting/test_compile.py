@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep import _torch
 from halfstep.casting import (
@@ -287,6 +288,22 @@ def test_export_is_refused_rather_than_exported_without_autocast(x: Tensor, stri
         torch.export.export(Model(), (x,), strict=strict)
 
 
+def test_programs_recorded_before_autocast_are_refused(x: Tensor) -> None:
+    def inside(x: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return x @ x.t()
+
+    with pytest.raises(RuntimeError, match=r"make_fx\(pre_dispatch=True\) cannot keep a halfstep"):
+        make_fx(inside, pre_dispatch=True)(x)
+    with pytest.raises(Exception, match=r"make_fx\(pre_dispatch=True\) cannot keep a halfstep"):
+        torch.compile(inside, backend="pre_dispatch_eager", fullgraph=True)(x)
+    torch.autocast_decrement_nesting()  # PyTorch leaves it so after any error in this backend
+    assert make_fx(inside)(x)(x).dtype == BF16  # recorded after the casts
+    around = torch.compile(lambda x: x @ x.t(), backend="pre_dispatch_eager", fullgraph=True)
+    with autocast("cpu", BF16):
+        assert around(x).dtype == BF16
+
+
 def test_what_runs_without_autocast_can_be_exported(x: Tensor) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -299,9 +316,12 @@ def test_what_runs_without_autocast_can_be_exported(x: Tensor) -> None:
 
 def test_the_tag_tells_devices_and_actions_apart() -> None:
     def tag(**policies: Policy) -> str:
-        guards.follow({d: kernels.prepared(kernels.prepare(p, d)) for d, p in policies.items()})
+        active = scopes.NO_POLICIES
+        for device, policy in policies.items():
+            active = active.with_policy(kernels.prepared(kernels.prepare(policy, device)))
+        guards.follow(active)
         found: str = torch.compiler.config.cache_key_tag
-        guards.follow({})
+        guards.follow(scopes.NO_POLICIES)
         assert torch.compiler.config.cache_key_tag == ""
         return found
 

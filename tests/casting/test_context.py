@@ -1,6 +1,9 @@
+import asyncio
 import copy
 import pickle
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep.casting import Policy, Rule, autocast, preset
+from halfstep.casting import Policy, Rule, autocast, preset, scopes
 from halfstep.casting.context import default_device
 from halfstep.casting.region import current_policy
 from halfstep.errors import CallOrderError
@@ -232,9 +235,12 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"device_type": torch.device("cpu")}, TypeError, r"device type.*pass device\.type"),
         ({"device_type": 0}, TypeError, r"takes a device type such as 'cuda' or 'cpu', got 0"),
         ({"device_type": "cup"}, ValueError, r"no autocast for 'cup'; it has for cpu, cuda"),
+        ({"device_type": "meta"}, ValueError, r"no autocast for 'meta'; it has for cpu, cuda"),
+        ({"device_type": "xla"}, ValueError, r"no autocast for 'xla'; it has for cpu, cuda"),
+        ({"device_type": ""}, ValueError, r"no autocast for ''; it has for cpu, cuda"),
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
         ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
-        ({"device_type": "cpu:0"}, ValueError, r"no autocast for 'cpu:0'.*without an index"),
+        ({"dtype": "bfloat16", "enabled": False}, ValueError, r"got dtype='bfloat16'"),
         ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
         ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
         ({"policy": "fast"}, ValueError, r"starts with a preset.*not with 'fast'"),
@@ -277,11 +283,155 @@ def test_a_pickled_context_is_the_same_context(policy: Policy | str | None) -> N
             assert current_policy("cpu") == (inside if policy else preset("torch-cuda"))
 
 
+def test_an_index_of_the_device_does_not_matter() -> None:
+    with autocast("cpu:0", FP16):
+        assert linear() == FP16
+
+
+def test_any_dtype_will_do_where_autocast_is_off() -> None:
+    with autocast("cpu", torch.float64, enabled=False):
+        assert linear() == FP32
+        with autocast("cpu"):
+            assert linear() == BF16
+
+
+@pytest.mark.parametrize("autocast", [torch.autocast, autocast])
+def test_what_code_reads_of_a_context(autocast: Any) -> None:
+    with autocast("cpu", dtype=FP16, cache_enabled=False):
+        context = autocast("cpu", dtype=BF16, cache_enabled=True)
+        assert not hasattr(context, "prev")
+        with context as entered:
+            assert entered is context
+            assert (context.device, context.fast_dtype) == ("cpu", BF16)
+            assert (context._enabled, context._cache_enabled) == (True, True)
+            outside = context.prev, context.prev_fastdtype, context.prev_cache_enabled
+            assert outside == (True, FP16, False)
+    assert autocast("cpu", enabled=False)._enabled is False
+
+
+@pytest.mark.parametrize("name", ["fast_dtype", "device", "_enabled", "_cache_enabled", "prev"])
+def test_a_write_to_a_context_says_what_to_do(name: str) -> None:
+    context = autocast("cpu", BF16)
+    with pytest.raises(AttributeError, match=r"make another one, autocast\(device_type, dtype"):
+        setattr(context, name, False)
+    with context:
+        assert linear() == BF16
+
+
+# --- out of order ---------------------------------------------------------------------------------
+
+OUTSIDE = [_torch.autocast_switches(device) for device in ("cpu", "ipu")]
+
+
+def assert_nothing_is_left() -> None:
+    assert [_torch.autocast_switches(device) for device in ("cpu", "ipu")] == OUTSIDE
+    assert scopes.current().outer is None
+    assert scopes._nesting() == 0
+
+
+def test_the_mark_for_compiled_code_goes_with_the_last_context() -> None:
+    torch.set_autocast_dtype("ipu", FP32)
+    with autocast("cpu", BF16):
+        with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+            assert torch.is_autocast_enabled("ipu")
+        assert torch.is_autocast_enabled("ipu")
+    assert (torch.get_autocast_dtype("ipu"), torch.is_autocast_enabled("ipu")) == (FP32, False)
+    torch.set_autocast_dtype("ipu", FP16)
+    assert_nothing_is_left()
+
+
 def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
     context = autocast("cpu", BF16)
     with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
         context.__exit__(None, None, None)
-    assert linear() == FP32
+    with autocast("cpu", FP16):
+        with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
+            context.__exit__(None, None, None)
+        assert linear() == FP16
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        autocast("cpu", FP16),
+        autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW),
+        autocast("cpu", enabled=False),
+        autocast("xpu", BF16),
+    ],
+    ids=repr,
+)
+def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast) -> None:
+    with inner:
+        alone = _torch.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+    outer = autocast("cpu", BF16)
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(CallOrderError) as caught:
+        outer.__exit__(None, None, None)
+    assert str(caught.value).startswith(f"{outer!r} is left while {inner!r}, entered after it, is")
+    assert "asyncio.to_thread" in str(caught.value)
+    # The inner one goes on as if there had been no other.
+    now = _torch.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+    assert now == alone
+    inner.__exit__(None, None, None)
+    assert_nothing_is_left()
+
+
+def test_contexts_that_do_the_same_may_take_turns() -> None:
+    """Nobody sees a difference, and in the end they are all left."""
+
+    async def task(num_turns: int) -> set[torch.dtype]:
+        seen = set()
+        with autocast("cpu", BF16):
+            for _ in range(num_turns):
+                seen.add(linear())
+                await asyncio.sleep(0)
+        return seen
+
+    async def tasks() -> list[set[torch.dtype]]:
+        return await asyncio.gather(task(1), task(3), task(2), task(2))
+
+    assert asyncio.run(tasks()) == [{BF16}] * 4
+    assert_nothing_is_left()
+
+
+def test_tasks_that_take_turns_in_different_contexts_are_told() -> None:
+    async def task(dtype: torch.dtype, num_turns: int) -> torch.dtype:
+        with autocast("cpu", dtype):
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            return linear()
+
+    async def tasks() -> list[torch.dtype | BaseException]:
+        return await asyncio.gather(task(BF16, 1), task(FP16, 3), return_exceptions=True)
+
+    first, second = asyncio.run(tasks())
+    assert isinstance(first, CallOrderError)  # it ran under the other's
+    assert second == FP16
+    assert_nothing_is_left()
+
+
+def test_a_generator_that_waits_inside_its_context_is_told_of() -> None:
+    def generator() -> Iterator[torch.dtype]:
+        with autocast("cpu", FP16):
+            yield linear()
+
+    waiting = generator()
+    told = pytest.raises(CallOrderError, match="generators that wait inside their contexts")
+    with told, autocast("cpu", BF16):
+        next(waiting)
+    waiting.close()
+    assert_nothing_is_left()
+
+
+def test_an_error_that_is_on_its_way_is_not_hidden() -> None:
+    outer, inner = autocast("cpu", BF16), autocast("cpu", FP16)
+    outer.__enter__()
+    inner.__enter__()
+    assert outer.__exit__(KeyError, KeyError(), None) is None
+    inner.__exit__(None, None, None)
+    assert_nothing_is_left()
 
 
 # --- with the rest of PyTorch ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The autocast context manager and decorator."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,11 +12,23 @@ from halfstep import _torch
 from halfstep.casting import kernels
 from halfstep.casting.named_modules import name_modules
 from halfstep.casting.policy import Policy, preset
-from halfstep.casting.region import Region, Settings
+from halfstep.casting.region import Region, Settings, outside_of
 from halfstep.casting.rule import LOWER_PRECISIONS
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
+
+
+def _view(read: Callable[["autocast"], Any]) -> property:
+    """Return an attribute that code written for ``torch.autocast`` reads."""
+
+    def refuse(context: "autocast", value: object) -> None:
+        raise AttributeError(
+            f"{context!r} cannot be changed (to {value!r}): make another one, autocast(device_type,"
+            " dtype, enabled, cache_enabled), or nest it inside this one"
+        )
+
+    return property(read, refuse)
 
 
 class autocast(Region):
@@ -28,11 +41,16 @@ class autocast(Region):
     A plain ``torch.autocast`` inside the block changes the dtype or switches casting off, as
     always; the policy stays. Outside the block, and in other threads, it is what it was.
 
+    What code reads of ``torch.autocast`` is there, and cannot be written: ``device``,
+    ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and while the context is entered, what was
+    outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
+
     Args:
-        device_type: ``"cuda"``, ``"cpu"``, ...; None for the accelerator of this machine, or the
-            CPU if it has none.
+        device_type: ``"cuda"``, ``"cpu"``, ...; the index of ``"cuda:0"`` does not matter. None for
+            the accelerator of this machine, or the CPU if it has none.
         dtype: the lower precision: ``torch.float16`` or ``torch.bfloat16`` (``torch.float32``
-            lowers nothing); None for PyTorch's default for the device.
+            lowers nothing); None for PyTorch's default for the device. Where ``enabled`` is False
+            any dtype will do.
         enabled: False runs the block with autocast off.
         cache_enabled: whether casts of weights are kept (see :class:`halfstep.hold_casts`); None to
             leave this as it is outside.
@@ -47,6 +65,10 @@ class autocast(Region):
         ValueError: the device is not there; the dtype or the policy is not one of the above; the
             policy has rules for modules and there is no model, or none of its modules is meant.
         TypeError: an argument has the wrong type.
+        RuntimeError: it is entered where ops are recorded for a program that would lose the policy:
+            by ``torch.export`` or ``make_fx(pre_dispatch=True)``.
+        CallOrderError: it is left in another thread, or before another one that was entered inside
+            it and that does something else: asyncio tasks took turns, or a generator waits inside.
 
     Sync: none.
 
@@ -71,6 +93,14 @@ class autocast(Region):
         module: nn.Module | None = None,
     ) -> None:
         super().__init__(_settle(device_type, dtype, enabled, cache_enabled, policy, module))
+
+    device = _view(lambda context: context._settings.switches.device)
+    fast_dtype = _view(lambda context: context._settings.switches.dtype)
+    _enabled = _view(lambda context: context._settings.switches.enabled)
+    _cache_enabled = _view(lambda context: context._settings.switches.cache)
+    prev = _view(lambda context: outside_of(context).enabled)
+    prev_fastdtype = _view(lambda context: outside_of(context).dtype)
+    prev_cache_enabled = _view(lambda context: outside_of(context).cache)
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         """Return ``function`` with its calls run under this autocast."""
@@ -108,9 +138,10 @@ def _settle(
     module: nn.Module | None,
 ) -> Settings:
     device = _device(device_type)
-    if dtype is None:
+    is_unused = not enabled and isinstance(dtype, torch.dtype) and dtype not in LOWER_PRECISIONS
+    if dtype is None or is_unused:
         dtype = torch.get_autocast_dtype(device)
-    elif dtype not in LOWER_PRECISIONS:
+    if dtype not in LOWER_PRECISIONS:
         raise ValueError(
             f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; "
             "to run a block without autocast: autocast(enabled=False)"
@@ -140,12 +171,12 @@ def _device(device_type: str | None) -> str:
             + ("; pass device.type" if isinstance(device_type, torch.device) else "")
         )
     known = _torch.autocast_devices()
-    if device_type not in known:
+    without_index = re.sub(r":\d+$", "", device_type)
+    if without_index not in known:
         raise ValueError(
-            f"PyTorch has no autocast for {device_type!r}; it has for {', '.join(known)} "
-            "(types, without an index)"
+            f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}"
         )
-    return device_type
+    return without_index
 
 
 def default_device() -> str:

@@ -6,51 +6,60 @@ fingerprint into the tag that is part of every key.
 """
 
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from halfstep import _torch
 
 if TYPE_CHECKING:
-    from halfstep.casting.plans import PolicyOnDevice
+    from halfstep.casting.scopes import Policies
 
 
 class _Mark(NamedTuple):
     """What torch.compile knows a set of policies by.
 
     Attributes:
-        number: in the guards; unique in this process.
+        guard: unique in this process.
         tag: in the keys of caches; the same in every process.
     """
 
-    number: int | None
+    guard: _torch.CompileGuard
     tag: str
 
 
-_NO_POLICY = _Mark(None, "")
+class _Thread(threading.local):
+    followed: "Policies | None" = None
+    outside = _torch.compile_guard()  # as it was before there were policies
+
+
+_thread = _Thread()
 _marks: dict[frozenset[int], _Mark] = {}
 _lock = threading.Lock()
 
 
-def follow(policies: "Mapping[str, PolicyOnDevice]") -> None:
+def follow(policies: "Policies") -> None:
     """Let torch.compile know, in this thread, that these policies are active now.
 
     The tag holds for the whole process: compiling in two threads under different policies at the
     same time can miss a cache that would have been right.
     """
-    number, tag = _mark(policies) if policies else _NO_POLICY
-    _torch.set_compile_guard(number)
+    followed = _thread.followed
+    if policies is followed:
+        return
+    if not followed:
+        _thread.outside = _torch.compile_guard()
+    if policies:
+        guard, tag = _marks.get(policies.key) or _mark(policies)
+    else:
+        guard, tag = _thread.outside, ""
+    _thread.followed = policies
+    _torch.set_compile_guard(guard)
     _torch.set_compile_cache_tag(tag)
 
 
-def _mark(policies: "Mapping[str, PolicyOnDevice]") -> _Mark:
-    key = frozenset(map(id, policies.values()))  # they are kept for good, so are their ids
-    mark = _marks.get(key)
-    if mark is None:
-        tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
-        with _lock:
-            if len(_marks) == _torch.NUM_GUARD_VALUES:
-                _torch.forget_compiled_code()
-                _marks.clear()
-            mark = _marks.setdefault(key, _Mark(len(_marks), tag))
-    return mark
+def _mark(policies: "Policies") -> _Mark:
+    tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
+    with _lock:
+        if len(_marks) == _torch.NUM_GUARD_VALUES:
+            _torch.forget_compiled_code()
+            _marks.clear()
+        return _marks.setdefault(policies.key, _Mark(_torch.numbered_guard(len(_marks)), tag))

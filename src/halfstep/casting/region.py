@@ -4,13 +4,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 from halfstep import _torch
 from halfstep.casting import kernels, scopes
 from halfstep.casting.policy import Policy, preset
+from halfstep.errors import CallOrderError
 
 
 class Settings(NamedTuple):
@@ -27,6 +28,12 @@ class Settings(NamedTuple):
     inherit: bool
 
 
+_NOT_IN_A_PROGRAM = (
+    "{} cannot keep a halfstep policy in the program that it makes: let it have the model without "
+    "autocast and run the program under it, or use torch.autocast there"
+)
+
+
 class Region:
     """The context manager behind :class:`autocast`, with everything settled."""
 
@@ -37,20 +44,18 @@ class Region:
         self._traced: list[object] = []
 
     @_torch.do_not_compile_alone
-    def __enter__(self) -> None:
-        switches, policy, inherit = self._settings
-        if switches.enabled and torch.compiler.is_exporting():
-            raise RuntimeError(
-                "torch.export cannot keep a halfstep policy in the exported program: export the "
-                "model without autocast and run the program under it, or use torch.autocast there"
-            )
+    def __enter__(self) -> Self:
+        settings = self._settings
+        if settings.switches.enabled and torch.compiler.is_exporting():
+            raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
         if torch.compiler.is_compiling():
-            self._traced.append(_torch.enter_traced(switches))
-            enter_scope_in_graph(self._settings)
+            self._traced.append(_torch.enter_traced(settings.switches))
+            enter_scope_in_graph(settings)
         else:
             if _thread.change is not None and self._is_users:
-                switches, policy, inherit = _thread.change(self._settings)
-            _enter(switches, policy, inherit)
+                settings = _thread.change(settings)
+            _enter(self, settings)
+        return self
 
     @_torch.do_not_compile_alone
     def __exit__(
@@ -62,8 +67,22 @@ class Region:
         if torch.compiler.is_compiling():
             leave_scope_in_graph()
             _torch.exit_traced(self._traced.pop())
+            return
+        scope = scopes.current()
+        if scope.context is self:
+            _exit(scope)
         else:
-            _exit()
+            problem = _exit_below_others(self)
+            if problem is not None and kind is None:  # an error that is on its way tells more
+                raise problem
+
+    def __repr__(self) -> str:
+        switches, number, inherit = self._settings
+        is_on = "" if switches.enabled else ", enabled=False"
+        policy = None if inherit or number is None else kernels.prepared(number).policy
+        return f"autocast({switches.device!r}, {switches.dtype}{is_on}" + (
+            f", policy={str(policy)!r})" if policy else ")"
+        )
 
 
 class ModuleRegion(Region):
@@ -91,6 +110,20 @@ def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
         yield
     finally:
         _thread.change = before
+
+
+def outside_of(context: Region) -> _torch.Switches:
+    """Return PyTorch's switches as they were where ``context`` was entered in this thread.
+
+    Raises:
+        AttributeError: It was not, or was left.
+    """
+    scope: scopes.Scope | None = scopes.current()
+    while scope is not None and scope.context is not context:
+        scope = scope.outer
+    if scope is None or scope.switches is None:
+        raise AttributeError(f"{context!r} is not entered in this thread: nothing is outside of it")
+    return scope.switches
 
 
 def current_policy(device_type: str) -> Policy | None:
@@ -134,29 +167,71 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 # --- entering and leaving -------------------------------------------------------------------------
 
 
-def _enter(switches: _torch.Switches, policy: int | None, inherit: bool) -> None:
+def _enter(context: Region, settings: Settings) -> None:
+    switches, policy, inherit = settings
     outside = _torch.autocast_switches(switches.device)
-    scopes.enter(_policies(switches.device, policy, inherit), outside)
+    outer = scopes.current()
+    policies = _policies(outer.policies, switches.device, policy, inherit)
+    scopes.enter(outer, policies, context, settings, outside)
     _torch.set_autocast_switches(switches)
     torch.autocast_increment_nesting()
 
 
-def _exit() -> None:
-    outside = scopes.leave()
-    assert outside is not None
-    nesting = torch.autocast_decrement_nesting()
+def _exit(scope: scopes.Scope) -> None:
+    scopes.leave(scope)
     # As in torch.autocast: its kernels for other devices may have kept casts of weights.
-    if nesting == 0:
+    if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
-    _torch.set_autocast_switches(outside)
+    assert scope.switches is not None
+    _torch.set_autocast_switches(scope.switches)
 
 
-def _policies(device: str, number: int | None, inherit: bool) -> scopes.Policies:
+def _exit_below_others(context: Region) -> CallOrderError | None:
+    """Leave a context that is not the innermost one; those inside it stay as if it had not been.
+
+    Returns:
+        What is wrong; None if those inside do the same, so that no op ran in a way of another.
+    """
+    inner: list[scopes.Scope] = []
+    scope = scopes.current()
+    while scope.context is not context:
+        if scope.context is None or scope.outer is None:
+            return CallOrderError(
+                f"{context!r} is left in a thread that did not enter it (a generator, say, that "
+                "was started in another one); enter and leave it in one thread"
+            )
+        inner.append(scope)
+        scope = scope.outer
+    for each in (*inner, scope):
+        _exit(each)
+    for each in reversed(inner):
+        assert each.context is not None
+        assert each.settings is not None
+        _enter(each.context, each.settings)
+    done = scope.policies, scope.settings and scope.settings.switches
+    others = (x for x in inner if (x.policies, x.settings and x.settings.switches) != done)
+    other = next(others, None)
+    if other is None:
+        return None
+    return CallOrderError(
+        f"{context!r} is left while {other.context!r}, entered after it, is not: asyncio tasks or "
+        "generators that wait inside their contexts have taken turns. Autocast is per thread, so "
+        "some ops of the one ran under the other. Keep await and yield out of the block, or run "
+        "what has another dtype or policy in a thread of its own (asyncio.to_thread)"
+    )
+
+
+def _policies(
+    outside: scopes.Policies, device: str, number: int | None, inherit: bool
+) -> scopes.Policies:
     """Return what is to be active inside: what is active outside, and the policy of ``device``."""
-    outside = scopes.current().policies
-    if number is None or (inherit and device in outside):
+    if number is None:
         return outside
-    return {**outside, device: kernels.prepared(number)}
+    if _torch.is_tracing_before_autocast():
+        raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
+    if inherit and device in outside:
+        return outside
+    return outside.with_policy(kernels.prepared(number))
 
 
 def enter_scope_in_graph(settings: Settings) -> None:
@@ -168,12 +243,13 @@ def enter_scope_in_graph(settings: Settings) -> None:
 # torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
 # kernels that run meanwhile then see the scope.
 def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
-    scopes.enter(_policies(device, number, inherit), traced=True)
+    outer = scopes.current()
+    scopes.enter_in_graph(outer, _policies(outer.policies, device, number, inherit))
 
 
 def leave_scope_in_graph() -> None:
     """Undo :func:`enter_scope_in_graph`."""
-    scopes.leave()
+    scopes.leave(scopes.current())
 
 
 @_torch.run_while_tracing

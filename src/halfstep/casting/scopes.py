@@ -14,13 +14,31 @@ import torch
 from halfstep import _torch
 from halfstep.casting import guards
 from halfstep.casting.weight_cache import ContextCasts
-from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from halfstep.casting.plans import PolicyOnDevice
+    from halfstep.casting.region import Region, Settings
 
-Policies = Mapping[str, "PolicyOnDevice"]
-"""The active policy of each device type that has one."""
+
+class Policies(dict[str, "PolicyOnDevice"]):
+    """The active policy of each device type that has one. Never changed; equal ones are one."""
+
+    def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
+        super().__init__(policies)
+        self.key = frozenset(map(id, policies.values()))  # policies on devices are kept for good
+        self._with: dict[int, Policies] = {}
+
+    def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
+        """Return these, but on the device of ``policy`` that one."""
+        found = self._with.get(policy.number)
+        if found is None:
+            made = Policies({**self, policy.device: policy})
+            found = self._with[policy.number] = _all_policies.setdefault(made.key, made)
+        return found
+
+
+NO_POLICIES = Policies({})
+_all_policies = {NO_POLICIES.key: NO_POLICIES}
 
 
 class Scope(NamedTuple):
@@ -29,6 +47,8 @@ class Scope(NamedTuple):
     Attributes:
         policies: the active policies.
         outer: the scope outside this one, None for the scope of a thread outside every context.
+        context: what was entered, None for compiled graphs and recomputation.
+        settings: what it has switched on.
         switches: PyTorch's autocast switches as they were outside.
         nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
             graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
@@ -36,14 +56,16 @@ class Scope(NamedTuple):
     """
 
     policies: Policies
-    outer: "Scope | None"
+    outer: "Scope | None" = None
+    context: "Region | None" = None
+    settings: "Settings | None" = None
     switches: _torch.Switches | None = None
     nesting: int | None = None
     casts: ContextCasts | None = None
 
 
 class _Thread(threading.local):
-    scope = Scope(policies={}, outer=None)
+    scope = Scope(NO_POLICIES)
 
 
 _thread = _Thread()
@@ -61,38 +83,38 @@ def current() -> Scope:
 
 
 def enter(
-    policies: Policies, switches: _torch.Switches | None = None, *, traced: bool = False
+    outer: Scope,
+    policies: Policies,
+    context: "Region | None" = None,
+    settings: "Settings | None" = None,
+    switches: _torch.Switches | None = None,
 ) -> None:
     """Make ``policies`` the active ones of this thread; :func:`leave` undoes it.
 
     Args:
+        outer: the current scope.
         policies: all that are to be active, those of the scope outside included.
-        switches: PyTorch's autocast switches as they are now; :func:`leave` returns them.
-        traced: whether torch.compile is tracing the call, or runs what it traced.
+        context: what is entered.
+        settings: what it switches on.
+        switches: PyTorch's autocast switches as they are now.
     """
-    outer = current()
     casts = ContextCasts() if outer.casts is None else outer.casts
-    _thread.scope = Scope(policies, outer, switches, _nesting() if traced else None, casts)
-    if not traced:
-        guards.follow(policies)
+    _thread.scope = Scope(policies, outer, context, settings, switches, None, casts)
+    guards.follow(policies)
 
 
-def leave() -> _torch.Switches | None:
-    """Bring back the scope outside the current one.
+def enter_in_graph(outer: Scope, policies: Policies) -> None:
+    """Do it where torch.compile is tracing the call, or runs what it traced."""
+    casts = ContextCasts() if outer.casts is None else outer.casts
+    _thread.scope = Scope(policies, outer, nesting=_nesting(), casts=casts)
 
-    Raises:
-        CallOrderError: This thread is in no scope.
-    """
-    scope = current()
-    if scope.outer is None:
-        raise CallOrderError(
-            "an autocast context is left in a thread that did not enter it (a generator, say, that "
-            "was started in another one); enter and leave it in one thread"
-        )
+
+def leave(scope: Scope) -> None:
+    """Bring back the scope outside the current one, which is ``scope``."""
+    assert scope.outer is not None
     _thread.scope = _outside(scope)
     if scope.nesting is None:
         guards.follow(scope.outer.policies)
-    return scope.switches
 
 
 def _outside(scope: Scope) -> Scope:
@@ -112,13 +134,14 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
     policies = current().policies
 
     def under_the_same_policies(*args: Any, **kwargs: Any) -> Any:
-        if current().policies == policies:
+        outer = current()
+        if outer.policies is policies:
             return function(*args, **kwargs)
-        enter(policies)
+        enter(outer, policies)
         try:
             return function(*args, **kwargs)
         finally:
-            leave()
+            leave(current())
 
     return _torch.do_not_compile_alone(under_the_same_policies, nor_below=False)
 

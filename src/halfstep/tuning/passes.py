@@ -107,7 +107,7 @@ class Bench:
     task: Task
     batch: Any
     lowering: Lowering
-    region: AbstractContextManager[None]
+    region: AbstractContextManager[object]
     untouched: Untouched
 
     def step(self, watch: AbstractContextManager[Phase], *, lowered: bool, scale: float) -> Tensor:

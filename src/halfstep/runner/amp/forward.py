@@ -77,7 +77,7 @@ class Forward:
     @not_compiled
     def _under(
         self,
-        context: AbstractContextManager[None],
+        context: AbstractContextManager[object],
         function: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
@@ -86,7 +86,7 @@ class Forward:
             return function(*args, **kwargs)
 
     @_torch.do_not_compile_alone
-    def _context_of(self, module: nn.Module) -> AbstractContextManager[None] | None:
+    def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return what an outermost module is to run under, None for nothing."""
         param = next(module.parameters(), None)
         if param is None or not self._may_enter(param.device.type):
@@ -101,7 +101,7 @@ class Forward:
         return self._context(param.device.type, module)
 
     @_torch.do_not_compile_alone
-    def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[None]:
+    def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
         """Return what a loss function is to run under."""
         self._findings.losses.setdefault(name)
         # On float32, which models return, autocast changes nothing.
@@ -114,6 +114,8 @@ class Forward:
     def _may_enter(self, device: str) -> bool:
         # An exported or traced program is for elsewhere, and could not keep a policy.
         if _torch.is_jit_tracing() or torch.compiler.is_exporting():
+            return False
+        if _torch.is_tracing_before_autocast():
             return False
         if not torch.amp.is_autocast_available(device):
             return False
