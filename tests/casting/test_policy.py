@@ -1,8 +1,10 @@
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 
 import pytest
 import torch
@@ -300,6 +302,41 @@ def test_a_wrong_file_is_refused(tmp_path: Path, old: str, new: str, message: st
 
 
 # --- comparing and explaining ---------------------------------------------------------------------
+
+
+def num_calls(function: Callable[[], object]) -> int:
+    """Return how many functions are called, those in C too."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("form", ["text", "ops", "file"])
+def test_reading_takes_work_in_proportion_to_the_rules(tmp_path: Path, form: str) -> None:
+    def work(num_rules: int) -> int:
+        names = [f"a{number}" for number in range(num_rules)]
+        text = "; ".join(["standard", *(f"softmax@{name}:lower" for name in names)])
+        if form == "ops":
+            text = f"standard; {','.join(['softmax'] * num_rules)}:lower"
+        if form == "file":
+            path = tmp_path / f"{num_rules}.toml"
+            Policy.parse(text).save(path)
+            return num_calls(lambda: Policy.load(path))
+        return num_calls(lambda: Policy.parse(text))
+
+    work(1)  # what is read once
+    few, many = work(1_000), work(2_000)
+    assert many < 2.1 * few
+    assert (many - few) / 1_000 < {"text": 24, "ops": 12, "file": 200}[form]
 
 
 def test_diff_names_what_differs_and_where() -> None:

@@ -36,9 +36,12 @@ def check(rules: Iterable[Rule]) -> None:
     An op of a preset may be missing: some are in some versions and builds of PyTorch only.
     """
     ours = _preset_rules()
+    checked: set[tuple[str, str]] = set()  # of a million rules, most name the same few ops
     for rule in rules:
-        if rule not in ours and not rule.is_for_whole_module:
-            _check(rule)
+        if (rule.op, rule.action) in checked or rule.is_for_whole_module or rule in ours:
+            continue
+        _check(rule)
+        checked.add((rule.op, rule.action))
 
 
 def _check(rule: Rule) -> None:

@@ -17,7 +17,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,15 +45,17 @@ def parse(text: str, source: str) -> tuple[str, list[Rule]]:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{source}: {error}") from error
-    place = _Place(text, source)
+    lines = text.splitlines()
+    place = _Place(lines, source, 0)
     for key in table.keys() - {"preset", "rules"}:
         raise place.error(key, f"unknown key {key!r}{did_you_mean(key, ('preset', 'rules'))}")
     tables = table.get("rules", [])
     if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
         raise place.error("rules", "rules are tables, each under a line [[rules]]")
+    heads = (n for n, line in enumerate(lines) if line.strip().startswith("[["))
     rules: list[Rule] = []
-    for number, each in enumerate(tables):
-        rules += _rules(each, _Place(text, source, number))
+    for each in tables:
+        rules += _rules(each, _Place(lines, source, next(heads, 0)))
     return table.get("preset", ""), rules
 
 
@@ -89,25 +91,23 @@ def _limits(rule: Rule) -> dict[str, str | None]:
     }
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where in the file something stands; tomllib does not tell.
 
-    Args:
-        text: The file.
+    Attributes:
+        lines: The file.
         source: Its name.
-        table: Number of the ``[[rules]]`` table, None for what stands before them.
+        first: The line that it stands in or after.
     """
 
-    def __init__(self, text: str, source: str, table: int | None = None) -> None:
-        self._lines = text.splitlines()
-        self._source = source
-        heads = [n for n, line in enumerate(self._lines) if line.strip().startswith("[[")]
-        self._first = 0 if table is None or table >= len(heads) else heads[table]
+    lines: list[str]
+    source: str
+    first: int
 
     def error(self, seen: object, message: str) -> ValueError:
         """Return the error for what was seen."""
-        found = (n for n in range(self._first, len(self._lines)) if str(seen) in self._lines[n])
-        return ValueError(f"{self._source}, line {next(found, self._first) + 1}: {message}")
+        found = (n for n in range(self.first, len(self.lines)) if str(seen) in self.lines[n])
+        return ValueError(f"{self.source}, line {next(found, self.first) + 1}: {message}")
 
 
 def _rules(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:

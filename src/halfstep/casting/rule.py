@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 import torch
@@ -199,6 +199,7 @@ class Rule:
         return f"Rule({self.op!r}, {self.action!r}{extra})"
 
 
+@lru_cache(maxsize=10_000)
 def canonical(name: str) -> str:
     """Return the name that ATen has for an op, without looking whether there is one."""
     for prefix, instead in _PREFIXES.items():
