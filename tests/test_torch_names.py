@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep import _torch
 
@@ -240,7 +241,25 @@ def test_switches_come_back() -> None:
     torch.set_autocast_dtype("cpu", torch.float16)
     _torch.set_autocast_switches(before)
     assert _torch.autocast_switches("cpu") == before
-    assert "cpu" in _torch.autocast_devices()
+    devices = _torch.autocast_devices()
+    assert {"cpu", "cuda", "xpu", "mps"} <= set(devices)
+    assert "ipu" not in devices  # that of the guard
+    for device in devices:
+        assert _torch.autocast_key(device).name.startswith("Autocast")
+
+
+def test_recording_before_the_autocast_keys_is_known() -> None:
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_tracing_before_autocast())
+        return x + 1
+
+    make_fx(function, pre_dispatch=True)(torch.ones(1))
+    make_fx(function)(torch.ones(1))
+    with torch.device("cpu"):  # a mode for functions too
+        function(torch.ones(1))
+    assert seen == [True, False, False]
 
 
 def test_the_compile_guard_is_guarded_on() -> None:
@@ -252,8 +271,10 @@ def test_the_compile_guard_is_guarded_on() -> None:
         return graph.forward
 
     function = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
-    for number, expected in ((None, 1), (0, 2), (1, 3), (0, 3), (None, 3)):
-        _torch.set_compile_guard(number)
+    off, first, second = _torch.compile_guard(), _torch.numbered_guard(0), _torch.numbered_guard(1)
+    for guard, expected in ((off, 1), (first, 2), (second, 3), (first, 3), (off, 3)):
+        _torch.set_compile_guard(guard)
+        assert _torch.compile_guard() == guard
         function(torch.ones(1))
         assert compiled == expected
     assert _torch.NUM_GUARD_VALUES > 20

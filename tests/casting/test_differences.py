@@ -3,8 +3,11 @@
 When PyTorch mends one, its half is skipped with a message: a notice, not a failure.
 """
 
+import asyncio
+import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.casting import Policy, Rule, autocast, preset
+from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DIFFERENCES: dict[str, Any] = {}
@@ -299,6 +303,58 @@ class LstmInFloat16OnTheCpu:
     @staticmethod
     def halfstep() -> None:
         assert lstm(autocast).isfinite().all()
+
+
+def bce_gradient(context: Any) -> float:
+    p = torch.tensor([1e-5], dtype=FP16, requires_grad=True)
+    with context("cpu", dtype=FP16):
+        F.binary_cross_entropy(p, torch.ones(1)).backward()
+    assert p.grad is not None
+    return p.grad.item()
+
+
+@difference("C7")
+class BceInFloat16OnTheCpu:
+    @staticmethod
+    def pytorch() -> None:
+        assert bce_gradient(torch.autocast) == -math.inf
+
+    @staticmethod
+    def halfstep() -> None:
+        with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+            bce_gradient(autocast)
+        allowed = partial(autocast, policy="standard; binary_cross_entropy:fp32")
+        assert bce_gradient(allowed) == -math.inf
+
+
+def is_on_after_taking_turns(context: Any) -> bool:
+    async def task(dtype: torch.dtype, num_turns: int) -> None:
+        with context("cpu", dtype=dtype):
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+
+    async def tasks() -> None:
+        await asyncio.gather(task(BF16, 1), task(FP16, 2))
+
+    before = torch.is_autocast_enabled("cpu")
+    try:
+        asyncio.run(tasks())
+        return torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+
+
+@difference("C8")
+class TasksThatTakeTurns:
+    @staticmethod
+    def pytorch() -> None:
+        assert is_on_after_taking_turns(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        with pytest.raises(CallOrderError, match="asyncio tasks"):
+            is_on_after_taking_turns(autocast)
+        assert not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("row", DIFFERENCES)

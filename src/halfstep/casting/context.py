@@ -106,7 +106,7 @@ class autocast(Region):
         """Return ``function`` with its calls run under this autocast."""
         if not callable(function):
             raise TypeError(
-                f"autocast(...)(function) decorates a function, got {function!r}; "
+                f"autocast(...)(function) decorates a function, got {type(function).__name__}; "
                 "to run a block: with autocast(...):"
             )
         settings = self._settings
