@@ -396,6 +396,18 @@ def test_contexts_that_do_the_same_may_take_turns() -> None:
     assert_nothing_is_left()
 
 
+def test_a_policy_is_not_taken_from_under_a_context_in_silence() -> None:
+    outer, inner = autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("cpu", BF16)
+    outer.__enter__()
+    inner.__enter__()
+    assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+    with pytest.raises(CallOrderError, match="is left while"):
+        outer.__exit__(None, None, None)
+    assert current_policy("cpu") == preset("standard")
+    inner.__exit__(None, None, None)
+    assert_nothing_is_left()
+
+
 def test_tasks_that_take_turns_in_different_contexts_are_told() -> None:
     async def task(dtype: torch.dtype, num_turns: int) -> torch.dtype:
         with autocast("cpu", dtype):

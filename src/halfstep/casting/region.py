@@ -204,17 +204,18 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
         scope = scope.outer
     for each in (*inner, scope):
         _exit(each)
+    other = None
     for each in reversed(inner):
         assert each.context is not None
         assert each.settings is not None
         _enter(each.context, each.settings)
-    done = scope.policies, scope.settings and scope.settings.switches
-    others = (x for x in inner if (x.policies, x.settings and x.settings.switches) != done)
-    other = next(others, None)
+        alike = scope.policies, context._settings.switches, scope.policies
+        if (each.policies, each.settings.switches, scopes.current().policies) != alike:
+            other = each.context
     if other is None:
         return None
     return CallOrderError(
-        f"{context!r} is left while {other.context!r}, entered after it, is not: asyncio tasks or "
+        f"{context!r} is left while {other!r}, entered after it, is not: asyncio tasks or "
         "generators that wait inside their contexts have taken turns. Autocast is per thread, so "
         "some ops of the one ran under the other. Keep await and yield out of the block, or run "
         "what has another dtype or policy in a thread of its own (asyncio.to_thread)"
