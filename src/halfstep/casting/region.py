@@ -204,12 +204,13 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
         scope = scope.outer
     for each in (*inner, scope):
         _exit(each)
+    assert scope.settings is not None
     other = None
     for each in reversed(inner):
         assert each.context is not None
         assert each.settings is not None
         _enter(each.context, each.settings)
-        alike = scope.policies, context._settings.switches, scope.policies
+        alike = scope.policies, scope.settings.switches, scope.policies
         if (each.policies, each.settings.switches, scopes.current().policies) != alike:
             other = each.context
     if other is None:
