@@ -1,57 +1,61 @@
-"""Data classes from the plain data that ``dataclasses.asdict`` makes of them, and JSON keeps."""
+"""JSON from a file as values of known types, and the numbers that such values may hold.
+
+JSON has no NaN and no inf: where a float is expected, "nan", "inf" and "-inf" stand for them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import is_dataclass
+import math
+import sys
+from collections.abc import Mapping
 from functools import cache
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from msgspec import Meta
+from msgspec.json import Decoder
 
 _Kind = TypeVar("_Kind")
 
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+"""A number of things; to divide and to draw it is exact as a float too."""
+LARGEST = 2.0**128
+"""No finite float32 is larger."""
+Magnitude: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+"""Finite, and not negative."""
+Positive: TypeAlias = Annotated[float, Meta(ge=2.0**-149, le=LARGEST)]
+"""A float32 that is finite and above zero."""
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 
-def decoded(kind: type[_Kind], data: Any) -> _Kind:
-    """Return plain data as a value of a data class; what that does not know of is left out.
+
+def decoded(kind: type[_Kind], text: str | bytes) -> _Kind:
+    """Return JSON as a value of a type; keys that the type does not have are left out.
+
+    Args:
+        kind: A data class or a ``msgspec.Struct``, of such or of plain types.
+        text: The JSON.
 
     Raises:
-        KeyError: A part is missing.
-        TypeError: A part is of another type.
-        ValueError: A word is none of those that are known, or a text is no number.
+        ValueError: It is no JSON, or a part is missing, of another type or beyond its limits. The
+            message says which.
     """
-    value: _Kind = _value(kind, data)
+    try:
+        value: _Kind = _decoder(kind).decode(text)  # type: ignore[arg-type]  # hashable
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     return value
 
 
-def _value(kind: Any, data: Any) -> Any:
-    """Return plain data as a value of a type, as the fields of a data class have them."""
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is UnionType:  # of a type and None
-        return None if data is None else _value(args[0], data)
-    if origin is Literal:
-        if data not in args:
-            raise ValueError(f"{data!r} is none of {', '.join(args)}")
-        return data
-    if origin is tuple:
-        items = _require(list, data)
-        kinds = [args[0]] * len(items) if args[-1] is ... else args
-        return tuple(_value(each, item) for each, item in zip(kinds, items, strict=True))
-    if isinstance(kind, type) and is_dataclass(kind):
-        parts = _require(dict, data)
-        return kind(**{name: _value(hint, parts[name]) for name, hint in _hints(kind).items()})
-    return _number(data) if kind is float else _require(kind, data)
+@cache
+def _decoder(kind: Any) -> Decoder[Any]:
+    return Decoder(kind, strict=False)  # strict, it would take no "nan" for a float
 
 
-_hints = cache(get_type_hints)
-
-
-def _number(data: Any) -> float:
-    """Return a number; "nan", "inf" and "-inf" stand for those that JSON does not have."""
-    if isinstance(data, bool) or not isinstance(data, (int, float, str)):
-        raise TypeError(f"{data!r} is no number")
-    return float(data)
-
-
-def _require(kind: Any, data: Any) -> Any:
-    if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise TypeError(f"{data!r} is no {kind.__name__}")
-    return data
+def to_plain(value: Any) -> Any:
+    """Return a value with its non-finite numbers as strings."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return value

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from halfstep.numerics.formats import FORMATS, FORMATS_BY_DTYPE
-from halfstep.numerics.statistics import Statistics
+from halfstep.recording.run import Measured
 
 
 class Sink(Protocol):
@@ -118,17 +118,15 @@ def step_scalars(event: Mapping[str, Any]) -> dict[str, float]:
     return known | {"skipped": float(not event["taken"])}
 
 
-def sample_scalars(tensors: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the scalars of a sampled step from the tensors in its line of the record."""
+def sample_scalars(tensors: Sequence[Measured]) -> dict[str, float]:
+    """Return the scalars of a sampled step from its tensors."""
     headrooms, underflows, non_finite = [], [0.0], 0
     for tensor in tensors:
-        statistics = Statistics.from_json(tensor)
-        format = FORMATS_BY_DTYPE.get(tensor["dtype"], FORMATS["fp16"])
-        headroom = statistics.headroom(format)
+        headroom = tensor.headroom(FORMATS_BY_DTYPE.get(tensor.dtype, FORMATS["fp16"]))
         if headroom is not None:
             headrooms.append(headroom)
-        if tensor["kind"] == "parameter_gradient":
-            underflows.append(statistics.share(statistics.lost()))
-        non_finite += bool(statistics.nan or statistics.inf)
+        if tensor.kind == "parameter_gradient":
+            underflows.append(tensor.share(tensor.lost()))
+        non_finite += bool(tensor.nan or tensor.inf)
     scalars = {"underflow": max(underflows), "non_finite": float(non_finite)}
     return scalars | ({"headroom": min(headrooms)} if headrooms else {})

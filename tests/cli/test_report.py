@@ -174,8 +174,8 @@ def test_lines_that_lack_a_part_are_skipped_and_told(tmp_path, capsys):
     told = json.loads(out)
     assert told["steps"]["num"] == 1
     assert [note["text"] for note in told["notes"]] == [
-        "line 2 of rank0.jsonl lacks a part and was skipped",
-        "line 3 of rank0.jsonl lacks a part and was skipped",
+        "2 lines of rank0.jsonl are damaged and were left out: 2, 3 "
+        "(the first: Object missing required field `time`)"
     ]
     _, out, _ = report(capsys, folder)
     assert "line 3 of rank0.jsonl lacks a part" in out

@@ -35,7 +35,7 @@ def test_the_last_run_is_recorded_and_has_a_report(finished):
     run = read_run(finished.output / "run")
     assert len(run.steps) == 8
     assert run.has_ended
-    assert [event["name"] for event in run.models] == ["GPT"]
+    assert [model.name for model in run.models] == ["GPT"]
     report = finished.output / "run" / "report.html"
     assert report.exists()
     assert f"Report of the run in fp16 autocast + GradScaler: {report}" in finished.printed

@@ -4,12 +4,13 @@ import json
 import shutil
 
 import pytest
+from msgspec.structs import asdict
 from tests.recording.events import step
 
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics
 from halfstep.recording.following import Follower
-from halfstep.recording.lines import LineWriter, file_of
+from halfstep.recording.lines import LineWriter, file_of, line_of
 from halfstep.recording.ranks import Rank
 from halfstep.recording.reading import read_run
 
@@ -30,8 +31,8 @@ def skip(number):
 
 
 def sample(number, size=8):
-    statistics = Statistics(size, size, 0, 0, 0, 1.0, 1.0, {0: size}, EMPTY, EMPTY)
-    row = {"kind": "output", "name": "fc", "dtype": "float16"} | statistics.to_json()
+    statistics = Statistics(size, size, 0, 0, 0, 1.0, 1.0, 0, [size], EMPTY, EMPTY)
+    row = {"kind": "output", "name": "fc", "dtype": "float16"} | asdict(statistics)
     return {"event": "sample", "step": number, "scale": 8.0, "tensors": [row]}
 
 
@@ -82,7 +83,7 @@ def test_each_read_gives_what_is_new(tmp_path):
     assert [c.began_in for c in second.new.culprits] == ["fc"]
     assert third.new.culprits == ()
     assert [update.is_anew for update in (first, second, third)] == [True, False, False]
-    assert third.new.header["every"] == 5
+    assert third.new.header.every == 5
 
 
 def test_no_line_is_read_twice(tmp_path, monkeypatch):
@@ -129,7 +130,7 @@ def test_what_was_followed_is_what_is_read_at_once(tmp_path):
 
 def test_a_half_written_line_counts_when_it_is_whole(tmp_path):
     follower = Follower(tmp_path)
-    line = json.dumps(step(1)).encode()
+    line = line_of(step(1)).rstrip()
     write(tmp_path, HEADER)
     append(tmp_path, line[:20])
     assert numbers(follower.read()) == []
@@ -208,7 +209,7 @@ def test_a_sample_comes_when_all_ranks_have_it(tmp_path):
     assert follower.read().new.samples == ()
     write(tmp_path, sample(1), rank=1)
     (both,) = follower.read().new.samples
-    assert (both.step, both.tensors[0].statistics.size) == (1, 16)
+    assert (both.step, both.tensors[0].size) == (1, 16)
     assert follower.read().new.samples == ()
 
 

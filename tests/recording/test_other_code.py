@@ -269,8 +269,8 @@ def test_models_that_are_made_anew(tmp_path: Path) -> None:
         for _ in range(3):
             train(Net(), 2, dtype=torch.bfloat16)
     run = read_run(tmp_path)
-    assert [model["name"] for model in run.models] == ["Net"] * 3
-    assert all(model["modules"] for model in run.models)
+    assert [model.name for model in run.models] == ["Net"] * 3
+    assert all(model.modules for model in run.models)
 
 
 def test_a_part_that_runs_before_the_whole(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_part_that_runs_before_the_whole(tmp_path: Path) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     run = read_run(tmp_path)
-    assert [event["name"] for event in run.models] == ["Sequential"]
+    assert [model.name for model in run.models] == ["Sequential"]
     names = [t.name for t in run.samples[0].tensors if t.kind == "parameter"]
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
 

@@ -5,11 +5,13 @@ import math
 
 import pytest
 from tests.recording.events import step, write
+from tests.report import records
 
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics
 from halfstep.recording.lines import file_of
 from halfstep.recording.reading import read_run
+from halfstep.recording.run import Measured
 
 STATISTICS = Statistics(
     size=8,
@@ -19,7 +21,8 @@ STATISTICS = Statistics(
     inf=1,
     amax=3.0,
     amin=2.0**-30,
-    histogram={2: 4, -29: 1, -30: 1},
+    first=-30,
+    histogram=[1, 1, *[0] * 30, 4],
     underflow={"fp16": 2, "bf16": 0, "e4m3": 2, "e5m2": 2},
     overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
     square_sum=math.inf,
@@ -30,8 +33,7 @@ SECOND = HEADER | {"started": "2026-01-01T00:01:00+00:00"}
 
 
 def sample(number, statistics=STATISTICS):
-    row = {"kind": "output", "name": "fc", "dtype": "float16"} | statistics.to_json()
-    return {"event": "sample", "step": number, "scale": 8.0, "tensors": [row]}
+    return records.sample(number, [records.tensor("output", "fc", statistics, "float16")], 8.0)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -39,7 +41,7 @@ def test_what_is_written_is_read(tmp_path):
     run = read_run(tmp_path)
     assert math.isnan(run.steps[0].loss)
     assert run.steps[0].norm == math.inf
-    assert run.samples[0].tensors[0] == ("output", "fc", "float16", STATISTICS)
+    assert run.samples[0].tensors[0] == Measured.of("output", "fc", "float16", STATISTICS)
     assert not run.has_ended
 
 
@@ -99,7 +101,8 @@ def test_a_line_that_lacks_a_part_is_skipped_and_said(tmp_path, event):
     run = read_run(tmp_path)
     assert [s.step for s in run.steps] == [1, 3]
     (note,) = run.notes
-    assert note.text == "line 3 of rank0.jsonl lacks a part and was skipped"
+    assert note.text.startswith("line 3 of rank0.jsonl is damaged and was left out (")
+    assert run.left_out == run.notes
     assert (run.samples, run.culprits, run.models, run.policies) == ((), (), (), ())
     assert not run.has_ended
 
@@ -133,18 +136,18 @@ def test_ranks_are_put_together_exactly(tmp_path):
         inf=0,
         amax=5.0,
         amin=0.25,
-        histogram={3: 3},
+        first=3,
+        histogram=[3],
         underflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
         overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
     )
     write(tmp_path, [FIRST, step(1), sample(1)], rank=0)
     write(tmp_path, [FIRST | {"rank": 1}, step(1), sample(1, smaller)], rank=1)
     run = read_run(tmp_path)
-    (measured,) = run.samples[0].tensors
-    both = measured.statistics
+    (both,) = run.samples[0].tensors
     assert (both.size, both.nan, both.inf, both.zeros) == (12, 1, 1, 1)
     assert (both.amax, both.amin) == (5.0, 2.0**-30)
-    assert both.histogram == {2: 4, -29: 1, -30: 1, 3: 3}
+    assert both.by_exponent() == {2: 4, -29: 1, -30: 1, 3: 3}
     assert run.ranks == (0, 1)
 
 
@@ -176,9 +179,3 @@ def test_what_is_no_record_is_refused_with_its_name(tmp_path, content, message):
 def test_a_folder_that_does_not_exist(tmp_path):
     with pytest.raises(RecordError, match="does not exist"):
         read_run(tmp_path / "nowhere")
-
-
-def test_statistics_survive_json():
-    assert Statistics.from_json(json.loads(json.dumps(STATISTICS.to_json()))) == STATISTICS
-    empty = Statistics(0, 0, 0, 0, 0, 0.0, None, {}, {}, {})
-    assert Statistics.from_json(empty.to_json()) == empty

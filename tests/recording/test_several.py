@@ -35,7 +35,7 @@ def test_inf_in_a_shard_of_rank_1(pool: Pool, tmp_path: Path) -> None:
     (line,) = violations(summarize(run), Limits(skipped=0.0))
     assert "step 12, which began in 0 on rank 1" in line
     # Each rank has measured what it holds, and together that is the model, each part once.
-    sizes = {t.name: t.statistics.size for t in run.samples[0].tensors if t.kind == "parameter"}
+    sizes = {t.name: t.size for t in run.samples[0].tensors if t.kind == "parameter"}
     assert sizes["0.weight"] == 16
 
 
@@ -50,7 +50,7 @@ def test_a_loss_that_only_the_last_stage_has(pool: Pool, tmp_path: Path) -> None
     good = [step for step in run.steps if step.step != several.BAD]
     assert [step.loss for step in good] == pytest.approx([1 / step.step for step in good])
     assert [step.step for step in run.steps if step.bad_losses == (1,)] == [several.BAD]
-    assert [model.get("rank") for model in run.models] == [None, 1]
+    assert [model.rank for model in run.models] == [None, 1]
     text = said(tmp_path)
     assert "The loss became inf or NaN at step 12 on rank 1" in text
     (line, *_) = violations(summarize(run), Limits(allow_unfinished=True))

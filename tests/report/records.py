@@ -3,16 +3,18 @@
 ``write`` puts events into a folder; the functions that end the file each write one whole run.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from halfstep.diagnosing.diagnosis import BadOp, Cure, Diagnosis, Line, Operand
 from halfstep.numerics.formats import FORMATS
-from halfstep.numerics.statistics import Statistics
-from halfstep.recording.diagnoses import event_of
+from halfstep.numerics.statistics import Statistics, binned
 from halfstep.recording.lines import LineWriter, file_of
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -130,7 +132,7 @@ def found(**values: Any) -> Diagnosis:
 
 
 def diagnosis(number: int, **values: Any) -> Event:
-    return event_of(found(**values), number)
+    return {"event": "diagnosis", "step": number, **dataclasses.asdict(found(**values))}
 
 
 def sample(number: int, tensors: Iterable[Event], scale: float = 1024.0) -> Event:
@@ -138,7 +140,7 @@ def sample(number: int, tensors: Iterable[Event], scale: float = 1024.0) -> Even
 
 
 def tensor(kind: str, name: str, statistics: Statistics, dtype: str = "float32") -> Event:
-    return {"kind": kind, "name": name, "dtype": dtype} | statistics.to_json()
+    return {"kind": kind, "name": name, "dtype": dtype} | asdict(statistics)
 
 
 def note(number: int, text: str) -> Event:
@@ -157,6 +159,7 @@ def counted(histogram: Mapping[int, int], **values: Any) -> Statistics:
     entries = sum(histogram.values()) + sum(values.get(key, 0) for key in ("zeros", "nan", "inf"))
     magnitudes = {0.75 * 2.0**exponent: count for exponent, count in histogram.items()}
     formats = FORMATS.items()
+    first, counts = binned(histogram)
     return Statistics(
         **{
             "size": entries,
@@ -166,7 +169,8 @@ def counted(histogram: Mapping[int, int], **values: Any) -> Statistics:
             "inf": 0,
             "amax": max(magnitudes, default=0.0),
             "amin": min(magnitudes, default=None),
-            "histogram": dict(histogram),
+            "first": first,
+            "histogram": counts,
             "underflow": {
                 name: sum(n for x, n in magnitudes.items() if x <= format.flushed_below)
                 for name, format in formats

@@ -5,8 +5,8 @@ import json
 import pytest
 from tests.report import records
 
+from halfstep.decoding import to_plain
 from halfstep.diagnosing.diagnosis import Diagnosis
-from halfstep.recording.lines import to_plain
 from halfstep.recording.reading import read_run
 from halfstep.report.plain import summary_json, summary_markdown
 from halfstep.report.sentences import sentences

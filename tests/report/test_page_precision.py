@@ -28,7 +28,9 @@ def row(number, module, compute, seconds):
         True,
         "cpu",
         compute,
-        seconds=seconds,
+        (),
+        (),
+        seconds,
     )
 
 

@@ -41,7 +41,7 @@ def large(tmp_path_factory):
             step,
             1024.0,
             tuple(
-                Measured(kind, name, dtype, pool[24 + center + (n * step * 7919 >> 7) % 7])
+                Measured.of(kind, name, dtype, pool[24 + center + (n * step * 7919 >> 7) % 7])
                 for n, (kind, name, dtype, center) in enumerate(of_kinds)
             ),
         )

@@ -204,3 +204,25 @@ def test_every_layer_of_a_large_run_is_told_with_all_its_samples(tmp_path):
     assert {(layer.num_samples, layer.measured) for layer in summary.layers} == {
         (98, 14 * one_round)
     }
+
+
+def restarted(folder, num_starts, first_scale):
+    """Write starts of a run that each skip three steps, then take twenty."""
+    for n in range(num_starts):
+        scale = first_scale(n)
+        skips = [records.skip(i + 1, scale=scale / 2**i) for i in range(3)]
+        taken = [records.step(4 + i, scale=scale / 8, scale_after=scale / 8) for i in range(20)]
+        start = records.header(started=f"2026-01-01T{n:02}:00:00+00:00")
+        records.write(folder, [start, *skips, *taken])
+    return summary_of(folder).steps
+
+
+def test_each_start_with_a_new_scaler_has_a_start_up_of_its_own(tmp_path):
+    steps = restarted(tmp_path, 20, lambda n: 65536.0)
+    assert (steps.num_skipped, len(steps.start_up), steps.num_skipped_later) == (60, 60, 0)
+    assert (steps.later, steps.after_growth, steps.longest_in_a_row) == ((), (), 0)
+
+
+def test_a_start_with_the_old_scaler_has_none(tmp_path):
+    steps = restarted(tmp_path, 3, lambda n: 65536.0 / 8**n)
+    assert (len(steps.start_up), steps.num_skipped_later) == (3, 6)

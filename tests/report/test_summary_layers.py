@@ -70,7 +70,8 @@ def test_headroom_is_the_worst_and_may_be_zero_or_less(tmp_path):
 )
 def test_tensors_are_judged_by_the_format_they_are_in(dtype, lower, format):
     statistics = counted({-30: 1, 2: 3})
-    judged = judge(Measured("output", "fc", dtype, statistics), lower, is_in_force=True)
+    measured = Measured.of("output", "fc", dtype, statistics)
+    judged = judge(measured, lower, is_in_force=True)
     assert judged.format == format
     assert judged.headroom == statistics.headroom(FORMATS[format])
     assert judged.lost == statistics.underflow[format]

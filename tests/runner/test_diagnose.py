@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from halfstep.cli import main
 from halfstep.recording.reading import read_run
@@ -30,7 +31,8 @@ def test_the_step_the_op_the_line_and_the_cure_are_printed(done):
 
 
 def test_the_record_the_report_and_the_check_have_it(done, tmp_path, capsys):
-    ((rank, step, found),) = read_run(tmp_path / "out").diagnoses
+    (only,) = read_run(tmp_path / "out").diagnoses
+    rank, step, found = only.rank, only.step, only.diagnosis
     assert (rank, step, found.verdict) == (0, 4, "range")
     assert str(found).partition("\n")[0] in done.err
     assert main(["report", str(tmp_path / "out"), "--json"]) == 0
@@ -45,8 +47,8 @@ def test_the_training_and_the_rest_of_the_record_are_the_same(done, halfstep_run
     assert alone.out == done.out
     first, second = read_run(tmp_path / "out"), read_run(tmp_path / "alone")
     # As text, in which NaN is NaN.
-    assert str([s._replace(time=0) for s in first.steps]) == str(
-        [s._replace(time=0) for s in second.steps]
+    assert str([replace(s, time=0) for s in first.steps]) == str(
+        [replace(s, time=0) for s in second.steps]
     )
     assert str(first.samples) == str(second.samples)
     assert second.diagnoses == ()

@@ -5,23 +5,35 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from tests.report import records
 
 from halfstep.numerics.statistics import Statistics
 from halfstep.recording.following import Update
-from halfstep.recording.run import Culprits, Diagnosed, Measured, Note, Run, Sample, Step
+from halfstep.recording.run import (
+    Culprits,
+    Diagnosed,
+    Header,
+    Measured,
+    Model,
+    PolicySeen,
+    Note,
+    Run,
+    Sample,
+    Step,
+)
 from halfstep.watching.lines import end_line, heading, lines
 from halfstep.watching.page import Page
 from halfstep.watching.state import watched
 
 NONE_LOST = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), 0)
-HEADER = {"command": ["train.py"], "machine": "EPYC", "device": "cpu", "every": 4, "world_size": 1}
+HEADER = Header(command=("train.py",), machine="EPYC", device="cpu", every=4, world_size=1)
 
 
 def taken(number, **values):
     step = Step(number, number * 0.5, "SGD", True, None, 1024.0, 1024.0, 1.5, 2.5)
-    return step._replace(**values)
+    return replace(step, **values)
 
 
 def skipped(number, **values):
@@ -31,15 +43,15 @@ def skipped(number, **values):
 
 def tensor(name, amax=1.0, lost=0, nan=0, inf=0, kind="output"):
     underflow = NONE_LOST | {"fp16": lost}
-    statistics = Statistics(100, 100, 0, nan, inf, amax, 0.5, {0: 100}, underflow, NONE_LOST)
-    return Measured(kind, name, "float16", statistics)
+    statistics = Statistics(100, 100, 0, nan, inf, amax, 0.5, 0, [100], underflow, NONE_LOST)
+    return Measured.of(kind, name, "float16", statistics)
 
 
 def update(**values):
     run = Run(
         path=Path("runs/x"),
         header=HEADER,
-        num_segments=1,
+        starts=(1,),
         ranks=(0,),
         models=(),
         policies=(),
@@ -48,6 +60,7 @@ def update(**values):
         culprits=(),
         diagnoses=(),
         notes=(),
+        left_out=(),
         error=None,
         error_rank=None,
         without_end=(0,),
@@ -75,8 +88,8 @@ def test_heading():
             None,
             update(
                 steps=(taken(1), taken(5000, time=3725.5)),
-                models=({"name": "GPT"},),
-                policies=({"dtype": "float16"},),
+                models=(Model(1, "GPT", 0, ()),),
+                policies=(PolicySeen(1, "cpu", "float16", ""),),
             ),
         )
     )
@@ -199,7 +212,7 @@ def full():
             notes=tuple(Note(i, "something rather long to say " * 5) for i in range(9)),
             diagnoses=(diagnosed(9, "a_rather_long_name" * 9),),
             culprits=tuple(Culprits(i, "SGD", "名" * 90, (), 1, 0) for i in range(2970, 3000)),
-            header=HEADER | {"command": ["train.py"] * 50},
+            header=replace(HEADER, command=("train.py",) * 50),
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 import torch
 
-from halfstep.decoding import decoded
+from halfstep.decoding import Count, decoded, to_plain
 from halfstep.tracing.rows import Phase
 
 Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
@@ -29,7 +29,7 @@ class Line:
     """
 
     file: str
-    number: int
+    number: Count
     function: str
     text: str
 
@@ -51,12 +51,12 @@ class Operand:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     low: float | None
     high: float | None
-    nan: int
-    inf: int
-    zeros: int
+    nan: Count
+    inf: Count
+    zeros: Count
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class BadOp:
     op: str
     name: str
     module: str
-    call: int
+    call: Count
     phase: Phase
     rule: str | None
     line: Line | None
@@ -145,9 +145,9 @@ class Flush:
     phase: Phase
     dtype: str
     line: Line | None
-    values: int
-    flushed: int
-    at_scales: tuple[tuple[float, int], ...] = ()
+    values: Count
+    flushed: Count
+    at_scales: tuple[tuple[float, Count], ...] = ()
 
     @property
     def share(self) -> float:
@@ -192,9 +192,9 @@ class Diagnosis:
     cure: Cure | None = None
     underflow: tuple[Flush, ...] = ()
     notes: tuple[str, ...] = ()
-    num_replays: int = 0
+    num_replays: Count = 0
     seconds: float = 0.0
-    rank: int = 0
+    rank: Count = 0
     others: tuple[Diagnosis, ...] = ()
 
     def __str__(self) -> str:
@@ -204,9 +204,13 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return everything as text that :meth:`from_json` reads."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(to_plain(asdict(self)), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the diagnosis that :meth:`to_json` wrote."""
-        return decoded(cls, json.loads(text))
+        """Return the diagnosis that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: It is no JSON, or something is missing or of another type.
+        """
+        return decoded(cls, text)

@@ -12,11 +12,12 @@ import struct
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from halfstep import _torch
 from halfstep.numerics.formats import FORMATS
-from halfstep.numerics.statistics import Statistics
+from halfstep.numerics.statistics import Statistics, binned
 
 LARGE = {"cpu": 2**16}
 """More entries than this are sampled, by device type: counting is slow on a CPU."""
@@ -64,7 +65,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     flushed = None
     if _is_from_float16(values, sample, statistics.amin):
         flushed = _zeros_in_live_rows(sample) if sample.ndim > 1 else 0
-    return statistics.with_gradient(flushed, norm**2)
+    return replace(statistics, flushed=flushed, square_sum=norm**2)
 
 
 def float_values(tensor: Tensor) -> Tensor | None:
@@ -106,7 +107,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
     bits = sample.view(-1).view(torch.int32) & 0x7FFFFFFF
     if not bits.numel():
         none = dict.fromkeys(FORMATS, 0)
-        return Statistics(size, 0, 0, 0, 0, 0.0, None, {}, none, none)
+        return Statistics(size, 0, 0, 0, 0, 0.0, None, 0, [], none, none)
     # One less, so that a power of two counts with what is smaller: it ends a bin.
     bins = torch.bincount(((bits - 1) >> 23) + 1, minlength=_NUM_BINS)
     zeros, *counts, nan, low, high = torch.cat([bins, torch.stack(torch.aminmax(bits))]).tolist()
@@ -122,6 +123,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
     above = {name: _count_above(bits, histogram, f.last_held) for name, f in FORMATS.items()}
     held = {name: _count_above(bits, histogram, f.flushed_below) for name, f in FORMATS.items()}
     num_nonzero = sum(histogram.values())
+    first, counts = binned(histogram)
     return Statistics(
         size=size,
         measured=bits.numel(),
@@ -130,7 +132,8 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
         inf=inf,
         amax=_float(high) if amax is None else amax,
         amin=None if low is None else _float(low),
-        histogram=histogram,
+        first=first,
+        histogram=counts,
         underflow={name: num_nonzero - count for name, count in held.items()},
         overflow=above,
     )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from operator import add
+from typing import TypeVar
 
+from msgspec import Struct
+
+from halfstep.decoding import Count, Magnitude, Positive
 from halfstep.numerics.formats import FORMATS, Format
 
-_Key = TypeVar("_Key")
 _Number = TypeVar("_Number", int, float)
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(Struct, frozen=True, gc=False):
     """Counts, extremes and a histogram of magnitudes.
 
     Everything adds up: what several ranks, or several calls of a module, have seen is combined
@@ -29,6 +30,7 @@ class Statistics:
         inf: Entries that are inf or -inf.
         amax: The largest finite magnitude; 0 if there is none.
         amin: The smallest magnitude above zero; None if there is none.
+        first: The exponent of the first bin of the histogram; 0 if it has none.
         histogram: Finite entries by exponent: ``e`` stands for magnitudes in (2**(e-1), 2**e].
         underflow: By the name of a format, the entries above zero that it rounds to zero.
         overflow: By the name of a format, the finite entries that it cannot hold.
@@ -38,17 +40,18 @@ class Statistics:
         square_sum: Sum of the squares of all entries; None if it was not asked for.
     """
 
-    size: int
-    measured: int
-    zeros: int
-    nan: int
-    inf: int
-    amax: float
-    amin: float | None
-    histogram: Mapping[int, int]
-    underflow: Mapping[str, int]
-    overflow: Mapping[str, int]
-    flushed: int | None = None
+    size: Count
+    measured: Count
+    zeros: Count
+    nan: Count
+    inf: Count
+    amax: Magnitude
+    amin: Positive | None
+    first: int
+    histogram: list[Count]
+    underflow: dict[str, Count]
+    overflow: dict[str, Count]
+    flushed: Count | None = None
     square_sum: float | None = None
 
     def share(self, count: int) -> float:
@@ -65,45 +68,22 @@ class Statistics:
         Exact for a power of two (float32 subnormals count as one bin); between two powers it is the
         count at the smaller one. What has been flushed already is not known any more.
         """
-        if not self.histogram:
-            return 0
         last = math.floor(math.log2(format.flushed_below / factor))
-        return sum(count for exponent, count in self.histogram.items() if exponent <= last)
+        return sum(self.histogram[: max(last + 1 - self.first, 0)])
 
     def headroom(self, format: Format) -> float | None:
         """Return the bits between amax and the largest value of a format; None without amax."""
         return math.log2(format.largest / self.amax) if self.amax else None
 
-    def with_gradient(self, flushed: int | None, square_sum: float) -> Self:
-        """Return the same with what is asked of gradients only."""
-        return replace(self, flushed=flushed, square_sum=square_sum)
-
-    def merged(self, other: Statistics) -> Statistics:
-        """Return the statistics of both together."""
-        return merged((self, other))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values; the histogram as its first exponent and a list of counts."""
-        exponents = self.histogram.keys()
-        first = min(exponents, default=0)
-        counts = [self.histogram.get(e, 0) for e in range(first, max(exponents, default=-1) + 1)]
-        values = {name: getattr(self, name) for name in _NAMES}
-        return values | {
-            "histogram": counts,
-            "first": first,
-            "underflow": dict(self.underflow),
-            "overflow": dict(self.overflow),
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return what :meth:`to_json` was called on; other keys are ignored."""
-        known = {name: values[name] for name in _NAMES}
-        bins = enumerate(values["histogram"], start=values["first"])
-        return cls(**known | {"histogram": {e: count for e, count in bins if count}})
+    def by_exponent(self) -> dict[int, int]:
+        """Return the bins of the histogram that are not empty."""
+        return {e: count for e, count in enumerate(self.histogram, start=self.first) if count}
 
 
-_NAMES = tuple(field.name for field in fields(Statistics))
+def binned(by_exponent: Mapping[int, int]) -> tuple[int, list[int]]:
+    """Return the exponent of the first bin of a histogram, and the counts of all."""
+    first = min(by_exponent, default=0)
+    return first, [by_exponent.get(e, 0) for e in range(first, max(by_exponent, default=-1) + 1)]
 
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
@@ -115,6 +95,7 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     parts = tuple(statistics)
     if not parts:
         raise TypeError("there are no statistics to put together")
+    first, histogram = _sum_of_bins([part for part in parts if part.histogram])
     return Statistics(
         size=sum([part.size for part in parts]),
         measured=sum([part.measured for part in parts]),
@@ -123,7 +104,8 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         inf=sum([part.inf for part in parts]),
         amax=max([part.amax for part in parts]),
         amin=min((part.amin for part in parts if part.amin is not None), default=None),
-        histogram=_sum(part.histogram for part in parts),
+        first=first,
+        histogram=histogram,
         underflow=_sum(part.underflow for part in parts),
         overflow=_sum(part.overflow for part in parts),
         flushed=_sum_of_known(part.flushed for part in parts),
@@ -131,11 +113,21 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
     )
 
 
-def _sum(counts: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
-    total: defaultdict[_Key, int] = defaultdict(int)
+def _sum_of_bins(parts: list[Statistics]) -> tuple[int, list[int]]:
+    if not parts:
+        return 0, []
+    first = min([part.first for part in parts])
+    total = [0] * (max([part.first + len(part.histogram) for part in parts]) - first)
+    for part in parts:
+        its = slice(part.first - first, part.first - first + len(part.histogram))
+        total[its] = map(add, total[its], part.histogram)
+    return first, total
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
     for each in counts:
-        for key, count in each.items():
-            total[key] += count
+        total.update(each)
     return dict(total)
 
 

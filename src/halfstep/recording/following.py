@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halfstep.errors import RecordError
 from halfstep.recording.joining import JoinedSteps, disagreement, joined_samples
-from halfstep.recording.lines import files_in, parse_line
+from halfstep.recording.lines import files_in
 from halfstep.recording.ranks import Rank
 from halfstep.recording.reading import joined
 from halfstep.recording.run import Note, Run, Sample, Step
@@ -69,9 +69,7 @@ class Follower:
         for number, path in paths.items():
             self._files.setdefault(number, _File(path, number)).read()
         ranks = {
-            number: file.rank
-            for number, file in sorted(self._files.items())
-            if file.rank.num_segments
+            number: file.rank for number, file in sorted(self._files.items()) if file.rank.starts
         }
         if not ranks:
             return None
@@ -89,7 +87,7 @@ class Follower:
         own = next(iter(ranks.values())).steps
         self._last_step = own[-1].step if own else self._last_step
         for rank in ranks.values():
-            rank.steps, rank.culprits, rank.diagnoses, rank.notes = [], [], [], []
+            rank.forget()
         return update
 
     def _start_over(self) -> None:
@@ -168,7 +166,7 @@ class _File:
         self._offset += len(line)
         self._num_lines += 1
         if line.strip():
-            self.rank.take(self._num_lines, parse_line(self._path, line))
+            self.rank.take(self._num_lines, line)
         del self.rank.samples[:-2]
 
 

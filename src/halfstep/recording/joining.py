@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 
-from halfstep.numerics.statistics import Statistics, merged
-from halfstep.recording.lines import Event
+from msgspec.structs import replace
+
+from halfstep.numerics.statistics import merged
 from halfstep.recording.ranks import Rank
-from halfstep.recording.run import Kind, Measured, Note, Sample, Step
+from halfstep.recording.run import Kind, Measured, Model, Note, Sample, Step
 
 MOST_AHEAD = 128
 """A rank that is so many steps behind the first is not waited for."""
@@ -61,10 +62,13 @@ def _leave_out(steps: deque[Step], before: int) -> None:
 
 
 def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
+    if len(alike) == 1 and (first.loss is None or math.isfinite(first.loss)):
+        return first
     losses = {rank: step.loss for rank, step in alike.items() if step.loss is not None}
     norms = (step.norm for step in alike.values() if step.norm is not None)
     ranks = (step.rank for step in alike.values() if step.rank is not None)
-    return first._replace(
+    return replace(
+        first,
         norm=next(norms, None),
         loss=_mean(list(losses.values())),
         rank=next(ranks, None),
@@ -107,27 +111,27 @@ def _verdict(step: Step) -> str:
 # --- models, ends ---------------------------------------------------------------------------------
 
 
-def joined_models(ranks: Iterable[Rank]) -> list[Event]:
+def joined_models(ranks: Iterable[Rank]) -> list[Model]:
     """Return the models of the first rank, and those that others have and it has not."""
     first, *others = ranks
     known = [_looks(model) for model in first.models]
     own = ((rank.number, model) for rank in others for model in rank.models)
     return [
         *first.models,
-        *(model | {"rank": number} for number, model in own if _looks(model) not in known),
+        *(replace(model, rank=number) for number, model in own if _looks(model) not in known),
     ]
 
 
-def _looks(model: Event) -> tuple[object, ...]:
-    return model["name"], model["parameters"], model["modules"]
+def _looks(model: Model) -> tuple[object, ...]:
+    return model.name, model.parameters, model.modules
 
 
 def first_error(ranks: Iterable[Rank]) -> tuple[str | None, int | None]:
     """Return the error that came first, and on which rank: it may be why others have theirs."""
     found = [
-        (rank.end.get("time") or 0.0, rank.number, rank.end["error"])
+        (rank.end.time or 0.0, rank.number, rank.end.error)
         for rank in ranks
-        if rank.end is not None and rank.end["error"] is not None
+        if rank.end is not None and rank.end.error is not None
     ]
     if not found:
         return None, None
@@ -150,9 +154,9 @@ def joined_samples(samples: Iterable[Iterable[Sample]]) -> tuple[Sample, ...]:
 def _joined_sample(samples: Sequence[Sample]) -> Sample:
     if len(samples) == 1:
         return samples[0]
-    tensors: dict[tuple[Kind, str, str], list[Statistics]] = {}
+    tensors: dict[tuple[Kind, str, str], list[Measured]] = {}
     for sample in samples:
-        for kind, name, dtype, statistics in sample.tensors:
-            tensors.setdefault((kind, name, dtype), []).append(statistics)
-    together = (Measured(*key, merged(alike)) for key, alike in tensors.items())
-    return Sample(samples[0].step, samples[0].scale, tuple(together))
+        for each in sample.tensors:
+            tensors.setdefault((each.kind, each.name, each.dtype), []).append(each)
+    together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
+    return replace(samples[0], tensors=tuple(together))

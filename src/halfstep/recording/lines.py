@@ -1,18 +1,20 @@
 """The file of a record: JSON Lines, one event a line, one file a rank.
 
-JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The format is
-described in docs/record.md.
+JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The last key of
+a line is a checksum of what stands before it. The format is described in docs/record.md.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+import re
+import zlib
+from collections.abc import Iterator
 from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any
 
+from halfstep.decoding import to_plain
 from halfstep.errors import RecordError
 
 SCHEMA = 1
@@ -23,6 +25,8 @@ RUNS = Path("runs")
 
 Event = dict[str, Any]
 
+_CHECKSUM = b',"crc":"'
+
 
 def file_of(folder: Path, rank: int) -> Path:
     """Return the file that a rank writes."""
@@ -31,18 +35,21 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def files_in(folder: Path) -> dict[int, Path]:
     """Return the files in a folder by rank."""
-    found = {}
-    for path in folder.glob("rank*.jsonl"):
-        number = path.stem.removeprefix("rank")
-        if number.isdigit():
-            found[int(number)] = path
+    numbers = {path: _rank_of(path) for path in folder.glob("rank*.jsonl")}
+    found = {number: path for path, number in numbers.items() if number is not None}
     return dict(sorted(found.items()))
 
 
 def newest_in(folder: Path) -> Path | None:
     """Return the record, at any depth, that was written to last; None if there is none."""
-    files = [file for file in folder.rglob("rank*.jsonl") if file.stem[4:].isdigit()]
+    files = [path for path in folder.rglob("rank*.jsonl") if _rank_of(path) is not None]
     return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
+
+
+def _rank_of(path: Path) -> int | None:
+    """Return whose file it is; None for anything else, such as ``rank01.jsonl`` and folders."""
+    found = re.fullmatch(r"rank(0|[1-9][0-9]*)\.jsonl", path.name)
+    return int(found[1]) if found and path.is_file() else None
 
 
 class LineWriter:
@@ -68,8 +75,7 @@ class LineWriter:
         Raises:
             OSError: The disk is full, or worse. The next line does not suffer from it.
         """
-        text = json.dumps(to_plain(event), allow_nan=False, separators=(",", ":"))
-        line = memoryview(b"\n" * self._is_cut + text.encode() + b"\n")
+        line = memoryview(b"\n" * self._is_cut + line_of(event))
         self._is_cut = True
         while line:  # the system may take a part only
             line = line[self._file.write(line) :]
@@ -99,66 +105,65 @@ def _lock(file: FileIO, path: Path) -> None:
 
 
 def _ends_cut(path: Path) -> bool:
-    """Say whether the last line of a record was cut."""
+    """Return whether the last line of a record was cut."""
     with path.open("rb") as file:
-        first = parse_line(path, file.readline())
-        if first is None or first["event"] != "run":
+        try:
+            first = json.loads(file.readline())
+        except (ValueError, RecursionError):
+            first = None
+        if not isinstance(first, dict) or first.get("event") != "run":
             raise RecordError(f"{path} is no record of a run: give another folder")
+        require_schema(path, first.get("schema"), first.get("halfstep"))
         file.seek(-1, SEEK_END)
         return file.read(1) != b"\n"
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Event | None]]:
-    """Yield number and event of every line; None for a line that is no event, such as a cut one.
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of every line that is not empty.
 
     Raises:
-        RecordError: The file cannot be read, or a segment has another schema.
+        RecordError: The file cannot be read.
     """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, parse_line(path, line)
+                    yield number, line
     except OSError as error:
         raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def parse_line(path: Path, line: bytes) -> Event | None:
-    """Return the event of a line; None for a line that is no event, such as a cut one.
+def require_schema(path: Path, schema: object, version: object) -> None:
+    """Refuse a segment that is written in another way.
 
     Raises:
-        RecordError: It begins a segment of another schema.
+        RecordError: It names the version of halfstep that can read it.
     """
-    try:
-        event = json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one too
-        return None
-    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-        return None
-    if event["event"] == "run":
-        _require_schema(path, event)
-    return event
-
-
-def _require_schema(path: Path, event: Event) -> None:
-    if event.get("schema") != SCHEMA:
+    if schema != SCHEMA:
         raise RecordError(
-            f"{path}: it has schema {event.get('schema')!r}, and this halfstep reads schema "
-            f"{SCHEMA}: look at it with halfstep {event.get('halfstep', 'of the same version')}"
+            f"{path}: it has schema {schema!r}, and this halfstep reads schema {SCHEMA}: look at "
+            f"it with halfstep {version or 'of the same version'}"
         )
 
 
-def to_plain(value: Any) -> Any:
-    """Return a value with its non-finite numbers as strings."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    return value
+def line_of(event: Event) -> bytes:
+    """Return an event as a line, with its checksum."""
+    text = json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    held = text.encode(errors="replace")[:-1]  # a name of a file may be no Unicode
+    return held + _CHECKSUM + _checksum(held) + b'"}\n'
 
 
-def to_float(value: Any) -> float | None:
-    """Return a number that was written by :func:`to_plain`; None stays None."""
-    return None if value is None else float(value)
+def has_checksum(line: bytes) -> bool:
+    """Return whether a line has a checksum.
+
+    Raises:
+        ValueError: It has one, and it is that of another line.
+    """
+    held, mark, rest = line.rpartition(_CHECKSUM)
+    if mark and rest.rstrip() != _checksum(held) + b'"}':
+        raise ValueError("its checksum is that of another line")
+    return bool(mark)
+
+
+def _checksum(held: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(held)

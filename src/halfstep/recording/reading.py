@@ -41,14 +41,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         )
     ranks = {number: _read_rank(file, number) for number, file in files.items()}
     run = joined(folder, ranks, JoinedSteps().add(ranks, is_all=True))
-    notes = (*run.notes, *disagreements(ranks))
-    return replace(run, notes=notes, trace=_trace(folder / "trace.json"))
+    trace, damage = _trace(folder / "trace.json")
+    notes = (*run.notes, *damage, *disagreements(ranks))
+    return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
 
 
 def _read_rank(path: Path, number: int) -> Rank:
     rank = Rank(path, number)
-    for line, event in read_lines(path):
-        rank.take(line, event)
+    for number, line in read_lines(path):
+        rank.take(number, line)
     rank.require_begun()
     return rank
 
@@ -66,7 +67,8 @@ def joined(folder: Path, ranks: Mapping[int, Rank], steps: Iterable[Step]) -> Ru
     """
     first = next(iter(ranks.values()))
     others = {number: rank for number, rank in ranks.items() if rank is not first}
-    notes = [*first.notes]
+    left_out = [note for rank in ranks.values() for note in rank.left_out]
+    notes = [*first.notes, *left_out]
     for number, rank in others.items():
         new = [note for note in rank.notes if note not in first.notes]
         notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
@@ -76,7 +78,7 @@ def joined(folder: Path, ranks: Mapping[int, Rank], steps: Iterable[Step]) -> Ru
     return Run(
         path=folder,
         header=first.header,
-        num_segments=first.num_segments,
+        starts=tuple(first.starts),
         ranks=tuple(ranks),
         models=tuple(joined_models(ranks.values())),
         policies=tuple(first.policies),
@@ -85,6 +87,7 @@ def joined(folder: Path, ranks: Mapping[int, Rank], steps: Iterable[Step]) -> Ru
         culprits=tuple(sorted(culprits, key=lambda each: each.step)),
         diagnoses=tuple(sorted(diagnoses, key=lambda each: each.step)),
         notes=tuple(notes),
+        left_out=tuple(left_out),
         error=error,
         error_rank=error_rank,
         without_end=tuple(number for number, rank in ranks.items() if rank.end is None),
@@ -92,10 +95,10 @@ def joined(folder: Path, ranks: Mapping[int, Rank], steps: Iterable[Step]) -> Ru
     )
 
 
-def _trace(path: Path) -> Recording | None:
+def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
     try:
-        return Recording.from_json(path.read_text(encoding="utf-8"))
+        return Recording.from_json(path.read_bytes()), ()
     except FileNotFoundError:
-        return None
+        return None, ()
     except (OSError, ValueError) as error:
-        raise RecordError(f"{path}: cannot be read as a trace: {error}") from None
+        return None, (Note(0, f"{path.name} cannot be read as a trace and was left out: {error}"),)

@@ -7,10 +7,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, ParamSpec
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from halfstep import _torch
@@ -18,7 +20,6 @@ from halfstep.casting.casts import tensors_in
 from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.errors import CallOrderError
 from halfstep.machine import device_name
-from halfstep.recording.diagnoses import event_of
 from halfstep.recording.lines import Event, LineWriter
 from halfstep.recording.models import Models
 from halfstep.recording.sampling import Sampler
@@ -168,7 +169,7 @@ class Recorder:
         is_stepping = _torch.optimizer_step_depth() > 0
         step = max(self.num_steps + is_stepping, 1)
         if self._is_here():
-            self._write(event_of(diagnosis, step))
+            self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
         return step
 
     def say(self, text: str) -> None:
@@ -263,7 +264,11 @@ class Recorder:
                 self._write(event | {"dtype": dtype, "text": text})
         if tensors:
             event = {"event": "sample", "step": self.num_steps, "scale": scale}
-            self._write(event | {"tensors": tensors})
+            rows = [
+                {"kind": each.kind, "name": each.name, "dtype": each.dtype} | structs.asdict(each)
+                for each in tensors
+            ]
+            self._write(event | {"tensors": rows})
             self._log(self.num_steps, sample_scalars(tensors))
 
     # --- writing ----------------------------------------------------------------------------------

@@ -21,10 +21,9 @@ from halfstep import _torch
 from halfstep.casting import scopes
 from halfstep.casting.casts import tensors_in
 from halfstep.numerics.measure import measure
-from halfstep.numerics.statistics import Statistics
-from halfstep.recording.lines import Event
+from halfstep.numerics.statistics import Statistics, merged
 from halfstep.recording.models import Models
-from halfstep.recording.run import KINDS, Kind
+from halfstep.recording.run import KINDS, Kind, Measured
 
 OUTERMOST = "(model)"
 """What the outermost module is called."""
@@ -86,7 +85,7 @@ class Sampler:
         warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
         self._watch_models()
 
-    def end(self) -> list[Event]:
+    def end(self) -> list[Measured]:
         """End the step and return its tensors, in the order of the kinds."""
         self.is_open = False
         for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
@@ -96,7 +95,7 @@ class Sampler:
         found, self._found = self._found, {}
         by_kind = sorted(found.items(), key=lambda item: KINDS.index(item[0][0]))
         return [
-            {"kind": kind, "name": name, "dtype": dtype} | statistics.to_json()
+            Measured.of(kind, name, dtype, statistics)
             for (kind, name), (dtype, statistics) in by_kind
         ]
 
@@ -185,7 +184,7 @@ class Sampler:
             return
         _, earlier = self._found.get((kind, name), ("", None))
         if earlier is not None:
-            statistics = earlier.merged(statistics)
+            statistics = merged((earlier, statistics))
         self._found[kind, name] = _name_of(tensor.dtype), statistics
 
     def _note_policy(self) -> None:

@@ -70,19 +70,19 @@ def judge(measured: Measured, lower: str, *, is_in_force: bool) -> Judged:
         lower: The lower precision, see :func:`lower_at`.
         is_in_force: Whether the run is in it. If not, it is asked what would be lost.
     """
-    name, statistics = format_of(measured.dtype, lower), measured.statistics
+    name = format_of(measured.dtype, lower)
     format = FORMATS[name]
-    lost, is_held = statistics.lost(format), False
+    lost, is_held = measured.lost(format), False
     is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
         # What has passed through the lower precision has lost already what it loses.
-        lost = _flushed(statistics, format)
+        lost = _flushed(measured, format)
         is_held = (
-            statistics.flushed is None
-            and statistics.amin is not None
-            and statistics.amin < CERTAINLY_WIDER * format.smallest_subnormal
+            measured.flushed is None
+            and measured.amin is not None
+            and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
         )
-    return Judged(name, statistics.headroom(format), lost, statistics.share(lost), is_held)
+    return Judged(name, measured.headroom(format), lost, measured.share(lost), is_held)
 
 
 class Seen(NamedTuple):
@@ -126,7 +126,7 @@ def seen_by_layer(
 
 def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
     """Return what all samples say about one kind of tensor of one parameter or module."""
-    total = merged(each.measured.statistics for each in seen)
+    total = merged(each.measured for each in seen)
     last = seen[-1]
     lost = sum(each.judged.lost for each in seen)
     with_headroom = [
@@ -140,7 +140,7 @@ def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
         dtypes=tuple(dict.fromkeys(each.measured.dtype for each in seen)),
         format=last.judged.format,
         num_samples=len({each.step for each in seen}),
-        size=last.measured.statistics.size,
+        size=last.measured.size,
         measured=total.measured,
         zeros=total.zeros,
         nan=total.nan,
@@ -159,7 +159,7 @@ def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
         flushed=total.flushed,
         underflow=dict(total.underflow),
         overflow=dict(total.overflow),
-        histogram=dict(sorted(total.histogram.items())),
+        histogram=total.by_exponent(),
         window=_window_of(seen) if kind == "parameter_gradient" else None,
     )
 
@@ -193,7 +193,7 @@ def gradients_of(
     )
     scale = max(gradients, key=lambda each: each.step).scale
     best = _best(all_together, scale)
-    measured = sum(each.measured.statistics.measured for each in gradients)
+    measured = sum(each.measured.measured for each in gradients)
     lost = sum(each.judged.lost for each in gradients)
     lost_there = None if best is None else sum(_lost_at(best, each) for each in gradients)
     return Gradients(
@@ -208,14 +208,14 @@ def gradients_of(
 
 
 def _is_bad(seen: Seen) -> bool:
-    return bool(seen.measured.statistics.nan or seen.measured.statistics.inf)
+    return bool(seen.measured.nan or seen.measured.inf)
 
 
 def _window_of(gradients: Sequence[Seen]) -> ScaleWindow:
     if _is_held_throughout(gradients):
         return window((), (), is_at_least=False)
-    flushed_at = [each.scale for each in gradients if each.measured.statistics.flushed]
-    whole_at = [each.scale for each in gradients if _is_whole(each.measured.statistics)]
+    flushed_at = [each.scale for each in gradients if each.measured.flushed]
+    whole_at = [each.scale for each in gradients if _is_whole(each.measured)]
     # A sample at a larger scale shows what was flushed at a smaller one; at the same it does not.
     is_at_least = bool(flushed_at) and max(flushed_at) >= max(whole_at, default=0.0)
     return window(map(_smallest, gradients), map(_largest, gradients), is_at_least=is_at_least)
@@ -223,7 +223,7 @@ def _window_of(gradients: Sequence[Seen]) -> ScaleWindow:
 
 def _is_held_throughout(gradients: Sequence[Seen]) -> bool:
     """Of a norm some samples hold nothing so small that it shows: they have no limits either."""
-    has_passed = any(each.measured.statistics.flushed is not None for each in gradients)
+    has_passed = any(each.measured.flushed is not None for each in gradients)
     return not has_passed and any(each.judged.is_held for each in gradients)
 
 
@@ -240,14 +240,14 @@ def _flushed(statistics: Statistics, format: Format) -> int:
 def _smallest(seen: Seen) -> float | None:
     if seen.judged.is_held:
         return None
-    return smallest_scale(seen.measured.statistics, seen.scale, FORMATS[seen.judged.format])
+    return smallest_scale(seen.measured, seen.scale, FORMATS[seen.judged.format])
 
 
 def _largest(seen: Seen) -> float | None:
     if seen.judged.is_held:
         return None
     format = FORMATS[seen.judged.format]
-    statistics = seen.measured.statistics
+    statistics = seen.measured
     return largest_scale(statistics, seen.scale, format, is_overflow=seen.is_overflow)
 
 
@@ -265,7 +265,7 @@ def _best(its: ScaleWindow, scale: float) -> float | None:
 def _lost_at(scale: float, seen: Seen) -> int:
     if seen.judged.is_held:
         return 0
-    statistics = seen.measured.statistics
+    statistics = seen.measured
     format = FORMATS[seen.judged.format]
     factor = scale / seen.scale
     flushed = _flushed(statistics, format) if factor <= 1 else 0  # above: nobody knows

@@ -35,11 +35,10 @@ def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
 def _models(run: Run) -> Mapping[int, _Models]:
     """Return the models of each rank."""
     models: dict[int, list[tuple[str, int, tuple[str, ...]]]] = {rank: [] for rank in run.ranks}
-    others = {event["rank"] for event in run.models if "rank" in event}
-    for event in run.models:
-        model = (str(event["name"]), event["parameters"], tuple(map(str, event["modules"])))
-        for rank in [event["rank"]] if "rank" in event else set(run.ranks) - others:
-            models[rank].append(model)
+    others = {model.rank for model in run.models if model.rank is not None}
+    for model in run.models:
+        for rank in set(run.ranks) - others if model.rank is None else [model.rank]:
+            models[rank].append((model.name, model.parameters, model.modules))
     return models
 
 

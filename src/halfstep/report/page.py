@@ -18,8 +18,8 @@ from markupsafe import Markup, escape
 
 import halfstep
 from halfstep import numbers
+from halfstep.decoding import to_plain
 from halfstep.numerics.formats import FORMATS
-from halfstep.recording.lines import to_plain
 from halfstep.recording.run import Run, Step
 from halfstep.report.about_diagnoses import when
 from halfstep.report.comparison import Comparison

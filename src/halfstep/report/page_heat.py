@@ -152,9 +152,8 @@ def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
         lower, is_in_force = lower_at(summary.policies, sample.step)
         for measured in sample.tensors:
             judged = judge(measured, lower, is_in_force=is_in_force)
-            statistics = measured.statistics
             cell = found[measured.kind, measured.name][column]
-            cell.is_finite &= not (statistics.nan or statistics.inf)
+            cell.is_finite &= not (measured.nan or measured.inf)
             cell.share_lost = max(cell.share_lost, judged.share_lost)
             if judged.headroom is not None:
                 known = judged.headroom if cell.headroom is None else cell.headroom

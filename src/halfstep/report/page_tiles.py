@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from halfstep import numbers
-from halfstep.recording.lines import to_plain
+from halfstep.decoding import to_plain
 from halfstep.report.summary import ScaleWindow, Summary
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from halfstep.decoding import to_plain
 from halfstep.numbers import NONE, bits, count, number, percent, power, seconds, step_list
-from halfstep.recording.lines import to_plain
 from halfstep.report.about_diagnoses import when
 from halfstep.report.comparison import Comparison
 from halfstep.report.sentences import sentences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,9 +53,7 @@ def summarize(run: Run) -> Summary:
         path=str(run.path),
         facts=_facts(run),
         models=tuple(
-            ModelFacts(
-                str(each["name"]), each["parameters"], len(each["modules"]), each.get("rank")
-            )
+            ModelFacts(each.name, each.parameters, len(each.modules), each.rank)
             for each in run.models
         ),
         policies=policies,
@@ -74,21 +73,22 @@ def summarize(run: Run) -> Summary:
 
 
 def _facts(run: Run) -> Facts:
-    header: Mapping[str, object] = run.header
-    text = {
-        key: str(header.get(key, "unknown"))
-        for key in ("halfstep", "torch", "python", "device", "machine", "started")
-    }
+    header = run.header
     times = [step.time for step in run.steps]
     state: State = "no end" if not run.has_ended else "ended" if run.error is None else "failed"
     return Facts(
-        **text,
-        cores=run.header.get("cores"),
-        command=tuple(map(str, run.header.get("command", ()))),
+        halfstep=header.halfstep,
+        torch=header.torch,
+        python=header.python,
+        device=header.device or "unknown",
+        machine=header.machine or "unknown",
+        cores=header.cores,
+        command=header.command,
+        started=header.started,
         duration=max(times, default=0.0),
         seconds_per_step=_median_distance(run.steps),
-        every=run.header.get("every"),
-        world_size=run.header.get("world_size", len(run.ranks)),
+        every=header.every,
+        world_size=header.world_size or len(run.ranks),
         ranks=run.ranks,
         num_segments=run.num_segments,
         state="failed" if run.error is not None else state,
@@ -107,8 +107,8 @@ def _median_distance(steps: Iterable[Step]) -> float | None:
 def policies_of(run: Run) -> tuple[PolicyInForce, ...]:
     """Return the policies in order; a run that was started again states the same one again."""
     found: list[PolicyInForce] = []
-    for event in run.policies:
-        policy = PolicyInForce(event["step"], event["device"], event["dtype"], event["text"])
+    for seen in run.policies:
+        policy = PolicyInForce(seen.step, seen.device, seen.dtype, seen.text)
         if not found or (policy.device, policy.dtype, policy.text) != (
             found[-1].device,
             found[-1].dtype,
@@ -124,8 +124,10 @@ def policies_of(run: Run) -> tuple[PolicyInForce, ...]:
 def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
     skipped = [not all(step.taken for step in each) for each in iterations]
     numbers = [each[0].step for each in iterations]
-    start_up = _start_up(iterations)
-    after_growth = tuple(step for step in _after_growth(iterations) if step not in start_up)
+    scalers = _by_scaler(iterations, run.starts)
+    start_up = tuple(step for each in scalers for step in _start_up(each))
+    grown = (step for each in scalers for step in _after_growth(each))
+    after_growth = tuple(step for step in grown if step not in start_up)
     normal = {*start_up, *after_growth}
     later = [is_skipped and n not in normal for is_skipped, n in zip(skipped, numbers, strict=True)]
     num, num_skipped = len(run.steps), len(run.skipped)
@@ -150,6 +152,20 @@ def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
 def _lengths(flags: Iterable[bool]) -> list[int]:
     """Return how many are true in a row, each time."""
     return [len(list(alike)) for flag, alike in groupby(flags) if flag]
+
+
+def _by_scaler(
+    iterations: Iterable[list[Step]], starts: Sequence[int]
+) -> Iterable[list[list[Step]]]:
+    """Return the iterations by scaler: a start that does not load the old one has a new one."""
+    found: list[list[list[Step]]] = []
+    for _, alike in groupby(iterations, lambda each: bisect_right(starts, each[0].step)):
+        segment = list(alike)
+        if found and segment[0][0].scale == found[-1][-1][-1].scale_after:
+            found[-1] += segment
+        else:
+            found.append(segment)
+    return found
 
 
 def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
@@ -304,6 +320,6 @@ def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
 
 
 def _notes(run: Run) -> tuple[StatedNote, ...]:
-    of_models = (Note(each["step"], str(each["note"])) for each in run.models if each.get("note"))
+    of_models = (Note(each.step, each.note) for each in run.models if each.note)
     notes = (StatedNote(note.step, note.text) for note in (*of_models, *run.notes))
     return tuple({note.text: note for note in reversed(tuple(notes))}.values())[::-1]

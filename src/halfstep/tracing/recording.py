@@ -7,12 +7,29 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from msgspec import Struct
+
+from halfstep.decoding import decoded
 from halfstep.tracing import comparison, search, table
 from halfstep.tracing.comparison import TraceDiff
 from halfstep.tracing.findings import Waste
-from halfstep.tracing.rows import Row, from_data
+from halfstep.tracing.rows import Row
 
 SCHEMA = "halfstep.trace/1"
+
+
+class _Schema(Struct):
+    """The part of the JSON that is looked at first."""
+
+    schema: str | None = None
+
+
+class _Whole(Struct):
+    """The JSON of a recording."""
+
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+    ops: tuple[Row, ...]
 
 
 class Recording:
@@ -64,24 +81,24 @@ class Recording:
         return json.dumps(data)
 
     @staticmethod
-    def from_json(text: str) -> Recording:
+    def from_json(text: str | bytes) -> Recording:
         """Return the recording of a text that :meth:`to_json` made.
 
         Raises:
-            ValueError: It is no JSON, or of something else, or something is missing.
+            ValueError: It is no JSON, or of something else, or something is missing or of another
+                type.
         """
-        data = json.loads(text)
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if schema != SCHEMA:
-            raise ValueError(
-                f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
-                f"{SCHEMA!r}; this text has {schema!r}"
-            )
         try:
-            ops = tuple(map(from_data, data["ops"]))
-            return Recording(ops, data["environment"], tuple(data["notes"]))
-        except (KeyError, TypeError) as error:  # of Row(**...): "missing 1 required ...: 'op'"
-            raise ValueError(f"trace.from_json: the text lacks a part: {error}") from error
+            schema = decoded(_Schema, text).schema
+            if schema == SCHEMA:
+                whole = decoded(_Whole, text)
+                return Recording(whole.ops, whole.environment, whole.notes)
+        except ValueError as error:
+            raise ValueError(f"trace.from_json: it is no trace, or damaged: {error}") from None
+        raise ValueError(
+            f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
+            f"{SCHEMA!r}; this text has {schema!r}"
+        )
 
     def diff(self, other: Recording) -> TraceDiff:
         """Return what ran otherwise in ``other``; it prints as a table.

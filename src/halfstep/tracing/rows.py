@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import torch
+from msgspec import Meta
+
+from halfstep.decoding import Count
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
+
+_DTYPES = "|".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+Dtype: TypeAlias = Annotated[str, Meta(pattern=f"^({_DTYPES})$")]
+"""The name of a dtype of this PyTorch, ``"bfloat16"``."""
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -37,8 +44,8 @@ class Value:
     storage: int
     version: int
     offset: int
-    shape: tuple[int, ...]
-    dtype: str
+    shape: tuple[Count, ...]
+    dtype: Dtype
     name: str
     requires_grad: bool
     is_weight: bool
@@ -62,9 +69,9 @@ class Cast:
 
     number: int
     source: Value
-    to: str
+    to: Dtype
     result: int
-    bytes: int
+    bytes: Count
     by_hand: bool
     gradient_of: int | None
     seconds: float = 0.0
@@ -108,10 +115,10 @@ class Row:
     autocast: str | None
     cache: bool
     device: str
-    compute: str = ""
-    outputs: tuple[Value, ...] = ()
-    casts: tuple[Cast, ...] = ()
-    seconds: float = 0.0
+    compute: str
+    outputs: tuple[Value, ...]
+    casts: tuple[Cast, ...]
+    seconds: float
 
     @property
     def is_cast_only(self) -> bool:
@@ -176,30 +183,6 @@ class Row:
             "seconds": self.seconds,
             "cast_seconds": self.cast_seconds,
         }
-
-
-def from_data(data: dict[str, Any]) -> Row:
-    """Return the row of which ``dataclasses.asdict`` made ``data``.
-
-    Raises:
-        KeyError: Something is missing.
-    """
-    for field in fields(Row):
-        data[field.name]  # those with defaults too
-    return Row(
-        **data
-        | {
-            "inputs": tuple(map(_value, data["inputs"])),
-            "outputs": tuple(map(_value, data["outputs"])),
-            "casts": tuple(
-                Cast(**cast | {"source": _value(cast["source"])}) for cast in data["casts"]
-            ),
-        }
-    )
-
-
-def _value(data: dict[str, Any]) -> Value:
-    return Value(**data | {"shape": tuple(data["shape"])})
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:

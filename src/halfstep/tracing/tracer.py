@@ -129,6 +129,10 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             autocast=autocast,
             cache=cache,
             device=device,
+            compute="",
+            outputs=(),
+            casts=(),
+            seconds=0.0,
         )
 
     def _note_seed(self) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import halfstep
 from halfstep.casting.casts import tensors_in
+from halfstep.decoding import to_plain
 from halfstep.errors import RecordError
 from halfstep.machine import device_name
-from halfstep.recording.lines import to_plain
 from halfstep.tuning.passes import Lowering
 from halfstep.tuning.task import Task
 

@@ -29,7 +29,7 @@ def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
         every: A line for each step whose number it divides, and for the first; as often as samples
             are taken when None.
     """
-    every = every or watched.header.get("every") or DEFAULT_EVERY
+    every = every or watched.run.header.every or DEFAULT_EVERY
     new = update.new
     found = [(note.step, f"note {note.step}  {words.printable(note.text)}") for note in new.notes]
     found += [
@@ -70,11 +70,11 @@ def _diagnosis_line(diagnosed: Diagnosed) -> str:
 
 
 def _layer_line(step: int, worst: Worst) -> str:
-    statistics = worst.measured.statistics
+    measured = worst.measured
     return (
         f"sample {step}  headroom {bits(worst.judged.headroom)}  "
-        f"underflow {percent(worst.judged.share_lost)}  nan {statistics.nan}  "
-        f"inf {statistics.inf}  {worst.measured.kind} {words.printable(worst.measured.name)}"
+        f"underflow {percent(worst.judged.share_lost)}  nan {measured.nan}  "
+        f"inf {measured.inf}  {measured.kind} {words.printable(measured.name)}"
     )
 
 

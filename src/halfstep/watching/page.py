@@ -100,9 +100,9 @@ def _curves(watched: Watched, width: int, signs: Signs) -> list[Text]:
     last = watched.last
     lines = []
     for label, trail, value, text, missing in (
-        ("loss", watched.loss, last and last.loss, number, "not seen"),
-        ("scale", watched.scale, last and last.scale_after, power, "no scaler"),
-        ("norm", watched.norm, last and last.norm, number, "not measured"),
+        ("loss", watched.loss, last.loss if last else None, number, "not seen"),
+        ("scale", watched.scale, last.scale_after if last else None, power, "no scaler"),
+        ("norm", watched.norm, last.norm if last else None, number, "not measured"),
     ):
         columns = trail.columns(room)
         is_missing = last is not None and all(column is None for column in columns)

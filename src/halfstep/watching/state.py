@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from halfstep.recording.following import Update
 from halfstep.recording.run import Diagnosed, Measured, Note, Run, Sample, Step
@@ -31,7 +30,7 @@ class Worst(NamedTuple):
     @property
     def num_non_finite(self) -> int:
         """How many entries are NaN or inf."""
-        return self.measured.statistics.nan + self.measured.statistics.inf
+        return self.measured.nan + self.measured.inf
 
     @property
     def badness(self) -> tuple[bool, float]:
@@ -111,11 +110,6 @@ class Watched:
         if not step.taken:
             self.num_skipped += 1
             self.skips.append(step)
-
-    @property
-    def header(self) -> Mapping[str, Any]:
-        """The first line of the record."""
-        return self.run.header
 
     @property
     def last(self) -> Step | None:

@@ -20,16 +20,17 @@ def printable(text: str) -> str:
 
 def what_runs(watched: Watched) -> list[str]:
     """Return the command, the model and the lower precision, as far as they are known."""
-    words = [" ".join(map(str, watched.header.get("command") or ()))]
-    words += [str(model["name"]) for model in watched.run.models[-1:]]
-    words += [str(policy["dtype"]) for policy in watched.run.policies[-1:]]
+    words = [" ".join(watched.run.header.command)]
+    words += [model.name for model in watched.run.models[-1:]]
+    words += [policy.dtype for policy in watched.run.policies[-1:]]
     return [printable(word) for word in words if word]
 
 
 def where_it_runs(watched: Watched) -> list[str]:
     """Return the machine, the device and the number of ranks."""
-    words = [str(watched.header[key]) for key in ("machine", "device") if watched.header.get(key)]
-    num_ranks, world_size = len(watched.run.ranks), watched.header.get("world_size") or 1
+    header = watched.run.header
+    words = [text for text in (header.machine, header.device) if text]
+    num_ranks, world_size = len(watched.run.ranks), header.world_size or 1
     if world_size > 1 or num_ranks > 1:
         of_all = f" of {world_size}" if num_ranks < world_size else ""
         words.append(f"{num_ranks}{of_all} ranks")
