@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TextIO, TypeAlias
 
 Severity: TypeAlias = Literal["good", "notice", "warning", "bad"]
 SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "notice", "good")
@@ -82,3 +82,15 @@ def plain(text: str) -> str:
 def one_line(text: str) -> str:
     """Return text without line ends and what a terminal would obey or could not show."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+", " ", text)
+
+
+def printable(text: str) -> str:
+    """Return text with what a terminal would obey, such as ESC and marks of direction, escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
+    """Print lines for a terminal, on stdout or another stream; names in them may be anything."""
+    print("\n".join(map(printable, text.split("\n"))), file=file, flush=flush)

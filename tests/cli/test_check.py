@@ -5,12 +5,13 @@ from tests.report import records
 from tests.report.records import counted, sample, tensor
 
 from halfstep.cli import main
+from halfstep.recording.lines import file_of
 
 
 def check(capsys, *argv):
     code = main(["check", *map(str, argv)])
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert all("was skipped" in line for line in captured.err.splitlines())
     return code, captured.out.splitlines()
 
 
@@ -177,6 +178,19 @@ def test_ranks_that_disagree_fail(tmp_path, capsys):
     assert "ranks disagree from step 20 on" in line
 
 
+def test_lines_that_are_damaged_are_told_beside_the_verdict(tmp_path, capsys):
+    events = [records.header(), records.step(1), records.step(2), records.end(1.0, 2)]
+    file = file_of(records.write(tmp_path, events), 0)
+    file.write_bytes(file.read_bytes().replace(b'"step":2', b'"step":3'))
+    assert main(["check", str(tmp_path), "--max-skipped", "1%"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{tmp_path}: good: 1 step,")
+    assert err == (
+        f"{tmp_path}: line 3 of rank0.jsonl is damaged and was left out "
+        "(its checksum is that of another line)\n"
+    )
+
+
 def test_what_was_not_sampled_cannot_be_held_to_a_limit(tmp_path, capsys):
     events = [records.header(), records.step(1), records.end(1.0, 1)]
     records.write(tmp_path, events)
@@ -191,7 +205,9 @@ def test_what_was_not_sampled_cannot_be_held_to_a_limit(tmp_path, capsys):
     [
         ("5", "'5' is not between 0% and 100%: write 5% or 0.05"),
         ("-1%", "'-1%' is not between 0% and 100%"),
-        ("101%", "'101%' is not between 0% and 100%"),
+        ("101%", "'101%' is not between 0% and 100%: write 1% or 0.01"),
+        ("1000%", "'1000%' is not between 0% and 100%: write 1% or 0.01"),
+        ("1000", "'1000' is not between 0% and 100%: write 1% or 0.01"),
         ("nan", "'nan' is not between 0% and 100%"),
         ("few", "'few' is no share: write 1% or 0.01"),
         ("%", "'%' is no share: write 1% or 0.01"),

@@ -103,6 +103,60 @@ def test_hostile_names_reach_no_terminal(tmp_path, capsys, form):
     assert not any(line.startswith("halfstep: good") for line in out.splitlines())
 
 
+HOSTILE = "\x1b]0;x\x07\u202egood\u2066\n\x9b2J"
+"""Sets the title of a terminal, rings, turns the direction, and clears the screen."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report"],
+        ["report", "--md"],
+        ["report", "--json"],
+        ["report", "--against"],
+        ["check"],
+        ["watch"],
+        ["watch", "--once"],
+    ],
+)
+def test_nothing_of_a_name_is_obeyed_by_a_terminal(tmp_path, capsys, command):
+    folder = records.hostile(tmp_path / HOSTILE)
+    diagnosis = records.diagnosis(20, bad=records.bad_op(module=HOSTILE, name=HOSTILE))
+    found = [records.note(20, HOSTILE), diagnosis, records.skip(21, reason=HOSTILE)]
+    found += [records.culprits(21, HOSTILE), records.model([HOSTILE], name=HOSTILE)]
+    start = records.header(command=[HOSTILE], machine=HOSTILE)
+    records.write(folder, [start, *found, records.end(30.0, 21, HOSTILE)])
+    main([*command, str(folder), *([str(folder)] if "--against" in command else [])])
+    captured = capsys.readouterr()
+    assert "good" in captured.out
+    assert all(text.replace("\n", "").isprintable() for text in captured)
+
+
+def test_words_that_are_no_arguments_are_not_obeyed_either(capsys):
+    with pytest.raises(SystemExit):
+        main(["report", "a", HOSTILE])
+    assert capsys.readouterr().err.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("options", [[], ["-o", "link.html"]])
+def test_a_link_is_replaced_and_not_what_it_leads_to(tmp_path, capsys, options):
+    folder = records.healthy(tmp_path / "a")
+    (tmp_path / "other").write_text("mine")
+    link = folder / (options[-1] if options else "report.html")
+    link.symlink_to(tmp_path / "other")
+    options = ["-o", str(link)] if options else []
+    assert report(capsys, folder, *options)[0] == 0
+    assert (tmp_path / "other").read_text() == "mine"
+    assert not link.is_symlink()
+    assert "<html" in link.read_text(encoding="utf-8")
+    assert sorted(path.name for path in folder.iterdir()) == sorted([link.name, "rank0.jsonl"])
+
+
+def test_a_page_can_be_written_to_a_device(tmp_path, capsys):
+    assert report(capsys, records.healthy(tmp_path / "a"), "-o", os.devnull)[0] == 0
+    assert not os.path.isfile(os.devnull)
+
+
 def no_folder(folder):
     return folder
 
@@ -178,7 +232,7 @@ def test_lines_that_lack_a_part_are_skipped_and_told(tmp_path, capsys):
         "(the first: Object missing required field `time`)"
     ]
     _, out, _ = report(capsys, folder)
-    assert "line 3 of rank0.jsonl lacks a part" in out
+    assert "2 lines of rank0.jsonl are damaged and were left out: 2, 3" in out
     assert main(["check", str(folder), "--max-skipped", "0%"]) == 0
 
 

@@ -295,6 +295,6 @@ def test_a_lower_rank_that_comes_later_is_the_first(tmp_path):
     update = follower.read()
     assert (update.new.ranks, update.is_anew) == ((0, 3), True)
     assert numbers(update) == [1]
-    assert update.new.header["machine"] == "zero"
+    assert update.new.header.machine == "zero"
     write(tmp_path, step(2), rank=3)
     assert numbers(follower.read()) == [2]

@@ -7,6 +7,7 @@ import pytest
 from tests.recording.events import step, write
 from tests.report import records
 
+from halfstep.decoding import to_plain
 from halfstep.errors import RecordError
 from halfstep.numerics.statistics import Statistics
 from halfstep.recording.lines import file_of
@@ -105,6 +106,84 @@ def test_a_line_that_lacks_a_part_is_skipped_and_said(tmp_path, event):
     assert run.left_out == run.notes
     assert (run.samples, run.culprits, run.models, run.policies) == ((), (), (), ())
     assert not run.has_ended
+
+
+def test_a_digit_that_is_another_is_seen(tmp_path):
+    write(tmp_path, [FIRST, step(1, loss=12.5), step(2), step(3)])
+    file = file_of(tmp_path, 0)
+    file.write_bytes(file.read_bytes().replace(b"12.5", b"19.5"))
+    run = read_run(tmp_path)
+    assert [s.step for s in run.steps] == [2, 3]
+    assert [note.text for note in run.left_out] == [
+        "line 2 of rank0.jsonl is damaged and was left out (its checksum is that of another line)"
+    ]
+
+
+def test_many_damaged_lines_are_one_note(tmp_path):
+    write(tmp_path, [FIRST, *(step(n, loss=[] if 3 < n < 9 else 1.0) for n in range(1, 11))])
+    (note,) = read_run(tmp_path).notes
+    assert note.text == (
+        "5 lines of rank0.jsonl are damaged and were left out: 5 to 9 (the first: Expected "
+        "`float | null`, got `array` - at `$.loss`)"
+    )
+    assert note.step == 3
+
+
+def without_checksum(event):
+    return json.dumps(to_plain(event)).encode() + b"\n"
+
+
+def test_a_record_without_checksums_is_read(tmp_path):
+    file_of(tmp_path, 0).write_bytes(b"".join(map(without_checksum, [FIRST, step(1), sample(1)])))
+    run = read_run(tmp_path)
+    assert (len(run.steps), len(run.samples), run.notes) == (1, 1, ())
+    write(tmp_path, [SECOND, step(1)])  # a newer version goes on with it
+    assert ([s.step for s in read_run(tmp_path).steps], read_run(tmp_path).notes) == ([1, 2], ())
+
+
+def test_a_line_that_has_lost_its_checksum_is_damaged(tmp_path):
+    write(tmp_path, [FIRST, step(1)])
+    with file_of(tmp_path, 0).open("ab") as file:
+        file.write(without_checksum(step(2)) + without_checksum(SECOND) + without_checksum(step(1)))
+    run = read_run(tmp_path)
+    assert [s.step for s in run.steps] == [1, 2]  # an older version has gone on with it
+    (note,) = run.notes
+    assert "line 3 of rank0.jsonl is damaged" in note.text
+
+
+def test_a_header_with_a_damaged_part_still_begins_its_segment(tmp_path):
+    write(tmp_path, [FIRST, step(1), SECOND | {"cores": "many"}, step(1)])
+    run = read_run(tmp_path)
+    assert [(s.step, s.time) for s in run.steps] == [(1, 1.0), (2, 61.0)]
+    assert (run.header.halfstep, run.num_segments) == ("unknown", 2)
+    assert "line 3 of rank0.jsonl is damaged" in run.notes[0].text
+
+
+def test_events_of_later_versions_are_no_damage(tmp_path):
+    write(tmp_path, [FIRST, {"event": "weather", "sky": "blue"}, step(1, mood="fine")])
+    assert (len(read_run(tmp_path).steps), read_run(tmp_path).notes) == (1, ())
+
+
+def test_only_files_of_ranks_are_read(tmp_path):
+    write(tmp_path, [FIRST, step(1)])
+    for name in ("rank².jsonl", "rank٣.jsonl", "rank01.jsonl", "rank-1.jsonl", "rank.jsonl"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "rank2.jsonl").mkdir()
+    assert read_run(tmp_path).ranks == (0,)
+
+
+def test_a_trace_that_is_damaged_is_left_out_and_said(tmp_path):
+    write(tmp_path, [FIRST, step(1)])
+    (tmp_path / "trace.json").write_text("[" * 5000)
+    run = read_run(tmp_path)
+    assert run.trace is None
+    assert run.left_out == run.notes
+    assert run.notes[0].text.startswith("trace.json cannot be read as a trace and was left out: ")
+
+
+def test_a_name_that_is_no_unicode_can_be_read_back(tmp_path):
+    write(tmp_path, [FIRST | {"command": ["train.py", "\udcff"]}, step(1)])
+    assert read_run(tmp_path).header.command == ("train.py", "?")
 
 
 @pytest.mark.parametrize(

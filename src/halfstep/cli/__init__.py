@@ -11,9 +11,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from halfstep import __version__
 from halfstep.cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, ending_at_interrupts
+from halfstep.sentence import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except CommandError as error:
-        print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
+        print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
         if is_script:
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Nobody reads the output any more (`| head -1`), or there is no room for it.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            print(f"halfstep {arguments.command}: {error}", file=sys.stderr)
+            print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         if is_script:
@@ -57,10 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with words from outside, whatever they are."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _build_parser() -> argparse.ArgumentParser:
     from halfstep.cli import check, demo, doctor, policy, report, run, tune, watch
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="halfstep",
         description="Automatic mixed precision for PyTorch that is safe, visible and editable.",
     )

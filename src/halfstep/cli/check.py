@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 from halfstep.cli.records import RUN_HELP, run_at
+from halfstep.sentence import printable
 
 EPILOG = """\
 Exit code 0 and one line if all limits hold; 1 and a line for each that does not; 2 if there is no
@@ -67,20 +69,24 @@ def run(arguments: argparse.Namespace) -> int:
         shares = (limits.skipped, limits.underflow, limits.overflow)
     limits = Limits(*shares, arguments.allow_nan, arguments.allow_unfinished)
     found = violations(summary, limits)
+    for note in run.left_out:
+        print(printable(f"{run.path}: {note.text}"), file=sys.stderr)
     for line in found:
-        print(f"{run.path}: {line}")
+        print(printable(f"{run.path}: {line}"))
     if not found:
-        print(f"{run.path}: good: {held(summary, limits)}")
+        print(printable(f"{run.path}: good: {held(summary, limits)}"))
     return 1 if found else 0
 
 
 def _share(text: str) -> float:
     number = text.strip().removesuffix("%")
     try:
-        value = float(number) / (1 if number == text.strip() else 100)
+        of_100 = float(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1% or 0.01") from None
+    value = of_100 if number == text.strip() else of_100 / 100
     if not 0 <= value <= 1:
-        cure = f"write {number}% or {float(number) / 100:g}" if value > 1 else "write 1% or 0.01"
+        is_percent = 1 < value == of_100 <= 100  # the sign was forgotten
+        cure = f"write {number}% or {of_100 / 100:g}" if is_percent else "write 1% or 0.01"
         raise argparse.ArgumentTypeError(f"{text!r} is not between 0% and 100%: {cure}")
     return value

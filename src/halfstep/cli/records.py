@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep.cli.exits import CommandError
-from halfstep.recording.lines import RUNS, newest_in
+from halfstep.recording.lines import RUNS, files_in, newest_in
+from halfstep.sentence import printable
 
 if TYPE_CHECKING:
     from halfstep.recording.run import Run
@@ -29,18 +29,13 @@ def run_at(path: Path | None) -> Run:
         path = newest_in(RUNS)
         if path is None:
             raise CommandError(f"there is no record under {RUNS}/: name the folder of one")
-        print(f"{path}: the newest record under {RUNS}/", file=sys.stderr)
-    if path.is_file() and not re.fullmatch(r"rank\d+\.jsonl", path.name):
+        print(printable(f"{path}: the newest record under {RUNS}/"), file=sys.stderr)
+    if path.is_file() and path not in files_in(path.parent).values():
         raise CommandError(f"{path} is a file: give the folder of a record")
     try:
         run = read_run(path)
     except RecordError as error:
         raise CommandError(str(error)) from None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CommandError(
-            f"{path}: a line of the record is not as halfstep writes it "
-            f"({type(error).__name__}: {error}); is it damaged?"
-        ) from None
     if not run.num_steps:
         raise CommandError(
             f"{path}: the record holds no step: the run ended before the first step of an "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli.exits import CommandError
 from halfstep.cli.records import RUN_HELP, run_at
+from halfstep.sentence import printable, tell
 
 if TYPE_CHECKING:
     from halfstep.recording.run import Run
@@ -69,13 +71,14 @@ def _report(run: Run, arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(plain.summary_json(summary))
     elif arguments.md:
-        print(plain.summary_markdown(summary))
+        tell(plain.summary_markdown(summary))
     else:
         from halfstep.report.page import render
 
         for sentence in sentences(summary):
-            print(f"{sentence.severity}: {sentence.text}")
-        print(_written(arguments.output or run.path / "report.html", render(summary, run)))
+            print(printable(f"{sentence.severity}: {sentence.text}"))
+        page = render(summary, run)
+        print(_written(arguments.output or run.path / "report.html", page))
 
 
 def _compare(first: Run, second: Run, arguments: argparse.Namespace) -> None:
@@ -87,22 +90,32 @@ def _compare(first: Run, second: Run, arguments: argparse.Namespace) -> None:
     if arguments.json:
         _print_json(plain.comparison_json(comparison))
     elif arguments.md:
-        print(plain.comparison_markdown(comparison))
+        tell(plain.comparison_markdown(comparison))
     else:
         from halfstep.report.page import render_comparison
 
         page = render_comparison(comparison, first, second)
         path = _written(arguments.output or first.path / "comparison.html", page)
-        print(f"{plain.comparison_text(comparison)}\n\n{path}")
+        tell(plain.comparison_text(comparison) + f"\n\n{path}")
 
 
 def _print_json(values: dict[str, Any]) -> None:
     print(json.dumps(values, allow_nan=False, indent=1))
 
 
-def _written(path: Path, page: str) -> Path:
+def _written(path: Path, page: str) -> str:
+    """Write a page in the place of what has its name; of a link, not of what it leads to."""
     try:
-        path.write_text(page, encoding="utf-8", errors="replace")
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+            path.write_text(page, encoding="utf-8", errors="replace")
+            return printable(str(path))
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with new.open("x", encoding="utf-8", errors="replace") as file:
+                file.write(page)
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         raise CommandError(f"{path}: cannot be written: {error.strerror}; see -o") from None
-    return path
+    return printable(str(path))

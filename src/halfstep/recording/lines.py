@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator
 from io import SEEK_END, FileIO
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from halfstep.decoding import to_plain
@@ -140,9 +141,10 @@ def require_schema(path: Path, schema: object, version: object) -> None:
         RecordError: It names the version of halfstep that can read it.
     """
     if schema != SCHEMA:
+        which = version if isinstance(version, str) else "of the same version"
         raise RecordError(
-            f"{path}: it has schema {schema!r}, and this halfstep reads schema {SCHEMA}: look at "
-            f"it with halfstep {version or 'of the same version'}"
+            f"{path}: it has schema {shown(schema)}, and this halfstep reads schema {SCHEMA}: look "
+            f"at it with halfstep {which}"
         )
 
 

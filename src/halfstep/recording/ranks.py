@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar, get_args
+from reprlib import repr as shown
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,16 +45,15 @@ _Line: TypeAlias = (
     Step | Sample | Culprits | _Diagnosis | Header | Device | Model | PolicySeen | Note | End
 )
 _KNOWN = {kind.__struct_config__.tag for kind in get_args(_Line)}
-_Scalar: TypeAlias = str | float | bool | None
 
 
 class _Beginning(Struct, frozen=True):
     """What has to be known of a line if its other parts are damaged, or of another version."""
 
     event: str
-    schema: _Scalar = None
-    halfstep: _Scalar = None
-    started: _Scalar = None
+    schema: Any = None
+    halfstep: Any = None
+    started: Any = None
 
 
 class _LeftOut(NamedTuple):
@@ -190,13 +190,13 @@ class Rank:
     def _begin_segment(self, line: int, beginning: _Beginning, header: Header) -> None:
         require_schema(self.path, beginning.schema, beginning.halfstep)
         try:
-            started = datetime.fromisoformat(beginning.started)  # type: ignore[arg-type]
+            started = datetime.fromisoformat(beginning.started)
             begun = self._begun or started
             self._seconds_before = (started - begun).total_seconds()
         except (TypeError, ValueError):
             raise RecordError(
                 f"{self.path}: line {line} begins a run, but started is "
-                f"{beginning.started!r} where a date and time belong; is it damaged?"
+                f"{shown(beginning.started)} where a date and time belong; is it damaged?"
             ) from None
         self._begun = begun
         self._steps_before = self._last_step

@@ -21,6 +21,7 @@ from halfstep.runner import launch
 from halfstep.runner.once import show_once
 from halfstep.runner.replacements import replaced
 from halfstep.runner.script import execute, hide_our_frames
+from halfstep.sentence import tell
 
 if TYPE_CHECKING:
     from halfstep.diagnosing.watch import Watch
@@ -162,6 +163,6 @@ class Session:
     def _print(self, text: str) -> None:
         if self._stderr is not None:
             try:
-                print(f"halfstep: {text}", file=self._stderr, flush=True)
+                tell(f"halfstep: {text}", self._stderr, flush=True)
             except (OSError, ValueError):  # nobody reads it any more, or it was closed
                 return

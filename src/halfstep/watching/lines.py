@@ -7,6 +7,7 @@ from operator import itemgetter
 from halfstep.numbers import bits, number, percent, power
 from halfstep.recording.following import Update
 from halfstep.recording.run import Culprits, Diagnosed, Step
+from halfstep.sentence import printable
 from halfstep.watching import words
 from halfstep.watching.state import Watched, Worst
 
@@ -17,7 +18,7 @@ DEFAULT_EVERY = 50
 def heading(watched: Watched) -> str:
     """Return the line that comes first."""
     facts = ", ".join(words.what_runs(watched) + words.where_it_runs(watched))
-    return f"run {words.printable(str(watched.run.path))}  {facts}"
+    return printable(f"run {watched.run.path}  {facts}")
 
 
 def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
@@ -31,7 +32,7 @@ def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
     """
     every = every or watched.run.header.every or DEFAULT_EVERY
     new = update.new
-    found = [(note.step, f"note {note.step}  {words.printable(note.text)}") for note in new.notes]
+    found = [(note.step, f"note {note.step}  {note.text}") for note in new.notes]
     found += [
         (step.step, step_line(step))
         for step in new.steps
@@ -42,7 +43,7 @@ def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
     for sample in new.samples:
         worst = watched.worst()[:NUM_WORST]
         found += [(sample.step, _layer_line(sample.step, each)) for each in worst]
-    return [line for _, line in sorted(found, key=itemgetter(0))]
+    return [printable(line) for _, line in sorted(found, key=itemgetter(0))]
 
 
 def step_line(step: Step) -> str:
@@ -59,7 +60,7 @@ def step_line(step: Step) -> str:
 def _culprits_line(culprits: Culprits) -> str:
     module = culprits.began_in or "a module that the gradients do not tell"
     return (
-        f"skip {culprits.step}  began in {words.printable(module)}  "
+        f"skip {culprits.step}  began in {module}  "
         f"parameters {culprits.num_parameters}  rank {culprits.rank}"
     )
 
@@ -74,7 +75,7 @@ def _layer_line(step: int, worst: Worst) -> str:
     return (
         f"sample {step}  headroom {bits(worst.judged.headroom)}  "
         f"underflow {percent(worst.judged.share_lost)}  nan {measured.nan}  "
-        f"inf {measured.inf}  {measured.kind} {words.printable(measured.name)}"
+        f"inf {measured.inf}  {measured.kind} {measured.name}"
     )
 
 

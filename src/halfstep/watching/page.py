@@ -12,6 +12,7 @@ from rich.text import Text
 
 from halfstep.numbers import number, percent, power
 from halfstep.recording.run import Kind
+from halfstep.sentence import printable
 from halfstep.watching import words
 from halfstep.watching.state import Watched, Worst
 from halfstep.watching.trail import ASCII_BLOCKS, BLOCKS, MARK, Trail, sparkline
@@ -74,7 +75,7 @@ def _heading(watched: Watched, now: float, width: int, signs: Signs) -> list[Tex
     state = words.state(watched, now)
     is_bad = watched.run.error is not None
     colour = "red" if is_bad else "yellow" if state.startswith("silent") else "green"
-    name = Text(words.printable(os.fspath(watched.run.path)), "bold")
+    name = Text(printable(os.fspath(watched.run.path)), "bold")
     # The path gives way, so that how it stands is seen; to a long error not all of it.
     word, _, _ = state.partition(" ")
     shortest = min(SHORTEST_NAME, width - GAP - cell_len(word) - 1)
@@ -157,7 +158,7 @@ def _skips(watched: Watched, num: int, width: int, signs: Signs) -> list[Text]:
             Text(f"{step.step:,}", justify="right"),
             Text(words.why_skipped(step)),
             Text(f"{power(step.scale)} {signs.arrow} {power(step.scale_after)}"),
-            Text(words.printable(watched.began_in.get(step.step, "-"))),
+            Text(printable(watched.began_in.get(step.step, "-"))),
         ]
         for step in reversed(list(watched.skips)[-num:])
     ]
@@ -181,7 +182,7 @@ def _layers(watched: Watched, worst: list[Worst], width: int, signs: Signs) -> l
 def _layer(each: Worst) -> list[Text]:
     headroom, lost = each.judged.headroom, each.judged.share_lost
     return [
-        Text(words.printable(each.measured.name)),
+        Text(printable(each.measured.name)),
         Text(KINDS[each.measured.kind], "dim"),
         Text(
             "-" if headroom is None else f"{headroom:.1f}",
@@ -200,8 +201,7 @@ def _colour(value: float | None, bad: float, poor: float) -> str:
 
 def _notes(watched: Watched, num: int) -> list[Text]:
     return [
-        _line(f"step {note.step:,}: {words.printable(note.text)}")
-        for note in list(watched.notes)[-num:]
+        _line(f"step {note.step:,}: {printable(note.text)}") for note in list(watched.notes)[-num:]
     ]
 
 

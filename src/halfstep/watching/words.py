@@ -10,12 +10,8 @@ from pathlib import Path
 from halfstep.numbers import seconds
 from halfstep.recording.run import Diagnosed, Step
 from halfstep.report.about_diagnoses import headline
+from halfstep.sentence import printable
 from halfstep.watching.state import Watched
-
-
-def printable(text: str) -> str:
-    """Return text without characters that a terminal would obey: they are shown as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def what_runs(watched: Watched) -> list[str]:
