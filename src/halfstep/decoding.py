@@ -18,12 +18,12 @@ _Kind = TypeVar("_Kind")
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 """A number of things; to divide and to draw it is exact as a float too."""
+Finite: TypeAlias = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Magnitude: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 LARGEST = 2.0**128
 """No finite float32 is larger."""
-Magnitude: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-"""Finite, and not negative."""
-Positive: TypeAlias = Annotated[float, Meta(ge=2.0**-149, le=LARGEST)]
-"""A float32 that is finite and above zero."""
+Scale: TypeAlias = Annotated[float, Meta(ge=2.0**-149, le=LARGEST)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 
 

@@ -21,7 +21,7 @@ from halfstep.recording.run import Diagnosed
 LINE = Line("model.py", 3, "forward", "y = x.exp()")
 FLUSH = Flush("mm", "head", "backward", "float16", LINE, 10, 4, ((1.0, 9), (256.0, 0)))
 FULL = records.found(
-    bad=records.bad_op(forward_op="exp", forward_line=LINE, needs=math.inf),
+    bad=records.bad_op(forward_op="exp", forward_line=LINE, needs=97280.0),
     tensor="inf",
     underflow=(FLUSH, replace(FLUSH, line=None)),
     notes=("a note",),

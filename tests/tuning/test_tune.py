@@ -335,6 +335,18 @@ def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
+def test_measurements_that_are_damaged_are_made_again(tmp_path: Path) -> None:
+    path, batch = tmp_path / "record.jsonl", torch.randn(32, 8)
+    model = nn.Linear(8, 4)
+    first = tune(model, [batch], None, path=path)
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    flipped = lines[0].replace(b"1", b"7").replace(b"0", b"6")
+    path.write_bytes(b"".join([header, flipped, b'{"event":"measured"}\n', *lines[1:]]))
+    again = tune(model, [batch], None, path=path)
+    assert again.policy == first.policy
+    assert len(path.read_bytes().splitlines()) == len(lines) + 3
+
+
 # --- what is wrong --------------------------------------------------------------------------------
 
 

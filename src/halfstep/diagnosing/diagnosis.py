@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 import torch
 
-from halfstep.decoding import Count, decoded, to_plain
+from halfstep.decoding import Count, Finite, Positive, decoded, to_plain
 from halfstep.tracing.rows import Phase
 
 Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
@@ -52,8 +52,8 @@ class Operand:
     name: str
     dtype: str
     shape: tuple[Count, ...]
-    low: float | None
-    high: float | None
+    low: Finite | None
+    high: Finite | None
     nan: Count
     inf: Count
     zeros: Count
@@ -92,8 +92,8 @@ class BadOp:
     forward_line: Line | None
     inputs: tuple[Operand, ...]
     output: Operand | None
-    needs: float | None
-    limit: float | None
+    needs: Finite | None
+    limit: Positive | None
 
     @property
     def is_beyond_its_dtype(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from operator import add
 from typing import TypeVar
@@ -106,8 +105,8 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         amin=min((part.amin for part in parts if part.amin is not None), default=None),
         first=first,
         histogram=histogram,
-        underflow=_sum(part.underflow for part in parts),
-        overflow=_sum(part.overflow for part in parts),
+        underflow=_sum([part.underflow for part in parts]),
+        overflow=_sum([part.overflow for part in parts]),
         flushed=_sum_of_known(part.flushed for part in parts),
         square_sum=_sum_of_known(part.square_sum for part in parts),
     )
@@ -124,11 +123,9 @@ def _sum_of_bins(parts: list[Statistics]) -> tuple[int, list[int]]:
     return first, total
 
 
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(total)
+def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
+    keys = dict.fromkeys(key for each in counts for key in each)
+    return {key: sum([each.get(key, 0) for each in counts]) for key in keys}
 
 
 def _sum_of_known(values: Iterable[_Number | None]) -> _Number | None:

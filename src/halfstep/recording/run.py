@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from halfstep.decoding import LARGEST, Count, Positive, Seconds
+from halfstep.decoding import LARGEST, Count, Scale, Seconds
 from halfstep.diagnosing.diagnosis import Diagnosis
 from halfstep.numerics.formats import FORMATS
 from halfstep.numerics.statistics import Statistics
@@ -129,8 +129,8 @@ class Step(_Event, tag="step", frozen=True):
     optimizer: str
     taken: bool
     reason: str | None
-    scale: Positive | None
-    scale_after: Positive | None
+    scale: Scale | None
+    scale_after: Scale | None
     norm: float | None
     loss: float | None
     rank: Count | None = None
@@ -190,7 +190,7 @@ class Sample(_Event, tag="sample", frozen=True):
     """
 
     step: Count
-    scale: Positive
+    scale: Scale
     tensors: tuple[Measured, ...]
 
 

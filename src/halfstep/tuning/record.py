@@ -1,7 +1,7 @@
 """The measurements of a tuning, in a file from which it goes on.
 
-JSON Lines: the first line is a fingerprint of what is measured, each other one a measurement. A
-last line that was cut is dropped.
+JSON Lines: the first line is a fingerprint of what is measured, each other one a measurement. What
+a line that is cut or damaged said is measured again.
 """
 
 from __future__ import annotations
@@ -10,17 +10,20 @@ import ctypes
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 import halfstep
 from halfstep.casting.casts import tensors_in
-from halfstep.decoding import to_plain
+from halfstep.decoding import decoded, to_plain
 from halfstep.errors import RecordError
 from halfstep.machine import device_name
+from halfstep.recording.lines import has_checksum, line_of
 from halfstep.tuning.passes import Lowering
 from halfstep.tuning.task import Task
 
@@ -50,6 +53,13 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Finge
         "batches": "; ".join(", ".join(each) for each in shapes),
         "values of the batches": _hash(*tensors_in(batches)),
     }
+
+
+class _Measured(Struct, tag_field="event", tag="measured"):
+    """A line with a measurement."""
+
+    key: list[Any]
+    value: Any
 
 
 class Measurements:
@@ -91,22 +101,27 @@ class Measurements:
 
     def _write(self, event: Mapping[str, Any]) -> None:
         assert self._path is not None
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(to_plain(event), allow_nan=False) + "\n")
+        with self._path.open("ab") as file:
+            file.write(line_of(dict(event)))
 
     def _read(self, path: Path, fingerprint: Fingerprint) -> None:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        first, *lines = whole.split(b"\n")
         try:
-            header, *events = [json.loads(line) for line in whole.splitlines()] or [{}]
+            header = decoded(dict[str, str], first)
         except ValueError:
-            raise RecordError(f"{path} is no record of a tuning: give another file") from None
-        if not isinstance(header, dict) or header.get("event") != "tune":
+            header = {}
+        if header.get("event") != "tune":
             raise RecordError(f"{path} is no record of a tuning: give another file")
         _require_same(path, header, fingerprint)
-        if whole != text:  # the last line was cut
-            path.write_text(whole, encoding="utf-8")
-        self._known = {json.dumps(event["key"]): event["value"] for event in events}
+        if whole != data:  # the last line was cut
+            path.write_bytes(whole)
+        for line in lines:
+            with suppress(ValueError):  # what is damaged is measured again
+                has_checksum(line)
+                event = decoded(_Measured, line)
+                self._known[json.dumps(event.key)] = event.value
 
 
 def _require_same(path: Path, header: Mapping[str, str], fingerprint: Fingerprint) -> None:
