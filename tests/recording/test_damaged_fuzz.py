@@ -188,6 +188,7 @@ def look(folder):
     return run
 
 
+@pytest.mark.timeout(0 if NUM_FILES > 300 else 300)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_damaged_files(tmp_path, part):
     for number in range(part, NUM_FILES, NUM_PARTS):

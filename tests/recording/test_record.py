@@ -101,7 +101,8 @@ def test_steps_are_those_of_the_scaler(tmp_path: Path) -> None:
     assert record.num_steps == len(run.steps) == 20
     assert 0 < record.num_skipped == len(run.skipped) < 20
     for step, entry in zip(run.steps, history, strict=True):
-        assert step[2:6] == (entry.optimizer, entry.taken, entry.reason, entry.scale)
+        assert (step.optimizer, step.taken) == (entry.optimizer, entry.taken)
+        assert (step.reason, step.scale) == (entry.reason, entry.scale)
         if entry.taken:
             assert math.isfinite(step.norm)
     assert [step.loss for step in run.steps] == pytest.approx(losses, rel=1e-6)

@@ -94,7 +94,7 @@ class Recording:
                 whole = decoded(_Whole, text)
                 return Recording(whole.ops, whole.environment, whole.notes)
         except ValueError as error:
-            raise ValueError(f"trace.from_json: it is no trace, or damaged: {error}") from None
+            raise ValueError(f"trace.from_json: it is no {SCHEMA}, or damaged: {error}") from None
         raise ValueError(
             f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
             f"{SCHEMA!r}; this text has {schema!r}"
