@@ -18,11 +18,13 @@ import torch.amp.autocast_mode
 import torch.compiler.config
 import torch.multiprocessing.reductions
 import torch.utils._python_dispatch
+import torch.utils._pytree
 import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 Kernel = Callable[..., Any]
 
 # --- gradient scaling -----------------------------------------------------------------------------
@@ -168,6 +170,9 @@ def _implement(
         library.impl(  # type: ignore[no-untyped-call]
             op, kernel, key.name, with_keyset=True, allow_override=True
         )
+    # Before 2.13 PyTorch refuses to register a kernel of its own where there is one of Python, and
+    # its first vmap registers some. Once forgotten, ours is replaced, as it is from 2.13 on.
+    torch.library._impls.difference_update(library._op_impls)
 
 
 def callable_of(op: torch._ops.OpOverload) -> Kernel:
@@ -379,18 +384,6 @@ def autocast_devices() -> list[str]:
 # --- autocast: torch.compile ----------------------------------------------------------------------
 
 
-def enter_traced(switches: Switches) -> object:
-    """Set the switches in a way that torch.compile can trace into a graph."""
-    device_type, dtype, enabled, cache = switches
-    mode: object = torch.amp.autocast_mode._enter_autocast(device_type, dtype, enabled, cache)  # type: ignore[no-untyped-call]
-    return mode
-
-
-def exit_traced(mode: object) -> None:
-    """Undo :func:`enter_traced`."""
-    torch.amp.autocast_mode._exit_autocast(mode)  # type: ignore[no-untyped-call]
-
-
 def allow_in_graph(*functions: Callable[..., None]) -> None:
     """Let torch.compile put calls of the functions into its graphs as they are."""
     torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
@@ -432,6 +425,22 @@ def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params,
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def constant_while_tracing(kind: type[_Value]) -> type[_Value]:
+    """Let torch.compile before 2.12 pass values of a class to what :func:`run_while_tracing` marks.
+
+    The class has ``__eq__`` and ``__hash__``, and its values never change. Code that was compiled
+    with one value is guarded by it.
+    """
+    torch.utils._pytree.register_constant(kind)
+    return kind
+
+
+@run_while_tracing
+def is_exporting() -> bool:
+    """Return whether torch.export traces; 2.11's own answer is True for torch.compile too."""
+    return torch.compiler.is_exporting()
 
 
 # torch.compile guards on the autocast dtype of every device type for which autocast is on. This one

@@ -5,17 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep.casting.casts import is_eligible
 from halfstep.casting.context import autocast, default_device
-from halfstep.casting.region import (
-    Region,
-    Settings,
-    current_settings,
-    enter_scope_in_graph,
-    leave_scope_in_graph,
-)
+from halfstep.casting.region import Region, Settings, current_settings, in_graph
 from halfstep.errors import CallOrderError
 
 _Method = Callable[..., Any]
@@ -101,12 +94,9 @@ def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) ->
                 "so its autocast is not known. Decorate forward with halfstep.custom_fwd"
             )
         if torch.compiler.is_compiling():
-            # The one context that torch.compile can enter in the backward of a Function.
-            with torch_autocast(*settings.switches):
-                enter_scope_in_graph(settings)
-                result = bwd(ctx, *gradients)
-                leave_scope_in_graph()
-                return result
+            # The one context of ours that it can enter in the backward of a Function.
+            with in_graph(settings):
+                return bwd(ctx, *gradients)
         with Region(settings):
             return bwd(ctx, *gradients)
 

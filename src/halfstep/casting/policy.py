@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from halfstep import _torch
 from halfstep.casting import comparison, grammar, op_names, policy_file
 from halfstep.casting.comparison import Explanation, PolicyDiff
 from halfstep.casting.names import did_you_mean
@@ -23,6 +24,7 @@ DEVICES = ("cpu", "cuda", "xpu", "mps")
 """What policies are compared and explained for, unless other device types are asked for."""
 
 
+@_torch.constant_while_tracing
 class Policy:
     """An ordered list of rules; the last one that holds for an op decides.
 

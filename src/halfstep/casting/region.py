@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
 from halfstep import _torch
 from halfstep.casting import kernels, scopes
@@ -41,16 +42,17 @@ class Region:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._traced: list[object] = []
+        self._traced: list[AbstractContextManager[None]] = []
 
     @_torch.do_not_compile_alone
     def __enter__(self) -> Self:
         settings = self._settings
-        if settings.switches.enabled and torch.compiler.is_exporting():
+        if settings.switches.enabled and _torch.is_exporting():
             raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
         if torch.compiler.is_compiling():
-            self._traced.append(_torch.enter_traced(settings.switches))
-            enter_scope_in_graph(settings)
+            context = in_graph(settings)
+            context.__enter__()
+            self._traced.append(context)
         else:
             if _thread.change is not None and self._is_users:
                 settings = _thread.change(settings)
@@ -65,8 +67,7 @@ class Region:
         traceback: TracebackType | None,
     ) -> None:
         if torch.compiler.is_compiling():
-            leave_scope_in_graph()
-            _torch.exit_traced(self._traced.pop())
+            self._traced.pop().__exit__(kind, error, traceback)
             return
         scope = scopes.current()
         if scope.context is self:
@@ -236,24 +237,31 @@ def _policies(
     return outside.with_policy(kernels.prepared(number))
 
 
-def enter_scope_in_graph(settings: Settings) -> None:
-    """While torch.compile traces: make a graph in which the policy of ``settings`` is active."""
+@contextmanager
+def in_graph(settings: Settings) -> Iterator[None]:
+    """While torch.compile traces: make a graph whose ops run by ``settings``."""
     _allow_in_graph()
-    _enter_scope_in_graph(settings.switches.device, settings.policy, settings.inherit)
+    # By name: before 2.12 torch.compile cannot take a named tuple apart.
+    switches = settings.switches
+    with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
+        _enter_scope(switches.device, settings.policy, settings.inherit)
+        try:
+            yield
+        finally:
+            _leave_scope()
 
 
 # torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
 # kernels that run meanwhile then see the scope.
-def _enter_scope_in_graph(device: str, number: int | None, inherit: bool) -> None:
+def _enter_scope(device: str, number: int | None, inherit: bool) -> None:
     outer = scopes.current()
     scopes.enter_in_graph(outer, _policies(outer.policies, device, number, inherit))
 
 
-def leave_scope_in_graph() -> None:
-    """Undo :func:`enter_scope_in_graph`."""
+def _leave_scope() -> None:
     scopes.leave(scopes.current())
 
 
 @_torch.run_while_tracing
 def _allow_in_graph() -> None:
-    _torch.allow_in_graph(_enter_scope_in_graph, leave_scope_in_graph)
+    _torch.allow_in_graph(_enter_scope, _leave_scope)

@@ -113,7 +113,7 @@ class Forward:
 
     def _may_enter(self, device: str) -> bool:
         # An exported or traced program is for elsewhere, and could not keep a policy.
-        if _torch.is_jit_tracing() or torch.compiler.is_exporting():
+        if _torch.is_jit_tracing() or _torch.is_exporting():
             return False
         if _torch.is_tracing_before_autocast():
             return False
