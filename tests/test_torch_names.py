@@ -322,7 +322,7 @@ def test_scripting_one_function_instead_of_another() -> None:
     _torch.script_instead(wrapper, original)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.*deprecated")
         assert torch.jit.script(wrapper)(torch.ones(1)) == 2
     assert wrapper(torch.ones(1)) is None
 
@@ -336,9 +336,59 @@ def test_tracing_by_jit_is_seen() -> None:
 
     function(torch.ones(1))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.*deprecated")
         torch.jit.trace(function, torch.ones(1), check_trace=False)
     assert seen == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_pytorch_can_register_kernels_where_there_are_ours() -> None:
+    op, key = torch.ops.aten.asinh.default, torch._C.DispatchKey.AutocastCPU
+    kernels = _torch.TemporaryKernels()
+    kernels.register(op, key, lambda *_: torch.zeros(()))
+    theirs = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
+    theirs.impl(op, lambda x: x + 1, key.name)  # type: ignore[no-untyped-call]
+    theirs._destroy()  # type: ignore[no-untyped-call]
+    kernels.remove()
+
+
+def test_export_is_told_from_compile() -> None:
+    seen: list[bool] = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.is_exporting())
+        return x + 1
+
+    function(torch.ones(1))
+    assert seen == [False]
+
+
+def test_values_of_a_class_are_constants_while_tracing() -> None:
+    @_torch.constant_while_tracing
+    class Value:
+        def __init__(self, number: float) -> None:
+            self.number = number
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Value) and self.number == other.number
+
+        def __hash__(self) -> int:
+            return hash(self.number)
+
+    @_torch.run_while_tracing
+    def number_of(value: Value) -> float:
+        return value.number
+
+    value = Value(1.0)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + number_of(value)
+
+    assert function(torch.ones(1)) == 2
+    value = Value(2.0)
+    assert function(torch.ones(1)) == 3
 
 
 def test_a_scheduler_that_is_being_made() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.casting.versions import has_op
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves
@@ -58,8 +59,8 @@ FFTS = [
 ]
 FACTORS = (
     "cholesky cholesky_ex cond det eigh eigvals eigvalsh inv inv_ex ldl_factor ldl_factor_ex lu "
-    "lu_factor lu_factor_ex matrix_exp matrix_norm matrix_rank norm pinv qr slogdet svd svdvals "
-    "vander vector_norm"
+    "lu_factor lu_factor_ex matrix_exp matrix_norm matrix_rank matrix_sqrth norm pinv polar qr "
+    "slogdet svd svdvals vander vector_norm"
 )
 OF_A_MATRIX = "cholesky det geqrf inverse logdet matrix_exp pinverse qr slogdet svd"
 SPECIAL = (
@@ -76,8 +77,12 @@ POLYNOMIALS = (
 
 IN_FLOAT32: dict[str, tuple[Tensor, Call]] = {
     **{name: (MATRIX, of(name)) for name in FFTS},
-    **{f"linalg.{name}": (DEFINITE, of(f"linalg.{name}")) for name in FACTORS.split()},
-    **{name: (DEFINITE, of(name)) for name in OF_A_MATRIX.split()},
+    **{
+        f"linalg.{name}": (DEFINITE, of(f"linalg.{name}"))
+        for name in FACTORS.split()
+        if has_op(f"linalg_{name}")
+    },
+    **{name: (DEFINITE, of(name)) for name in OF_A_MATRIX.split() if has_op(name)},
     **{f"special.{name}": (BETWEEN, of(f"special.{name}")) for name in SPECIAL.split()},
     **{f"special.{name}": (BETWEEN, of(f"special.{name}", 3)) for name in POLYNOMIALS.split()},
     "special.zeta": (BETWEEN + 2, of("special.zeta", 2.0)),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.casting.versions import has_op
 
 from halfstep import _torch
 from halfstep.casting import autocast, preset
@@ -17,24 +18,28 @@ def test_the_dispatcher_has_kernels_to_compare_with(device: str) -> None:
     assert len(_torch.overloads_with_autocast_kernel(device)) > 80
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["standard", "torch"])
-def test_every_op_with_a_kernel_of_pytorch_has_a_rule(name: str, device: str) -> None:
-    for dtype in DTYPES:
-        missing = [
-            op
-            for op in sorted(_torch.overloads_with_autocast_kernel(device))
-            if preset(name).rule(op, device, dtype) is None
-        ]
-        assert not missing, f"PyTorch {torch.__version__} casts ops that {name}.toml does not know"
+def test_every_op_that_pytorch_casts_has_a_rule(name: str) -> None:
+    missing = {
+        op.removesuffix(".default"): device
+        for device in DEVICES
+        for op in sorted(_torch.overloads_with_autocast_kernel(device))
+        if any(preset(name).rule(op, device, dtype) is None for dtype in DTYPES)
+    }
+    assert not missing, (
+        f"PyTorch {torch.__version__} casts ops that src/halfstep/casting/presets/{name}.toml does "
+        "not know. Add each to the ops of the action that ATen/autocast_mode.h gives it there, and "
+        "to tests/casting/versions.py the version that it came with:\n"
+        + "\n".join(f'    "{op}",  # {device}' for op, device in missing.items())
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_torch_names_exactly_the_ops_that_pytorch_casts(device: str) -> None:
+def test_torch_names_no_op_that_pytorch_does_not_cast(device: str) -> None:
     policy = preset("torch")
     named = {op for op in meant_by(policy.rules) if policy.rule(op, device, torch.bfloat16)}
 
-    assert named == _torch.overloads_with_autocast_kernel(device)
+    assert named <= _torch.overloads_with_autocast_kernel(device)
 
 
 def test_torch_cuda_is_the_cuda_list_on_every_device() -> None:
@@ -64,14 +69,15 @@ def test_standard_is_one_table_for_every_device() -> None:
     assert {rule.device for rule in preset("standard").rules} == {None}
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="older versions lack some of the ops")
 def test_presets_name_only_ops_that_exist() -> None:
     """A misspelt name would be a rule for nothing."""
     known = _torch.aten_overloads()
     for rule in (rule for name in PRESETS for rule in preset(name).rules if not rule.is_glob):
         op, _, of_op = rule.op.partition(".")
-        assert op in known, rule
-        assert not of_op or of_op in known[op], rule
+        assert (op in known) == has_op(op), (
+            f"{rule}: tests/casting/versions.py says otherwise of PyTorch {torch.__version__}"
+        )
+        assert not of_op or of_op in known.get(op, [of_op]), rule
 
 
 def test_bf16_lean_differs_in_bfloat16_only() -> None:

@@ -793,7 +793,7 @@ def test_while_tracing_nothing_is_kept_or_served() -> None:
     kept(layer.weight)
     before = info()
     with autocast("cpu", BF16):
-        with pytest.warns(DeprecationWarning, match="trace"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="trace"):
             traced = torch.jit.trace(layer, torch.ones(1, 2), check_trace=False)
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         compiled(torch.ones(1, 2))
