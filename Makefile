@@ -5,7 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 JOBS   ?= 2
 
-.PHONY: help setup demo test check fuzz score test-gpu test-ranks bench clean
+# The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
+TORCH  ?= 2.15.0
+
+.PHONY: help setup demo test test-torch pytest check fuzz score test-gpu test-ranks bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -14,7 +17,7 @@ help:  ## show this list
 setup: $(READY)  ## make .venv with everything pinned (demo and test do it by themselves)
 
 $(READY): pyproject.toml constraints.txt setup.sh
-	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" OTHER_TORCH="$(OTHER_TORCH)" sh setup.sh
 
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
 	@$(BIN)/halfstep demo $(ARGS)
@@ -25,6 +28,13 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/mypy
 
 test: check  ## check, then all tests that need no GPU
+	@$(MAKE) --no-print-directory pytest
+
+test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python3.13]
+	@$(MAKE) --no-print-directory pytest OTHER_TORCH=$(TORCH) \
+		VENV=.venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+
+pytest: $(READY)
 	$(BIN)/pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
@@ -54,4 +64,4 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/ranks_cost.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes $VENV with halfstep and its development tools, pinned by constraints.txt.
+# Makes $VENV with halfstep and its development tools, pinned by constraints.txt; with the PyTorch
+# $OTHER_TORCH in place of the one named there, if that is set.
 # Called by the Makefile; does nothing twice: the Makefile looks at $VENV/.ready.
 set -eu
 PYTHON=${PYTHON:-python3}
@@ -19,10 +20,16 @@ command -v "$PYTHON" >/dev/null 2>&1 ||
 [ -x "$VENV/bin/pip" ] || "$PYTHON" -m venv --clear "$VENV" ||
     fail "'$PYTHON -m venv' could not make $VENV." "on Debian or Ubuntu: apt install python3-venv; elsewhere use a Python that has venv and ensurepip"
 
+CONSTRAINTS=constraints.txt
+if [ -n "${OTHER_TORCH:-}" ]; then
+    CONSTRAINTS=$VENV/constraints.txt
+    sed "s/^torch==.*/torch==$OTHER_TORCH/" constraints.txt >"$CONSTRAINTS"
+fi
+
 echo "Setting up $VENV: torch and the tools that constraints.txt names, a minute or more, once ..."
 echo "(log: $LOG)"
 install() {
-    "$VENV/bin/pip" install --disable-pip-version-check -c constraints.txt "$@" >>"$LOG" 2>&1 || {
+    "$VENV/bin/pip" install --disable-pip-version-check -c "$CONSTRAINTS" "$@" >>"$LOG" 2>&1 || {
         tail -n 15 "$LOG" >&2
         fail "pip could not install: $*" "read the lines above ($LOG has all). No network or no room on the disk are the usual causes; then run the same make command again"
     }

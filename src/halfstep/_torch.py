@@ -1,7 +1,7 @@
 """Every private name of PyTorch that halfstep uses, in one place.
 
-Versions checked: 2.11 (CUDA, not run here), 2.13 (CPU). When a new PyTorch moves one of these, this
-is the only file to change.
+When a new PyTorch moves one of these, this is the only file to change. docs/versions.md says what
+was run with which version, and what differs.
 """
 
 from __future__ import annotations
@@ -428,10 +428,10 @@ def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params,
 
 
 def constant_while_tracing(kind: type[_Value]) -> type[_Value]:
-    """Let torch.compile before 2.12 pass values of a class to what :func:`run_while_tracing` marks.
+    """Let torch.compile of 2.11 pass values of a class to what :func:`run_while_tracing` marks.
 
-    The class has ``__eq__`` and ``__hash__``, and its values never change. Code that was compiled
-    with one value is guarded by it.
+    Later versions do without. The class has ``__eq__`` and ``__hash__`` and is no dataclass; its
+    values never change. Code that was compiled with one value is guarded by it.
     """
     torch.utils._pytree.register_constant(kind)
     return kind

@@ -42,6 +42,7 @@ def fresh_compiler() -> Iterator[None]:
     assert scopes.current().outer is None
     assert scopes._nesting() == 0
     assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """The presets against PyTorch's dispatcher: the test that speaks up when a new version comes."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from tests.casting.versions import has_op
+from tests.casting.versions import CAME_WITH, LEFT_WITH, has_op
 
 from halfstep import _torch
 from halfstep.casting import autocast, preset
@@ -78,6 +80,11 @@ def test_presets_name_only_ops_that_exist() -> None:
             f"{rule}: tests/casting/versions.py says otherwise of PyTorch {torch.__version__}"
         )
         assert not of_op or of_op in known.get(op, [of_op]), rule
+
+
+def test_the_docs_say_which_ops_only_some_versions_have() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "versions.md").read_text(encoding="utf-8")
+    assert {op for op in CAME_WITH | LEFT_WITH if f"`{op}`" not in page} == set()
 
 
 def test_bf16_lean_differs_in_bfloat16_only() -> None:

@@ -241,7 +241,7 @@ def _policies(
 def in_graph(settings: Settings) -> Iterator[None]:
     """While torch.compile traces: make a graph whose ops run by ``settings``."""
     _allow_in_graph()
-    # By name: before 2.12 torch.compile cannot take a named tuple apart.
+    # By name: before 2.13 torch.compile cannot take a named tuple apart.
     switches = settings.switches
     with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
         _enter_scope(switches.device, settings.policy, settings.inherit)
