@@ -88,7 +88,7 @@ def main() -> None:
         inputs, targets = text.draw(device)
         optimizer.zero_grad()
         losses.clear()
-        schedule.step(*([inputs] if model.is_first else []), target=targets)
+        schedule.step(*([inputs.contiguous()] if model.is_first else []), target=targets)
         if model.tokens is not None:
             dist.all_reduce(model.tokens.weight.grad, group=ends)
         scaler.step(optimizer, max_norm=1.0)

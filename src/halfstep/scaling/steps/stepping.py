@@ -62,7 +62,8 @@ class Preparation:
     @property
     def is_looked_at(self) -> bool:
         """Whether there are gradients, if only on other ranks."""
-        return bool(self.gradients.grads) or self.ranks.is_together
+        # torch.compile of 2.11 cannot take bool() of a list.
+        return len(self.gradients.grads) > 0 or self.ranks.is_together
 
     def agreements(self) -> list[Agreement]:
         """Return what all ranks have found, of every look, if several decide."""
@@ -284,7 +285,7 @@ def _remember(
 ) -> None:
     """Make the look, and tell the other ranks of it if several decide."""
     ready.look = Look(ready.loss_scale, ready.gradients, found_inf, amax, asked=ready.asked)
-    has_gradients = bool(ready.gradients.grads or ready.looks)
+    has_gradients = len(ready.gradients.grads) + len(ready.looks) > 0
     ready.ranks.agree_on(ready.look, norms, has_gradients=has_gradients)
 
 
