@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # the workers of pytest-xdist share the cores
+    hypothesis.settings.register_profile("untimed", deadline=None)
+    hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -133,7 +133,7 @@ def wrong(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(form=FORMS)
 def test_a_mistake_is_found_in_every_form_and_nothing_else(mistake: str, form: Form) -> None:
     source = write(form, mistake)
@@ -156,7 +156,7 @@ LINES = (
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(LINES), max_size=25))
 def test_nothing_that_is_python_makes_it_fail(lines: list[str]) -> None:
     depth, source = 1, ["from halfstep import autocast", "def g():"]

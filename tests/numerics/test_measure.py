@@ -53,7 +53,7 @@ NUMBERS = st.one_of(
 
 
 @given(st.lists(NUMBERS, max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_all_counts_are_those_of_counting(values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     assert measure(tensor) == reference(tensor)
@@ -195,7 +195,7 @@ def test_float32_and_bfloat16_gradients_have_flushed_nothing() -> None:
 
 
 @given(st.lists(st.floats(2.0**-120, 2.0**100, width=32), min_size=1), st.integers(-20, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_underflow_at_another_scale_is_exact_for_powers_of_two(
     values: list[float], power: int
 ) -> None:
@@ -207,7 +207,7 @@ def test_underflow_at_another_scale_is_exact_for_powers_of_two(
 
 
 @given(st.lists(st.lists(NUMBERS, min_size=1, max_size=8), min_size=2, max_size=4))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_statistics_of_parts_add_up_exactly(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(part, dtype=torch.float32) for part in parts]
     found = [measure(tensor) for tensor in tensors]

@@ -63,7 +63,9 @@ def run(monkeypatch, tmp_path):
 def recorded(folder: Path) -> tuple[list[str], int]:
     """Return the events but those of diagnoses, in any order, and how many of these there are."""
     events = [json.loads(line) for line in (folder / "rank0.jsonl").read_text().splitlines()]
-    others = [e | {"time": 0} for e in events if e["event"] not in ("run", "diagnosis", "note")]
+    others = [
+        e | {"time": 0, "crc": ""} for e in events if e["event"] not in ("run", "diagnosis", "note")
+    ]
     return sorted(map(json.dumps, others)), sum(e["event"] == "diagnosis" for e in events)
 
 

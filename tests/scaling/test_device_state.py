@@ -106,7 +106,7 @@ def update(on_device: DeviceState, state: ScaleState, event: Event) -> ScaleStat
     )
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=70)
 @given(first_states(), st.lists(events, min_size=60, max_size=90), st.data())
 def test_the_device_does_the_same_bit_for_bit(
     state: ScaleState, sequence: list[Event], data: st.DataObject

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep.scaling import scalars
@@ -196,7 +196,6 @@ def test_parameters_without_gradients_are_left_out() -> None:
     assert collect(optimizer).grads == []
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=4),
     st.floats(2.0**-126, 2.0**127, width=32),

@@ -102,7 +102,7 @@ def tensor(draw: st.DrawFn) -> Tensor:
     return draw(st.sampled_from(layouts))(dense.to(draw(st.sampled_from(DTYPES))))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(tensor(), min_size=1, max_size=12))
 def test_against_the_loop(tensors: list[Tensor]) -> None:
     before = [bits(each) for each in tensors]
@@ -110,7 +110,7 @@ def test_against_the_loop(tensors: list[Tensor]) -> None:
     assert [bits(each) for each in tensors] == before
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(tensor(), min_size=1, max_size=12))
 def test_what_other_devices_run_against_the_loop(tensors: list[Tensor]) -> None:
     sums = reductions._sums_of_squares_elsewhere(tensors)

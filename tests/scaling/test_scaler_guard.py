@@ -103,7 +103,7 @@ def test_a_run_of_outliers_is_told() -> None:
     assert report.culprits == ()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(0.0, 1e6, width=32) | st.sampled_from([math.inf, math.nan]), max_size=30),
     st.integers(2, 7),

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.scaling.saved import closed, opened
 
@@ -113,7 +113,6 @@ def states(draw: st.DrawFn) -> ScaleState:
     return state
 
 
-@settings(deadline=None)
 @given(states(), states(), st.booleans(), st.sampled_from(["load", "pickle", "deepcopy"]))
 def test_every_state_survives(
     state: ScaleState, named: ScaleState, initialized: bool, way: str

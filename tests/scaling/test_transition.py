@@ -53,7 +53,7 @@ def test_four_four_eight_two() -> None:
 overflow_runs = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size=8, max_size=16)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     scale=st.floats(1.0, 2.0**40, width=32),
     growth=st.sampled_from([1.0, 2.0, 1.5, 1.9, 3.7]),
@@ -367,7 +367,7 @@ rules = st.one_of(
 scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rules,
     scales,
