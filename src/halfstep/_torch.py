@@ -6,6 +6,7 @@ was run with which version, and what differs.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -319,6 +320,33 @@ def wrap_recomputed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
 
     reentrant.forward = staticmethod(wrapping_forward)  # type: ignore[method-assign]
     frame.__init__ = wrapping_init  # type: ignore[method-assign,assignment]
+
+
+def call_when_cache_is_cleared(function: Callable[[], None]) -> None:
+    """Let ``torch.clear_autocast_cache()`` call ``function`` too, for good."""
+    clear = torch.clear_autocast_cache
+
+    @functools.wraps(clear)
+    def clear_autocast_cache() -> None:
+        clear()
+        function()
+
+    torch.clear_autocast_cache = clear_autocast_cache
+
+
+def writes_to_arguments(function: Any) -> bool:
+    """Return whether the schema of an op (``torch.ops...``) says that it writes to an argument."""
+    match function:
+        case torch._ops.OpOverload():
+            overloads = [function]
+        case torch._ops.OpOverloadPacket():
+            overloads = [getattr(function, name) for name in function.overloads()]  # type: ignore[no-untyped-call]
+        case _:
+            return False
+    arguments = (argument for op in overloads for argument in op._schema.arguments)
+    return any(
+        argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
+    )
 
 
 # --- autocast: switches ---------------------------------------------------------------------------

@@ -118,6 +118,23 @@ def by_a_fused_op(layer: nn.Linear) -> None:
         )
 
 
+def write_to_data(x: Tensor) -> None:
+    x.data.fill_(3.0)
+
+
+def by_a_hook_of_the_backward_pass(layer: nn.Linear) -> None:
+    layer.weight.requires_grad_(True)
+    with torch.inference_mode(False), torch.enable_grad():
+        y = (layer.weight * 2).sum()
+        y.register_hook(lambda grad: write_to_data(layer.weight))
+        torch.autograd.grad(y, [layer.weight])
+
+
+def through_dlpack_of_itself(layer: nn.Linear) -> None:
+    weight = layer.weight if not layer.weight.requires_grad else layer.weight.detach()
+    torch.from_dlpack(weight).fill_(3)
+
+
 def keeping_the_version(layer: nn.Linear) -> None:
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(layer.weight):
         layer.weight.detach().data.fill_(3)
@@ -189,6 +206,8 @@ WRITES: dict[str, Write] = {
     "data.numpy": lambda layer: layer.weight.data.numpy().fill(3),
     "np.asarray": lambda layer: np.asarray(layer.weight.detach()).fill(3),
     "dlpack": lambda layer: torch.from_dlpack(layer.weight.detach()).fill_(3),
+    "dlpack of itself": through_dlpack_of_itself,
+    "a hook": by_a_hook_of_the_backward_pass,
     "storage.copy_": lambda layer: layer.weight.untyped_storage().copy_(
         NEW.clone().untyped_storage()
     ),

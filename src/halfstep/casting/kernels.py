@@ -75,6 +75,7 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
                 _register(op, device)
             functorch.register(on_device.table())
             _torch.wrap_recomputed(scopes.carry)
+            scopes.follow_weights()
             _prepared.append(on_device)
             _numbers[key] = number
             if _observed_kernels is not None:

@@ -5,14 +5,17 @@ back the one outside it. A plain ``torch.autocast`` inside a scope changes the d
 casting on and off as always; the policy of the scope stays.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
-from halfstep.casting import guards
+from halfstep.casting import guards, weight_cache
 from halfstep.casting.weight_cache import ContextCasts
 
 if TYPE_CHECKING:
@@ -77,7 +80,8 @@ def current() -> Scope:
     if scope.nesting is not None:
         nesting = _nesting()
         while scope.nesting is not None and scope.nesting > nesting:
-            scope = _outside(scope)
+            assert scope.outer is not None
+            scope = scope.outer
         _thread.scope = scope
     return scope
 
@@ -112,17 +116,29 @@ def enter_in_graph(outer: Scope, policies: Policies) -> None:
 def leave(scope: Scope) -> None:
     """Bring back the scope outside the current one, which is ``scope``."""
     assert scope.outer is not None
-    _thread.scope = _outside(scope)
+    _thread.scope = scope.outer
     if scope.nesting is None:
         guards.follow(scope.outer.policies)
 
 
-def _outside(scope: Scope) -> Scope:
-    """Return the scope outside of one that is left, and free the casts that end with it."""
-    assert scope.outer is not None
-    if scope.outer.casts is None and scope.casts:
-        scope.casts.end()
-    return scope.outer
+@functools.cache
+def follow_weights() -> None:
+    """Let casts of weights be forgotten when PyTorch's are, and after steps; once and for good."""
+    _torch.call_when_cache_is_cleared(_forget_casts)
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_casts() -> None:
+    casts = current().casts
+    if casts:
+        casts.clear()
+
+
+def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
+    """Forget the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
+    if not torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
+        for group in optimizer.param_groups:
+            weight_cache.forget(group["params"], current().casts)
 
 
 def carry(function: Callable[..., Any]) -> Callable[..., Any]:

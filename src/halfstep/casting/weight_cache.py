@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
 from halfstep.errors import CallOrderError
@@ -67,52 +66,72 @@ class _Kept(NamedTuple):
 class _Entry:
     """A weight and a dtype."""
 
-    __slots__ = ("kept", "last", "was_needed_again")
+    __slots__ = ("kept", "last")
 
     def __init__(self) -> None:
         self.kept: _Kept | None = None
-        self.last: _Marks | None = None  # when it was last cast in this context
-        self.was_needed_again = False  # with these marks; later contexts go by it too
+        self.last: _Marks | None = None  # when it was last cast
 
 
 class _Casts(dict[torch.dtype, _Entry]):
-    """The casts of one weight; an attribute of the weight, which dies with it.
-
-    (A weak reference to the weight would stop ``torch.utils.swap_tensors``.)
+    """The casts of one weight.
 
     Attributes:
-        context: The outermost context in which they were made.
-        hold: The hold of the weight, if there is one: its casts belong to no context.
+        hold: The hold that they belong to, None for a context.
+        num_forgotten: How often they were forgotten; another thread may be casting meanwhile.
         is_captured: Whether a CUDA graph reads the weight; it may write to it as well, unseen.
     """
 
-    context: ContextCasts | None = None
-    hold: hold_casts | None = None
+    num_forgotten = 0
     is_captured = False
+
+    def __init__(self, hold: hold_casts | None = None) -> None:
+        self.hold = hold
 
     def __reduce__(self) -> tuple[object, ...]:
         return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
 
     def forget(self) -> None:
+        self.num_forgotten += 1
         for entry in list(self.values()):
-            if self.hold is not None:
-                self.hold._stale += entry.kept is not None
-            entry.kept = entry.last = None
+            self.drop(entry)
+            entry.last = None
+
+    def drop(self, entry: _Entry) -> None:
+        kept, entry.kept = entry.kept, None
+        if kept is not None and self.hold is not None:
+            self.hold._num_stale += 1
+            self.hold._num_bytes -= kept.cast.nbytes
+
+    def keep(self, entry: _Entry, kept: _Kept) -> None:
+        entry.kept = kept
+        if self.hold is not None:
+            self.hold._num_bytes += kept.cast.nbytes
 
 
-class ContextCasts(dict[int, "weakref.ref[_Casts]"]):
-    """The casts that are kept until an outermost context ends."""
+class ContextCasts(dict[int, tuple[Tensor, _Casts]]):
+    """The weights that were cast in an outermost context, by ``id``, and their casts.
 
-    def add(self, casts: _Casts) -> None:
-        """Note that casts of a weight are kept."""
-        self[id(casts)] = weakref.ref(casts)
+    It ends with the context. Nothing is noted on the weights, which others copy and save, and no
+    weak reference is made, which would stop ``torch.utils.swap_tensors``.
+    """
 
-    def end(self) -> None:
-        """Free them."""
-        for reference in self.values():
-            casts = reference()
-            if casts is not None and casts.context is self:
-                casts.forget()
+    def of(self, weight: Tensor) -> _Casts:
+        """Return the casts of a weight."""
+        found = self.get(id(weight))
+        if found is None:
+            found = self[id(weight)] = weight, _Casts()
+        return found[1]
+
+
+def forget(weights: Iterable[Tensor], context: ContextCasts | None) -> None:
+    """Forget casts of weights that were written to, those of a context and of holds."""
+    for weight in weights:
+        if context and id(weight) in context:
+            context[id(weight)][1].forget()
+        casts = _held_casts(weight)
+        if casts is not None:
+            casts.forget()
 
 
 def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Tensor | None:
@@ -124,11 +143,11 @@ def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Te
 
     Where no hold has the weight, no more is kept than torch.autocast keeps: casts of float32
     parameters that require a gradient, outside of inference mode. They are kept from the second
-    unchanged use on, or from the first if the one before was of use: training with one forward pass
-    per context keeps nothing. Nothing is kept of a weight that shares its memory with others (they
-    may write to it unseen, as fully_shard does when it gathers), of one made in inference mode (it
-    has no version), inside ``vmap`` and its like, under a dispatch mode (selective checkpointing
-    replays ops by their order), and while a graph is traced or captured.
+    unchanged use on: training with one forward pass per context keeps nothing. Nothing is kept of a
+    weight that shares its memory with others (they may write to it unseen, as fully_shard does when
+    it gathers), of one made in inference mode (it has no version), inside ``vmap`` and its like,
+    under a dispatch mode (selective checkpointing replays ops by their order), and while a graph is
+    traced or captured.
 
     Args:
         weight: The parameter; not a DTensor (not all writes to one are counted).
@@ -138,12 +157,13 @@ def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Te
     if type(weight) is Held:
         with _torch.no_torch_function():
             return _cast(weight, dtype, context)
-    if context is None or not weight.requires_grad or weight.dtype is not torch.float32:
-        return None
-    return None if torch.is_inference_mode_enabled() else _cast(weight, dtype, context)
+    return _cast(weight, dtype, context)
 
 
 def _cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Tensor | None:
+    casts: _Casts | None = _held_casts(weight)
+    if casts is None and not (context is not None and _is_kept_by_torch(weight)):
+        return None
     if weight.layout is not torch.strided or weight.is_nested:
         return None
     has_gradient = weight.requires_grad and torch.is_grad_enabled()
@@ -152,55 +172,54 @@ def _cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> T
         return None
     if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
         return None
-    casts = _record(weight)
     if casts is None:
         if weight.is_inference() or weight.is_meta:
             return None
-        casts = _casts_of(weight)
-    if casts.hold is None and casts.context is not context:
-        casts.forget()
-        casts.context = context
+        assert context is not None
+        casts = context.of(weight)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         casts.is_captured = True
-        casts.clear()
+        casts.forget()
     if casts.is_captured:
         return None
     entry = casts.get(dtype) or casts.setdefault(dtype, _Entry())
     marks = _marks(weight)
     kept = entry.kept
     if kept is not None and kept.marks == marks and _torch.is_used_once(weight):
-        entry.was_needed_again = True
         if casts.hold is not None:
-            casts.hold._hits += 1
+            casts.hold._num_hits += 1
         result = kept.cast
     else:
         result = _cast_anew(casts, entry, weight, dtype, marks)
     return _torch.in_place_of(weight, result) if has_gradient else result
 
 
+def _is_kept_by_torch(weight: Tensor) -> bool:
+    return (
+        weight.requires_grad
+        and weight.dtype is torch.float32
+        and weight.is_leaf
+        and not torch.is_inference_mode_enabled()
+    )
+
+
 def _cast_anew(
-    casts: _Casts,
-    entry: _Entry,
-    weight: Tensor,
-    dtype: torch.dtype,
-    marks: _Marks,
+    casts: _Casts, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks
 ) -> Tensor:
     """Cast without gradient, and decide whether to keep the cast."""
-    is_needed_again = entry.last == marks
-    is_worth_it = is_needed_again or entry.was_needed_again
-    if casts.hold is not None:
+    casts.drop(entry)
+    if casts.hold is None:
+        is_worth_it = entry.last == marks
+    else:
         is_worth_it = casts.hold._has_room(weight.numel() * dtype.itemsize)
-        casts.hold._misses += 1
-        casts.hold._stale += entry.kept is not None
-    entry.kept = None
-    entry.last, entry.was_needed_again = marks, is_needed_again
+        casts.hold._num_misses += 1
+    entry.last, num_forgotten = marks, casts.num_forgotten
     if not (is_worth_it and _is_its_own(weight)):
         return weight.detach().to(dtype)
     with torch.inference_mode(False):  # what is made in it autograd cannot use later
         cast = weight.detach().to(dtype)
-    entry.kept = _Kept(marks, cast, _torch.memory_of(weight))
-    if casts.hold is None and casts.context is not None:
-        casts.context.add(casts)
+    if casts.num_forgotten == num_forgotten:  # else another thread may have written to it meanwhile
+        casts.keep(entry, _Kept(marks, cast, _torch.memory_of(weight)))
     return cast
 
 
@@ -221,36 +240,6 @@ def _is_its_own(weight: Tensor) -> bool:
         return False
     storage = weight.untyped_storage()
     return storage.resizable() and not storage.is_shared()  # memory of arrays cannot be resized
-
-
-def _record(weight: Tensor) -> _Casts | None:
-    casts = weight.__dict__.get(_ATTRIBUTE)
-    return casts if type(casts) is _Casts else None  # else: none yet, or what was saved of it
-
-
-def _casts_of(weight: Tensor) -> _Casts:
-    _watch_optimizers()
-    casts = weight.__dict__[_ATTRIBUTE] = _Casts()
-    return casts
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Forget the casts of what an optimizer has stepped, once for the process.
-
-    Most optimizers change versions. Fused ones do not, nor do those that write through ``.data``.
-    """
-
-    def forget(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
-            return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                casts = _record(param)
-                if casts is not None:
-                    casts.forget()
-
-    register_optimizer_step_post_hook(forget)
 
 
 # --- holding casts from context to context --------------------------------------------------------
@@ -291,13 +280,17 @@ class hold_casts:
     optimizers, ``weight.data = ...``, writes through ``weight.data``, through views, NumPy arrays,
     DLPack capsules and storages of a weight, whether they live on or are gone.
 
-    **What it cannot see** is a write by code that has only the address of the memory: through a raw
-    pointer, or by a collective of ``torch.distributed`` that is given the parameter itself. Call
+    **What it cannot see** is a write by code that calls no function of PyTorch's Python interface
+    with the parameter: through a raw pointer, by a collective of ``torch.distributed``, a CUDA
+    graph that was captured before, TorchScript, or through a tensor that got the memory by
+    ``other.data = weight`` or ``to_dlpack(weight)`` and is gone when the weight is used again. Call
     :meth:`clear` after one.
 
     While held, the parameters are of a class derived from ``nn.Parameter``: that is how they are
-    watched. Not held are parameters of other classes (``DTensor``, quantized ones), which are cast
-    as ever; on the CPU also those under 32 KiB, which are cast faster than looked up.
+    watched. (So the fast path of ``nn.MultiheadAttention``, which autocast does not take either, is
+    off.) Not held are parameters that the model gets later, those of other classes (``DTensor``,
+    quantized ones), those that another hold has, and on the CPU those under 32 KiB, which are cast
+    faster than looked up.
 
     Args:
         model: The module whose parameters are held, those of its submodules included.
@@ -334,14 +327,12 @@ class hold_casts:
         if max_bytes is not None and max_bytes < 0:
             raise ValueError(f"hold_casts: max_bytes is 0 or more, or None, got {max_bytes}")
         self._model, self._max_bytes = model, max_bytes
-        self._hits = self._misses = self._stale = 0
+        self._num_hits = self._num_misses = self._num_stale = self._num_bytes = 0
         self._is_released = False
         large = [p for p in model.parameters() if not (p.is_cpu and _is_small(p))]
         self._weights = [p for p in large if _can_be_held(p)]
         for weight in self._weights:
-            casts = _record(weight) or _casts_of(weight)
-            casts.forget()
-            casts.hold = self
+            weight.__dict__[_ATTRIBUTE] = _HeldCasts(weight, self)
             weight.__class__ = Held
         if large and not self._weights and not any(type(p) is Held for p in large):
             warnings.warn(
@@ -366,7 +357,8 @@ class hold_casts:
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
         """Return ``function`` with its calls run in a hold of their own."""
-        if not callable(function) or inspect.iscoroutinefunction(function):
+        is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if not callable(function) or is_async:
             raise TypeError(
                 f"hold_casts(model)(function) decorates a function that is not async, got "
                 f"{function!r}; to run a block: with hold_casts(model):"
@@ -396,33 +388,33 @@ class hold_casts:
         """Free the casts; from now on they end with their context. May be called again."""
         self.clear()
         for weight in self._weights:
-            casts = _record(weight)
+            casts = _held_casts(weight)
             if casts is not None and casts.hold is self:
-                casts.hold = None
-            if type(weight) is Held:
-                weight.__class__ = nn.Parameter  # type: ignore[assignment]
+                del weight.__dict__[_ATTRIBUTE]
+                weight.__class__ = nn.Parameter
         self._weights, self._is_released = [], True
 
     def clear(self) -> None:
         """Forget all casts, after a write that cannot be seen; the counts start again."""
-        for casts in self._casts():
-            casts.forget()
-        self._hits = self._misses = self._stale = 0
+        self._forget()
+        self._num_hits = self._num_misses = self._num_stale = 0
 
     def info(self) -> HoldInfo:
         """Return what is kept, and how often it was of use. Sync: none."""
-        kept = [e.kept.cast for casts in self._casts() for e in casts.values() if e.kept]
-        num_bytes = sum(cast.nbytes for cast in kept)
-        return HoldInfo(
-            len(self._weights), len(kept), num_bytes, self._hits, self._misses, self._stale
-        )
+        num_casts = sum(e.kept is not None for casts in self._casts() for e in casts.values())
+        counts = self._num_bytes, self._num_hits, self._num_misses, self._num_stale
+        return HoldInfo(len(self._weights), num_casts, *counts)
+
+    def _forget(self) -> None:
+        for casts in self._casts():
+            casts.forget()
 
     def _casts(self) -> list[_Casts]:
-        found = map(_record, self._weights)
+        found = map(_held_casts, self._weights)
         return [casts for casts in found if casts is not None and casts.hold is self]
 
     def _has_room(self, num_bytes: int) -> bool:
-        return self._max_bytes is None or self.info().bytes + num_bytes <= self._max_bytes
+        return self._max_bytes is None or self._num_bytes + num_bytes <= self._max_bytes
 
 
 class Held(nn.Parameter):
@@ -433,41 +425,98 @@ class Held(nn.Parameter):
     user and no cast is served. So it is enough to forget the casts when it is handed out.
     """
 
-    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+    def __new__(cls, data: Any = None, requires_grad: bool = True, **others: Any) -> nn.Parameter:  # type: ignore[misc]
         """Return a plain parameter: copies of a held one are not held."""
-        return nn.Parameter(data, requires_grad)
+        others.pop(_ATTRIBUTE, None)  # accelerate copies parameters by their attributes
+        return nn.Parameter(data, requires_grad, **others)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Become a plain parameter: ``nn.Parameter(held)`` is one of the memory of ``held``."""
+        self.__dict__.clear()
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     @classmethod
+    @_torch.do_not_compile_alone
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call ``function``, then forget the casts of what it wrote to or handed out."""
         kwargs = kwargs or {}
-        with _torch.no_torch_function():
-            if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            with _torch.no_torch_function():
                 return function(*args, **kwargs)
-            try:
-                # What is handed out is to live until it is looked for.
-                result = function(*args, **kwargs)
-            finally:
-                is_unseen = _writes_unseen(function)
-                for argument in (*args, *kwargs.values()):
-                    for weight in argument if type(argument) in (list, tuple) else (argument,):
-                        if type(weight) is Held and (is_unseen or not _torch.is_used_once(weight)):
-                            casts = _record(weight)
-                            if casts is not None:
-                                casts.forget()
+        if function is Tensor.__dlpack__ and not args[0].requires_grad:
+            args = (
+                args[0].detach(),
+                *args[1:],
+            )  # of its own, so that the storage has a second user
+        try:
+            # What is handed out is to live until it is looked for.
+            result = _call(function, types, args, kwargs)
+        finally:
+            with _torch.no_torch_function():
+                _forget_unseen(function, (*args, *kwargs.values()))
+        if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
+            result.__class__ = cls  # it asks for the class of what it was given
         return result
+
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``function`` as if no parameter were held."""
+    others = tuple(kind for kind in types if not issubclass(kind, Held))
+    for kind in others:
+        result = kind.__torch_function__(function, others, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    with _torch.no_torch_function():
+        return function(*args, **kwargs)
+
+
+def _forget_unseen(function: Any, arguments: Any) -> None:
+    """Forget the casts of held parameters that a function may have written to or handed out."""
+    writes = _writes_unseen(function)
+    for argument in arguments:
+        for weight in argument if type(argument) in (list, tuple) else (argument,):
+            casts = _held_casts(weight)
+            if casts is None or casts.hold is None:
+                continue
+            if function is torch.autograd.grad:  # hooks have run, and seen no held parameters
+                casts.hold._forget()
+            elif writes or not _torch.is_used_once(weight):
+                casts.forget()
+
+
+class _HeldCasts(_Casts):
+    """The casts of a held weight; an attribute of it, so that they live as long.
+
+    Attributes:
+        weight_id: The ``id`` of the weight: others may have got its attributes.
+    """
+
+    def __init__(self, weight: Tensor, hold: hold_casts) -> None:
+        super().__init__(hold)
+        self.weight_id = id(weight)
+
+
+def _held_casts(weight: Any) -> _HeldCasts | None:
+    if type(weight) is not Held:
+        return None
+    casts = weight.__dict__.get(_ATTRIBUTE)
+    return casts if type(casts) is _HeldCasts and casts.weight_id == id(weight) else None
 
 
 _HAND_OUT_ADDRESSES = (Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__)
 
 
+@functools.lru_cache(maxsize=4096)
 def _writes_unseen(function: Any) -> bool:
     """Return whether a function may write, now or later, what neither versions nor owners show."""
     name = getattr(function, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
-    return is_in_place or function in _HAND_OUT_ADDRESSES
+    return is_in_place or function in _HAND_OUT_ADDRESSES or _torch.writes_to_arguments(function)
 
 
 def _is_small(weight: Tensor) -> bool:
