@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep import _torch
@@ -309,6 +310,23 @@ def test_leaves_of_a_graph() -> None:
 
     assert {id(leaf) for leaf in found} == {id(a), id(c)}
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("has_inner", [False, True])
+def test_what_is_called_after_a_backward_pass(has_inner: bool) -> None:
+    seen: list[str] = []
+    param = torch.nn.Parameter(torch.ones(1))
+    param.register_hook(lambda _: seen.append("leaf"))
+    x = torch.ones(1, requires_grad=True)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    product = checkpoint(lambda x: x * param, x, use_reentrant=True) if has_inner else x * param
+    loss = product.sum()
+    loss.register_hook(lambda _: _torch.after_backward(lambda: seen.append("end")))
+
+    loss.backward()
+    param.sum().backward()
+
+    assert seen == ["leaf", "end", "leaf"]
 
 
 def test_scripting_one_function_instead_of_another() -> None:

@@ -52,6 +52,13 @@ FUNCTORCH_KEYS = (
 )
 
 
+# (function): call it when the backward pass that is running ends, if it does not raise. One that is
+# started inside of another, as in the reentrant variant of checkpoint, is a part of that.
+after_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
 def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the leaves whose ``grad`` a backward pass from ``roots`` adds to, each once.
 

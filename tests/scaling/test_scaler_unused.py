@@ -1,13 +1,16 @@
 """Gradients that wait for a step follow the scale; against training without any scale."""
 
+import gc
 import math
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from halfstep.scaling import GradScaler
 from halfstep.scaling.scale.rules import Dynamic
@@ -232,7 +235,7 @@ def test_a_usual_iteration_looks_for_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     for _ in range(NUM_LOSSES):
         iterate()
-    monkeypatch.delattr(Unused, "_find")
+    monkeypatch.delattr(Unused, "_candidates")
     monkeypatch.delattr(unused, "leaves_of")
     iterate()
 
@@ -248,8 +251,7 @@ def test_a_parameter_of_no_optimizer_is_followed_for_a_while() -> None:
         backward(scaler, param, stray)
         scaler.step(optimizer)
         scaler.update(4.0 if number % 2 else 2.0)
-        assert stray.grad is not None
-        seen.append(stray.grad.item() == scaler.get_scale())
+        seen.append(bool(scaler._engine.unused.waiting))
     assert all(seen[: NUM_UPDATES - 1])
     assert not any(seen[NUM_UPDATES:])
 
@@ -289,3 +291,220 @@ def test_random_schedules(seed: int) -> None:
             ours[k].zero_grad(set_to_none)
     for param, expected in zip(mine, plain, strict=True):
         torch.testing.assert_close(param, expected)
+
+
+# --- programs that torch.amp runs right: nothing of theirs changes --------------------------------
+
+Loop = Callable[[Any], list[torch.Tensor]]
+
+
+def two_layers() -> tuple[torch.nn.Linear, torch.nn.Linear, torch.optim.SGD, torch.optim.SGD]:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    return (
+        first,
+        second,
+        torch.optim.SGD(first.parameters(), lr=0.01),
+        torch.optim.SGD(second.parameters(), lr=0.01),
+    )
+
+
+def batches() -> torch.Tensor:
+    return torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))
+
+
+def state(*modules: torch.nn.Module) -> list[torch.Tensor]:
+    params = [param for module in modules for param in module.parameters()]
+    return [t.clone() for p in params for t in (p.detach(), p.grad) if t is not None]
+
+
+def unscaled_and_stepped_alone(scaler: Any) -> list[torch.Tensor]:
+    a, b, first, second = two_layers()
+    seen = []
+    for batch in batches():
+        first.zero_grad()
+        second.zero_grad()
+        scaler.scale(b(a(batch)).square().mean()).backward()
+        scaler.unscale_(first)
+        scaler.unscale_(second)
+        scaler.step(first)
+        second.step()
+        scaler.update()
+        seen += state(a, b)
+    return seen
+
+
+def stepped_after_update(scaler: Any) -> list[torch.Tensor]:
+    a, b, first, second = two_layers()
+    for batch in batches():
+        first.zero_grad()
+        second.zero_grad()
+        scaler.scale(b(a(batch)).square().mean()).backward()
+        scaler.unscale_(first)
+        scaler.unscale_(second)
+        scaler.update()
+        first.step()
+        second.step()
+    return state(a, b)
+
+
+def divided_by_hand(scaler: Any) -> list[torch.Tensor]:
+    a, b, first, second = two_layers()
+    for batch in batches():
+        first.zero_grad()
+        second.zero_grad()
+        scale = scaler.get_scale()
+        scaler.scale(b(a(batch)).square().mean()).backward()
+        scaler.step(first)
+        scaler.update()
+        for param in b.parameters():
+            assert param.grad is not None
+            param.grad.div_(scale)
+        second.step()
+    return state(a, b)
+
+
+def never_scaled(scaler: Any) -> list[torch.Tensor]:
+    a, b, first, second = two_layers()
+    for batch in batches():
+        first.zero_grad()
+        scaler.scale(b(a(batch)).square().mean()).backward()
+        scaler.step(first)
+        second.zero_grad()
+        b(a(batch).detach()).square().mean().backward()
+        scaler.update()
+        second.step()
+    return state(a, b)
+
+
+def accumulated_without_a_scale(scaler: Any, scaled_first: bool = False) -> list[torch.Tensor]:
+    """The other network is in the graph, but gets nothing of it."""
+    a, b, first, second = two_layers()
+    for number, batch in enumerate(batches()):
+        if not scaled_first:
+            b(a(batch).detach()).mean().backward()
+        loss = scaler.scale(b(a(batch)).square().mean())
+        if scaled_first:
+            b(a(batch).detach()).mean().backward()
+        loss.backward(inputs=list(a.parameters()))
+        scaler.step(first)
+        first.zero_grad()
+        scaler.update()
+        if number % 3 == 2:
+            second.step()
+            second.zero_grad()
+    return state(a, b)
+
+
+def changed_after_the_step(scaler: Any) -> list[torch.Tensor]:
+    a, b, first, second = two_layers()
+    seen = []
+    for number, batch in enumerate(batches()):
+        module, optimizer = (a, first) if number % 2 else (b, second)
+        optimizer.zero_grad()
+        scaler.scale(module(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        for param in module.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+        seen += state(a, b)
+    return seen
+
+
+def shared_with_a_copy_of_the_weights(scaler: Any) -> list[torch.Tensor]:
+    a, _, _, _ = two_layers()
+    copies = [torch.nn.Parameter(param.detach().clone()) for param in a.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.01)
+    seen = []
+    for batch in batches():
+        a.zero_grad()
+        scaler.scale(a(batch).square().mean()).backward()
+        for param, its_copy in zip(a.parameters(), copies, strict=True):
+            its_copy.grad = param.grad
+        scaler.step(optimizer)
+        scaler.update()
+        seen += [copy.grad.clone() for copy in copies if copy.grad is not None]
+    return seen
+
+
+def scale_written_before_update(scaler: Any) -> list[torch.Tensor]:
+    a, _, optimizer, _ = two_layers()
+    for batch in batches():
+        optimizer.zero_grad()
+        scaler.scale(a(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        if scaler._scale > 4096.0:
+            scaler._scale = torch.tensor(1024.0)
+        scaler.update()
+    return [*state(a), torch.tensor(scaler.get_scale())]
+
+
+RIGHT: list[Loop] = [
+    unscaled_and_stepped_alone,
+    stepped_after_update,
+    divided_by_hand,
+    never_scaled,
+    accumulated_without_a_scale,
+    lambda scaler: accumulated_without_a_scale(scaler, scaled_first=True),
+    changed_after_the_step,
+    shared_with_a_copy_of_the_weights,
+    scale_written_before_update,
+]
+
+
+@pytest.mark.parametrize("loop", RIGHT)
+def test_what_torch_amp_does_right_stays_equal(loop: Loop) -> None:
+    theirs = loop(torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
+    for mine, expected in zip(loop(growing()), theirs, strict=True):
+        assert torch.equal(mine, expected)
+
+
+def test_a_reentrant_backward_pass_is_part_of_that_of_the_loss() -> None:
+    (a, first), (b, second) = make(), make()
+    scaler = growing()
+    for number in range(4):
+        first.zero_grad()
+        product = checkpoint(
+            lambda x: x * 1 + b, torch.ones(3).requires_grad_(), use_reentrant=True
+        )
+        scaler.scale((product + a).sum()).backward()
+        scaler.step(first)
+        if number in (0, 3):
+            scaler.step(second)
+        scaler.update()
+        if number == 0:
+            second.zero_grad()
+    assert (moved(a), moved(b)) == (4.0, 4.0)
+
+
+def test_hooks_go_with_what_waits_and_keep_no_scaler() -> None:
+    param, optimizer = make()
+    scaler = growing()
+    backward(scaler, param)
+    scaler.update(4.0)
+    assert param._backward_hooks
+    optimizer.zero_grad()
+    backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not param._backward_hooks
+    backward(scaler, param)
+    scaler.update(8.0)
+    engine = weakref.ref(scaler._engine.unused)
+    del scaler
+    gc.collect()
+    assert engine() is None
+    param.sum().backward()
+
+
+def test_an_optimizer_does_not_keep_the_outcomes_of_a_scaler() -> None:
+    param, optimizer = make()
+    scaler = growing()
+    backward(scaler, param)
+    scaler.step(optimizer)
+    scaler.update()
+    journal = weakref.ref(scaler._engine.journal)
+    del scaler
+    gc.collect()
+    assert journal() is None

@@ -35,7 +35,7 @@ from halfstep.scaling.steps.iteration import (
 )
 from halfstep.scaling.steps.stepping import Preparation, refuse_float16
 from halfstep.scaling.steps.taking import Args, Kwargs, Steps, require_found
-from halfstep.scaling.steps.unused import Change, Unused
+from halfstep.scaling.steps.unused import Unused, Waiting
 
 
 class Engine:
@@ -65,8 +65,13 @@ class Engine:
             for observer in OBSERVERS:
                 observer.on_loss(self, outputs)
         scaled = self.scales.multiply(outputs, loss)
-        if self.unused.is_searching and not torch.compiler.is_compiling():
-            self.unused.search(scaled)
+        if torch.compiler.is_compiling():
+            self.unused.has_compiled_losses = True
+        else:
+            if self.unused.is_searching:
+                self.unused.search(scaled)
+            if self.unused.waiting:
+                self.unused.note_loss(scaled, self.scales[loss])
         self.iteration.count_loss(loss)
         return scaled
 
@@ -118,6 +123,7 @@ class Engine:
         self, method: str, owner: object, params: list[Tensor], record: OptimizerRecord | None
     ) -> Preparation:
         optimizer = None if record is None else record.optimizer
+        self.unused.use(params)
         ranks = self.ranks_of(method, owner, params)
         if record is not None and record.looks:
             scale = record.looks[0].scale
@@ -329,7 +335,7 @@ class Engine:
         for look in self.iteration.looks:
             looks_of[look.scale].append(look)
         records = self.iteration.records()
-        change = self.unused.before_change(self.iteration, records, self.scales)
+        waiting = self.unused.before_change(self.iteration, records, self.scales)
         for record in records:
             if record.outlier is not None:
                 outliers_of[record.looks[0].scale].append(record.outlier)
@@ -339,29 +345,29 @@ class Engine:
                 outliers_of[scale],
                 [look.amax for look in looks if look.amax is not None],
             )
-        if change is not None:
-            change.follow()
+        self.unused.wait(waiting)
         self.end_iteration()
         self.ranks.count_update(self.scales)
         return list(looks_of)
 
-    def set_scale(self, scale: LossScale, new_scale: object) -> None:
-        """Set a scale by hand, which ends the iteration. Sync: none."""
-        change = self._before_change()
+    def set_scale(
+        self, scale: LossScale, new_scale: object, *, iteration_ends: bool = True
+    ) -> None:
+        """Set a scale by hand, which ends the iteration if not told otherwise. Sync: none."""
+        waiting = self._before_change()
         scale.set(new_scale)
-        if change is not None:
-            change.follow()
-        self.end_iteration()
+        self.unused.wait(waiting, iteration_ends=iteration_ends)
+        if iteration_ends:
+            self.end_iteration()
 
     def load(self, saved: Saved) -> None:
         """Take over what was saved; the iteration goes on. Sync: none."""
-        change = self._before_change()
+        waiting = self._before_change()
         self.scales.load(saved.scales)
         self.steps.norm_limits = saved.norm_limits
-        if change is not None:
-            change.follow(iteration_ends=False)
+        self.unused.wait(waiting, iteration_ends=False)
 
-    def _before_change(self) -> Change | None:
+    def _before_change(self) -> dict[int, Waiting]:
         records = self.iteration.records()
         return self.unused.before_change(self.iteration, records, self.scales)
 

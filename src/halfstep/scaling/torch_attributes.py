@@ -34,9 +34,10 @@ STAGES = {
 
 
 def refuse_never_called(cls: type) -> None:
-    """Raise ``TypeError`` if a class overrides what nobody calls."""
+    """Raise ``TypeError`` if a class, or a base that it mixes in, overrides what nobody calls."""
+    bases = [base for base in cls.__mro__ if base.__module__ != OptState.__module__]
     for name, cure in NEVER_CALLED.items():
-        if name in vars(cls):
+        if any(name in vars(base) for base in bases):
             raise TypeError(
                 f"{cls.__name__}.{name}(): torch.amp.GradScaler calls it, halfstep.GradScaler does "
                 f"not. Instead, {cure}"
@@ -122,7 +123,9 @@ def _set_scale(scaler: Any, value: Any) -> None:
     if value is None:
         raise TypeError("GradScaler._scale = None: make a new GradScaler to begin anew")
     is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
-    scaler.update(value.item() if is_here else value)
+    new_scale = value.item() if is_here else value
+    engine = scaler._engine
+    engine.set_scale(engine.scales[None], new_scale, iteration_ends=False)
 
 
 def _growth_tracker(scaler: Any) -> Tensor | None:
@@ -151,6 +154,7 @@ def _set_enabled(scaler: Any, value: Any) -> None:
         )
     if not value and scaler.is_enabled():
         scaler.update(1.0)  # what is left of gradients goes on without a scale
+        scaler._engine.unused.use()
         scaler._switch_off()
 
 

@@ -309,7 +309,9 @@ class TorchCalls(TorchAttributes):
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
             )
-        engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
+        params = list(parameters(optimizer))
+        engine.scale_of_iteration("step", optimizer, params)
+        engine.unused.use(params)
         engine.iteration.keep(record)
         try:
             result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))

@@ -35,8 +35,6 @@ class Journal:
         self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Slot] = (
             weakref.WeakKeyDictionary()
         )
-        self.num_optimizers = 0
-        """How many optimizers have stepped and still exist."""
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
         self._open: list[Outcome] = []
 
@@ -45,16 +43,17 @@ class Journal:
         slot = self._last.get(optimizer)
         if slot is None:
             slot = self._last[optimizer] = _Slot()
-            weakref.finalize(optimizer, self._forget, slot).atexit = False
-            self.num_optimizers += 1
+            # Without the journal, which must not live as long as the optimizer.
+            weakref.finalize(optimizer, slot.clear).atexit = False
         slot.clear()
         slot.outcome = outcome
         self._all.append(outcome)
         self._open.append(outcome)
 
-    def _forget(self, slot: _Slot) -> None:
-        slot.clear()
-        self.num_optimizers -= 1
+    @property
+    def num_optimizers(self) -> int:
+        """How many optimizers have stepped and still exist."""
+        return len(self._last)
 
     def last_outcomes(self) -> list[tuple[torch.optim.Optimizer, Outcome | None]]:
         """Return each optimizer that has stepped with the outcome of its last step."""
