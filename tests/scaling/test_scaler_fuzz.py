@@ -369,6 +369,7 @@ class World:
 
     def begin(self) -> None:
         """Begin an iteration. Gradients may be left, and follow the scale."""
+        self.scaler._engine.unused.use()  # as a step or a backward pass does, for all at once
         self.looks: list[Look] = []
         self.losses = []
         self.bad_loss.clear()

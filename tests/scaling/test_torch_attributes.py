@@ -241,6 +241,10 @@ def test_a_subclass_with_a_method_that_nobody_calls(name: str) -> None:
     assert hasattr(torch.amp.GradScaler, name)
     with pytest.raises(TypeError, match=rf"Own\.{name}\(\): torch.amp.GradScaler calls it"):
         type("Own", (GradScaler,), {name: lambda self: None})
+    mixed_in = type("MixedIn", (), {name: lambda self: None})
+    with pytest.raises(TypeError, match=name):
+        type("Own", (mixed_in, GradScaler), {})
+    type("Both", (GradScaler, torch.amp.GradScaler), {})
 
 
 @both
