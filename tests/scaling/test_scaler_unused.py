@@ -508,3 +508,17 @@ def test_an_optimizer_does_not_keep_the_outcomes_of_a_scaler() -> None:
     del scaler
     gc.collect()
     assert journal() is None
+
+
+def test_gradients_that_are_moved_to_other_buckets() -> None:
+    (a, first), (b, second) = make(), make()
+    b.grad = torch.zeros(6)[:3]
+    scaler = growing()
+    backward(scaler, a, b)
+    scaler.step(first)
+    scaler.update()
+    moved_to = torch.zeros(6)[3:]
+    b.grad = moved_to.copy_(b.grad)
+    backward(scaler, b)
+    scaler.step(second)
+    assert moved(b) == 2.0

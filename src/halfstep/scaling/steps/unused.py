@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from halfstep._torch import after_backward, keep_out_of_graphs, leaves_of
 from halfstep.scaling.gradients import passes
@@ -59,14 +59,19 @@ class Waiting:
     def untouched(self) -> Tensor | None:
         """Return the parameter if nobody has written to its gradient since, else None."""
         param = self.param()
-        if param is None or param.grad is None or self.grad() is not param.grad:
+        grad = None if param is None else param.grad
+        if grad is None or _version(grad) != self.version:
             return None
-        return param if _version(param.grad) == self.version else None
+        return param if self.version == _VIEW or self.grad() is grad else None
+
+
+_VIEW = -1
 
 
 def _version(grad: Tensor) -> int:
-    # Views, of a bucket or of a flat buffer, share the count of it.
-    return -1 if grad._is_view() else grad._version
+    # Views, of a bucket or of a flat buffer, share the count of it; and after the first backward
+    # pass DistributedDataParallel moves them to other buckets.
+    return _VIEW if grad._is_view() else grad._version
 
 
 class Unused:
@@ -157,6 +162,7 @@ class Unused:
         self._end_backward()  # one that raised does not say so
         self._unhook()
         note = partial(_note_backward, weakref.ref(self))
+        unserializable_hook(note)  # type: ignore[no-untyped-call]
         for one in self.waiting.values():
             param = one.param()
             if param is not None and param.requires_grad:
