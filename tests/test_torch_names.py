@@ -247,6 +247,8 @@ def test_switches_come_back() -> None:
     assert "ipu" not in devices  # that of the guard
     for device in devices:
         assert _torch.autocast_key(device).name.startswith("Autocast")
+    assert {*devices, "mtia", "xla"} <= set(_torch.switch_devices())
+    assert "ipu" not in _torch.switch_devices()
 
 
 def test_recording_before_the_autocast_keys_is_known() -> None:

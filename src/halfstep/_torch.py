@@ -406,14 +406,23 @@ def is_tracing_before_autocast() -> bool:
 
 
 @cache
+def switch_devices() -> list[str]:
+    """Return the device types for which this build of PyTorch has autocast's switches."""
+    return [each for each in torch._C._autocast_supported_devices() if each != _GUARD_DEVICE]
+
+
+@cache
 def autocast_devices() -> list[str]:
-    """Return the device types for which this build of PyTorch takes kernels for autocast.
+    """Return those of :func:`switch_devices` for which PyTorch takes kernels for autocast.
 
     For some others (XLA) it has autocast, but no Python name for the key.
     """
-    known = (each for each in torch._C._autocast_supported_devices() if each != _GUARD_DEVICE)
     keys = torch._C.DispatchKey.__members__
-    return [x for x in known if "Autocast" + torch._C._dispatch_key_for_device(x) in keys]
+    return [
+        each
+        for each in switch_devices()
+        if "Autocast" + torch._C._dispatch_key_for_device(each) in keys
+    ]
 
 
 # --- autocast: torch.compile ----------------------------------------------------------------------

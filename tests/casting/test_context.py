@@ -238,6 +238,7 @@ def test_the_policy_in_force_can_be_asked_for() -> None:
         ({"device_type": "meta"}, ValueError, r"no autocast for 'meta'; it has for cpu, cuda"),
         ({"device_type": "xla"}, ValueError, r"no autocast for 'xla'; it has for cpu, cuda"),
         ({"device_type": ""}, ValueError, r"no autocast for ''; it has for cpu, cuda"),
+        ({"device_type": "ipu", "enabled": False}, ValueError, r"no autocast for 'ipu'"),
         ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
         ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
         ({"dtype": "bfloat16", "enabled": False}, ValueError, r"got dtype='bfloat16'"),
@@ -253,6 +254,20 @@ def test_wrong_arguments_are_refused(
     with pytest.raises(error, match=message):
         autocast(**arguments)  # type: ignore[arg-type]
     assert linear() == FP32
+
+
+@pytest.mark.parametrize("device", ["mtia", "xla", "maia"])
+def test_off_is_possible_for_devices_whose_kernels_are_out_of_reach(device: str) -> None:
+    torch.set_autocast_enabled(device, True)
+    try:
+        with autocast(device, enabled=False), autocast("cpu"):
+            assert not torch.is_autocast_enabled(device)
+            assert linear() == BF16
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, False)
+    with pytest.raises(ValueError, match=f"no autocast for '{device}'; it has for cpu, cuda"):
+        autocast(device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")

@@ -340,5 +340,24 @@ def test_halfstep_does_not_look_the_names_up():
         assert torch.equal(gradient(), expected)
 
 
+def test_pytorch_can_switch_autocast_off_for_every_device_in_compiled_backwards(names):
+    """It enters ``torch.amp.autocast`` for devices that halfstep has no kernels for (MTIA)."""
+
+    def gradients() -> torch.Tensor:
+        x = torch.full((2, 2), 0.3, requires_grad=True)
+        function(x).sum().backward()
+        return x.grad
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ x).float()
+
+    expected = gradients()
+    torch.compiler.reset()
+    function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        assert torch.equal(gradients(), expected)
+
+
 def test_the_originals_are_pytorchs():
     assert {key: ORIGINALS[key] for key in NAMES} == replacements._ORIGINALS

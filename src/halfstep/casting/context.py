@@ -137,7 +137,7 @@ def _settle(
     policy: Policy | str | None,
     module: nn.Module | None,
 ) -> Settings:
-    device = _device(device_type)
+    device = _device(device_type, enabled)
     is_unused = not enabled and isinstance(dtype, torch.dtype) and dtype not in LOWER_PRECISIONS
     if dtype is None or is_unused:
         dtype = torch.get_autocast_dtype(device)
@@ -162,7 +162,7 @@ def _settle(
     return Settings(switches, number, inherit=policy is None)
 
 
-def _device(device_type: str | None) -> str:
+def _device(device_type: str | None, enabled: bool) -> str:
     if device_type is None:
         return default_device()
     if not isinstance(device_type, str):
@@ -172,7 +172,8 @@ def _device(device_type: str | None) -> str:
         )
     known = _torch.autocast_devices()
     without_index = re.sub(r":\d+$", "", device_type)
-    if without_index not in known:
+    # Switching off needs no kernels. PyTorch does so for every device in compiled backwards.
+    if without_index not in (known if enabled else _torch.switch_devices()):
         raise ValueError(
             f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}"
         )
