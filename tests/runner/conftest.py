@@ -14,12 +14,11 @@ from typing import NamedTuple
 import pytest
 
 SERVER = """
-import gc, json, os, sys
+import json, os, sys
 import torch._dynamo  # what optimizers import, once for all scripts
 import halfstep.runner.session
 from halfstep.cli import main
 
-gc.freeze()
 for line in sys.stdin:
     call = json.loads(line)
     if (child := os.fork()) == 0:

@@ -360,7 +360,7 @@ def test_a_compiled_function_runs_as_it_is() -> None:
     assert model.dtypes == [torch.float32]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_and_exported_programs() -> None:
     def loss(x: Tensor) -> Tensor:
         return F.mse_loss(x, torch.zeros_like(x))
