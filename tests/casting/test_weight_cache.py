@@ -249,7 +249,7 @@ def test_each_dtype_has_its_cast() -> None:
 @pytest.mark.parametrize("grad", [True, False])
 def test_small_weights_are_cast_anew(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    rows = (weight_cache.SMALL if grad else weight_cache.SMALL_WITHOUT_GRADIENT) // 8
+    rows = weight_cache.SMALL // 8
     for small in (True, False):
         kept(weight_of(1.0, rows - small, 2), grad=grad)
         assert info().hits == (0 if small else 2)

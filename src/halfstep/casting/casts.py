@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep.casting import scopes, weight_cache
 from halfstep.casting.gathered import GatheredMet, is_gathered, is_weight
+from halfstep.casting.weight_cache import Held
 
 _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
@@ -85,9 +85,9 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         # No look at the device, which takes as long as all else: an op has its weights on its own.
         if is_gathered(value):
             raise GatheredMet
-        if _torch.is_dtensor(value):  # PyTorch does not count all writes to one
-            return value
-        kept = weight_cache.cast(value, dtype, scopes.current().casts)
+        if kind is not nn.Parameter and kind is not Held:
+            return value  # a DTensor: PyTorch does not count all writes to one
+        kept = weight_cache.cast(value, dtype, scopes.current)
         return value if kept is None else kept
     # A product of one factor, einsum("ij->ji", weight) say, is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:

@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,12 @@ def forget(weights: Iterable[Tensor], context: ContextCasts | None) -> None:
             casts.forget()
 
 
-def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Tensor | None:
+class _Scope(Protocol):
+    @property
+    def casts(self) -> ContextCasts | None: ...
+
+
+def cast(weight: Tensor, dtype: torch.dtype, current: Callable[[], _Scope]) -> Tensor | None:
     """Return a parameter in ``dtype``, or None where the caller is to cast it.
 
     Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on their
@@ -152,18 +157,8 @@ def cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Te
     Args:
         weight: The parameter; not a DTensor (not all writes to one are counted).
         dtype: The dtype to cast to.
-        context: The casts of the outermost context of this thread.
+        current: Returns the scope of this thread, whose outermost context the cast may be kept for.
     """
-    if type(weight) is Held:
-        with _torch.no_torch_function():
-            return _cast(weight, dtype, context)
-    return _cast(weight, dtype, context)
-
-
-def _cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> Tensor | None:
-    casts: _Casts | None = _held_casts(weight)
-    if casts is None and not (context is not None and _is_kept_by_torch(weight)):
-        return None
     if weight.layout is not torch.strided or weight.is_nested:
         return None
     has_gradient = weight.requires_grad and torch.is_grad_enabled()
@@ -172,11 +167,17 @@ def _cast(weight: Tensor, dtype: torch.dtype, context: ContextCasts | None) -> T
         return None
     if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
         return None
-    if casts is None:
-        if weight.is_inference() or weight.is_meta:
-            return None
-        assert context is not None
-        casts = context.of(weight)
+    held = _held_casts(weight)
+    if held is not None:
+        with _torch.no_torch_function():
+            return _cast(weight, dtype, held, has_gradient)
+    context = current().casts
+    if context is None or not _is_kept_by_torch(weight):
+        return None
+    return _cast(weight, dtype, context.of(weight), has_gradient)
+
+
+def _cast(weight: Tensor, dtype: torch.dtype, casts: _Casts, has_gradient: bool) -> Tensor | None:
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         casts.is_captured = True
         casts.forget()
@@ -199,7 +200,7 @@ def _is_kept_by_torch(weight: Tensor) -> bool:
         weight.requires_grad
         and weight.dtype is torch.float32
         and weight.is_leaf
-        and not torch.is_inference_mode_enabled()
+        and not (torch.is_inference_mode_enabled() or weight.is_inference() or weight.is_meta)
     )
 
 
@@ -289,8 +290,8 @@ class hold_casts:
     While held, the parameters are of a class derived from ``nn.Parameter``: that is how they are
     watched. (So the fast path of ``nn.MultiheadAttention``, which autocast does not take either, is
     off.) Not held are parameters that the model gets later, those of other classes (``DTensor``,
-    quantized ones), those that another hold has, and on the CPU those under 32 KiB, which are cast
-    faster than looked up.
+    quantized ones), those that another hold has, and on the CPU those under 128 KiB, which are cast
+    faster than watched.
 
     Args:
         model: The module whose parameters are held, those of its submodules included.
@@ -308,13 +309,13 @@ class hold_casts:
 
     Example:
         >>> import halfstep
-        >>> model, x = torch.nn.Linear(128, 128, bias=False), torch.ones(1, 128)
+        >>> model, x = torch.nn.Linear(256, 256, bias=False), torch.ones(1, 256)
         >>> with torch.no_grad(), halfstep.hold_casts(model) as held:
         ...     for _ in range(5):
         ...         with halfstep.autocast("cpu", torch.bfloat16):
         ...             y = model(x)
         ...     print(held.info())
-        HoldInfo(weights=1, casts=1, bytes=32768, hits=4, misses=1, stale=0)
+        HoldInfo(weights=1, casts=1, bytes=131072, hits=4, misses=1, stale=0)
     """
 
     def __init__(self, model: nn.Module, *, max_bytes: int | None = None) -> None:
@@ -521,7 +522,7 @@ def _writes_unseen(function: Any) -> bool:
 
 def _is_small(weight: Tensor) -> bool:
     is_plain = weight.layout is torch.strided and not weight.is_nested
-    return is_plain and weight.nbytes < SMALL_WITHOUT_GRADIENT
+    return is_plain and weight.nbytes < SMALL
 
 
 def _can_be_held(weight: Tensor) -> bool:
