@@ -182,6 +182,7 @@ def test_a_loss_of_another_name_moves_another_scale() -> None:
     assert moved(b) == 4.0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch 2.11 says so once
 @pytest.mark.parametrize("layout", ["sparse", "complex", "expanded", "float16"])
 def test_other_gradients(layout: str) -> None:
     dtype = {"complex": torch.complex64, "float16": torch.float16}.get(layout, torch.float32)
