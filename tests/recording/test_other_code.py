@@ -45,6 +45,17 @@ def test_an_optimizer_that_steps_inside_of_backward(tmp_path: Path) -> None:
     assert record.num_steps == 6
 
 
+def test_lazy_modules_are_measured_once_they_have_seen_a_batch(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, model=model, every=1) as record:
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert record.num_steps == 3
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*deprecated")
 def test_tracing_a_model_in_a_sampled_step(tmp_path: Path) -> None:
     model, x = nn.Linear(2, 1), torch.ones(1, 2)

@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from halfstep import _torch
@@ -114,6 +115,8 @@ class Sampler:
             return
         _remove(self._parameter_hooks)
         for name, parameter in self._models.parameters():
+            if is_lazy(parameter):  # it has no shape before the first batch
+                continue
             if ("parameter", name) not in self._found:
                 self._take("parameter", name, parameter)
             if parameter.requires_grad and parameter.is_leaf:
