@@ -88,9 +88,6 @@ class _Casts(dict[torch.dtype, _Entry]):
     def __init__(self, hold: hold_casts | None = None) -> None:
         self.hold = hold
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
-
     def forget(self) -> None:
         self.num_forgotten += 1
         for entry in list(self.values()):
@@ -447,10 +444,8 @@ class Held(nn.Parameter):
             with _torch.no_torch_function():
                 return function(*args, **kwargs)
         if function is Tensor.__dlpack__ and not args[0].requires_grad:
-            args = (
-                args[0].detach(),
-                *args[1:],
-            )  # of its own, so that the storage has a second user
+            # Of a tensor of its own: then the storage has a second user, as with all else.
+            args = (args[0].detach(), *args[1:])
         try:
             # What is handed out is to live until it is looked for.
             result = _call(function, types, args, kwargs)
@@ -500,6 +495,9 @@ class _HeldCasts(_Casts):
     def __init__(self, weight: Tensor, hold: hold_casts) -> None:
         super().__init__(hold)
         self.weight_id = id(weight)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
 
 
 def _held_casts(weight: Any) -> _HeldCasts | None:
