@@ -38,10 +38,10 @@ pytest: $(READY)
 	$(BIN)/pytest -n $(JOBS) -m "not gpu" $(ARGS)
 
 fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test runs a share of them)
-	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaling/test_scaler_fuzz.py $(ARGS)
+	HALFSTEP_FUZZ=20000 $(BIN)/pytest tests/scaler/test_scaler_fuzz.py $(ARGS)
 
 score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minutes)
-	$(BIN)/python -m tests.diagnosing.score $(ARGS)
+	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)

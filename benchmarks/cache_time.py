@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 
 from halfstep import autocast, hold_casts
-from halfstep.demo.gpt import GPT, GPTConfig
-from halfstep.machine import device_name
+from halfstep._common.machine import device_name
+from halfstep._demo.gpt import GPT, GPTConfig
 from step_time import ratios, synchronize
 
 Context = Callable[[], AbstractContextManager[None]]

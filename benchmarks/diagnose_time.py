@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import halfstep
-from halfstep.demo.gpt import GPT, GPTConfig
+from halfstep._demo.gpt import GPT, GPTConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # What makes a weight too large for the products of a dtype; in bf16 it is for float32 too.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from halfstep import GradScaler
-from halfstep.machine import device_name
+from halfstep._common.machine import device_name
 from reductions import DTYPES, GRADIENTS, shapes_of
 
 MAX_NORM = 1.0

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from halfstep import autocast
-from halfstep.machine import device_name
+from halfstep._common.machine import device_name
 
 REPEATS, CALLS = 15, 2000
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from gradient_time import Fused, Plain, ratio
 from halfstep import GradScaler
-from halfstep.machine import device_name
+from halfstep._common.machine import device_name
 from ranks_counts import (
     WARM_UP,
     Call,

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 
 import halfstep
-from halfstep.demo.gpt import GPT, SIZES, GPTConfig
-from halfstep.machine import device_name
-from halfstep.recording.recorder import Recorder
+from halfstep._common.machine import device_name
+from halfstep._demo.gpt import GPT, SIZES, GPTConfig
+from halfstep._record.recorder import Recorder
 from step_time import ratios
 
 

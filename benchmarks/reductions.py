@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from halfstep.demo.gpt import GPT, GPTConfig
-from halfstep.machine import device_name
-from halfstep.scaling.gradients.reductions import largest_magnitudes, sums_of_squares
+from halfstep._common.machine import device_name
+from halfstep._demo.gpt import GPT, GPTConfig
+from halfstep._scaler.gradients.reductions import largest_magnitudes, sums_of_squares
 
 GRADIENTS = ("4096x256", "GPT 43M", "1x64M")
 DTYPES = ("float32", "bfloat16", "float16")

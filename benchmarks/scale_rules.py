@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import GradScaler, autocast
-from halfstep.demo.gpt import GPT, GPTConfig
-from halfstep.demo.settings import MEAN_OVER
-from halfstep.demo.text import Corpus, draw_batches
-from halfstep.machine import device_name
-from halfstep.scaling.scale.rules import Dynamic, LogMax, Rule, Static
+from halfstep._common.machine import device_name
+from halfstep._demo.gpt import GPT, GPTConfig
+from halfstep._demo.settings import MEAN_OVER
+from halfstep._demo.text import Corpus, draw_batches
+from halfstep._scaler.scale.rules import Dynamic, LogMax, Rule, Static
 
 Batch = tuple[Tensor, Tensor]
 COMPARE_EVERY = 10

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from halfstep import autocast
-from halfstep.demo.gpt import GPT, SIZES, GPTConfig
-from halfstep.machine import device_name
+from halfstep._common.machine import device_name
+from halfstep._demo.gpt import GPT, SIZES, GPTConfig
 
 Variant = Callable[[], AbstractContextManager[None]]
 

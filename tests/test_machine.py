@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfstep.machine import num_ranks, rank
+from halfstep._common.machine import num_ranks, rank
 
 
 @pytest.mark.parametrize(

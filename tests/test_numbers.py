@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from halfstep.numbers import at_steps, bits, listed, number, percent, power, seconds, things
+from halfstep._common.numbers import at_steps, bits, listed, number, percent, power, seconds, things
 
 
 @pytest.mark.parametrize(

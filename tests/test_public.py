@@ -63,7 +63,7 @@ def test_importing_halfstep_imports_little() -> None:
         "import halfstep\n"
         "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(*sorted(new - sys.stdlib_module_names))\n"
-        "heavy = ('torch._dynamo', 'halfstep.cli', 'halfstep.demo')\n"
+        "heavy = ('torch._dynamo', 'halfstep._cli', 'halfstep._demo')\n"
         "print(*(name for name in heavy if name in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -91,7 +91,7 @@ norms.append(train())
 for name in [name for name in sys.modules if name.partition(".")[0] == "halfstep"]:
     del sys.modules[name]
 norms.append(train())
-importlib.reload(sys.modules["halfstep.scaling.gradients.reductions"])
+importlib.reload(sys.modules["halfstep._scaler.gradients.reductions"])
 norms.append(train())
 print(*(round(norm(), 4) for norm in norms))
 """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.random_states import RandomStates
+from halfstep._common.random_states import RandomStates
 
 
 def test_all_of_this_process_are_put_back() -> None:

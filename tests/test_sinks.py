@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.recording.training import Net, train
+from tests.record.training import Net, train
 
 import halfstep
-from halfstep.recording.reading import read_run
+from halfstep._record.reading import read_run
 from halfstep.sinks import MLflow, TensorBoard, WandB
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from halfstep import GradScaler, autocast
-from halfstep.demo.gpt import GPT
+from halfstep._demo.gpt import GPT
 
 PARTS = 4  # of a batch
 

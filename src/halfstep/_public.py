@@ -2,7 +2,7 @@
 
 from torch.amp import is_autocast_available
 
-from halfstep.casting import (
+from halfstep._autocast import (
     Policy,
     Rule,
     autocast,
@@ -12,15 +12,15 @@ from halfstep.casting import (
     keep,
     preset,
 )
-from halfstep.diagnosing.diagnose import diagnose
-from halfstep.diagnosing.diagnosis import Diagnosis
-from halfstep.doctoring.checkup import doctor
+from halfstep._diagnose.diagnose import diagnose
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._doctor.checkup import doctor
+from halfstep._record.record import record
+from halfstep._scaler import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
+from halfstep._simulate import simulate
+from halfstep._trace import trace
+from halfstep._tune import self_check, tune
 from halfstep.errors import CallOrderError
-from halfstep.recording.record import record
-from halfstep.scaling import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
-from halfstep.simulating import simulate
-from halfstep.tracing import trace
-from halfstep.tuning import self_check, tune
 
 __all__ = [
     "CallOrderError",

@@ -6,7 +6,7 @@ import inspect
 import sys
 from types import FrameType
 
-from halfstep.scaling.torch_calls import TorchCalls
+from halfstep._scaler.torch_calls import TorchCalls
 
 _STEP = inspect.unwrap(TorchCalls.step).__code__
 

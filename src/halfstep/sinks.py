@@ -16,8 +16,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from halfstep.numerics.formats import FORMATS, FORMATS_BY_DTYPE
-from halfstep.recording.run import Measured
+from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE
+from halfstep._record.run import Measured
 
 
 class Sink(Protocol):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import halfstep
-from halfstep.cli import main
+from halfstep._cli import main
 
-COMMAND = [sys.executable, "-c", "import sys; from halfstep.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
 TINY = ["demo", "--size", "tiny", "--steps", "2"]
 
 
@@ -40,7 +40,7 @@ def test_without_a_command_it_shows_the_help(capsys):
 
 
 def test_the_defaults_in_the_help_are_the_defaults(capsys):
-    from halfstep.demo.settings import Settings
+    from halfstep._demo.settings import Settings
 
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
@@ -84,7 +84,7 @@ def test_mistakes_are_one_line_and_exit_code_2(options, message, capsys):
 
 
 def test_ctrl_c_is_130(monkeypatch, tmp_path):
-    import halfstep.demo.run as module
+    import halfstep._demo.run as module
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -97,7 +97,7 @@ def test_ctrl_c_is_130(monkeypatch, tmp_path):
 
 def test_without_rich_the_cure_is_named(tmp_path):
     script = (
-        "import sys; sys.modules['rich'] = None; from halfstep.cli import main; "
+        "import sys; sys.modules['rich'] = None; from halfstep._cli import main; "
         f"sys.exit(main(['demo', '-o', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -112,7 +112,7 @@ def test_importing_halfstep_loads_no_command_line():
     script = (
         "import sys, halfstep; "
         "print([name for name in sys.modules "
-        "if name.startswith(('rich', 'halfstep.cli', 'halfstep.demo'))])"
+        "if name.startswith(('rich', 'halfstep._cli', 'halfstep._demo'))])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from halfstep.cli import main
-from halfstep.doctoring import machine
-from halfstep.doctoring.speed import speeds_of
+from halfstep._cli import main
+from halfstep._doctor import machine
+from halfstep._doctor.speed import speeds_of
 
 GOOD = """\
 from halfstep import GradScaler, autocast

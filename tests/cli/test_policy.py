@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from halfstep import Policy
-from halfstep.cli import main
+from halfstep._cli import main
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

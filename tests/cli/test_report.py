@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.report import records
 
-from halfstep.cli import main
-from halfstep.recording.lines import file_of
+from halfstep._cli import main
+from halfstep._record.lines import file_of
 
 
 @pytest.fixture(autouse=True)
@@ -253,10 +253,10 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys):
 
 def test_help_and_what_it_imports():
     script = (
-        "import sys; from halfstep.cli import main\n"
+        "import sys; from halfstep._cli import main\n"
         "try: main(['report', '--help'])\n"
         "except SystemExit: pass\n"
-        "loaded = [name for name in ('jinja2', 'rich', 'halfstep.report') "
+        "loaded = [name for name in ('jinja2', 'rich', 'halfstep._report') "
         "if name in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.cli import main
+from halfstep._cli import main
 
 SCRIPTS = Path(__file__).parents[1] / "runner" / "scripts"
 

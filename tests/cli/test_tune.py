@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep import Policy
-from halfstep.cli import main
+from halfstep._cli import main
 
 SCRIPT = """
     import os

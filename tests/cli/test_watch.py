@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.recording import events
+from tests.record import events
 
-from halfstep.cli import main
-from halfstep.recording.lines import file_of
-from halfstep.watching import loop
+from halfstep._cli import main
+from halfstep._record.lines import file_of
+from halfstep._watch import loop
 
-COMMAND = [sys.executable, "-c", "import sys; from halfstep.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
 HEADER = {
     "event": "run",
     "schema": 1,

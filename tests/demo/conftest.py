@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halfstep.demo.run import run_demo
-from halfstep.demo.settings import Settings
+from halfstep._demo.run import run_demo
+from halfstep._demo.settings import Settings
 
 STEPS = 8
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.demo.train import training_loop
+from halfstep._demo.train import training_loop
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfstep.demo.gpt import GPT, SIZES, GPTConfig
+from halfstep._demo.gpt import GPT, SIZES, GPTConfig
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from halfstep.demo.chart import draw_chart, round_step
-from halfstep.demo.machine import Machine
-from halfstep.demo.results import Results
-from halfstep.demo.settings import PRECISIONS, Settings
-from halfstep.demo.table import ROWS, build_table
-from halfstep.demo.text import Corpus
-from halfstep.demo.train import Run
+from halfstep._demo.chart import draw_chart, round_step
+from halfstep._demo.machine import Machine
+from halfstep._demo.results import Results
+from halfstep._demo.settings import PRECISIONS, Settings
+from halfstep._demo.table import ROWS, build_table
+from halfstep._demo.text import Corpus
+from halfstep._demo.train import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-import halfstep.demo.run as module
-from halfstep.demo.progress import Bars, Lines
-from halfstep.demo.run import run_demo
-from halfstep.demo.settings import PRECISIONS, DemoError, Settings
-from halfstep.demo.train import Run
-from halfstep.recording.reading import read_run
+import halfstep._demo.run as module
+from halfstep._demo.progress import Bars, Lines
+from halfstep._demo.run import run_demo
+from halfstep._demo.settings import PRECISIONS, DemoError, Settings
+from halfstep._demo.train import Run
+from halfstep._record.reading import read_run
 
 TINY = Settings(size="tiny", steps=8)
 

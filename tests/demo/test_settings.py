@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from halfstep.demo.gpt import SIZES
-from halfstep.demo.settings import BATCHES, PRECISIONS, DemoError, Settings
+from halfstep._demo.gpt import SIZES
+from halfstep._demo.settings import BATCHES, PRECISIONS, DemoError, Settings
 
 
 @pytest.mark.parametrize(

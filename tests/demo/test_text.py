@@ -3,9 +3,9 @@ import os
 import pytest
 import torch
 
-from halfstep.demo import text
-from halfstep.demo.settings import DemoError
-from halfstep.demo.text import Corpus, draw_batches, held_out_windows
+from halfstep._demo import text
+from halfstep._demo.settings import DemoError
+from halfstep._demo.text import Corpus, draw_batches, held_out_windows
 
 CONTEXT = 16
 

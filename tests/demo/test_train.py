@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-import halfstep.demo.train as module
-from halfstep.demo.memory import peak_memory
-from halfstep.demo.settings import PRECISIONS, Settings
-from halfstep.demo.text import Corpus
-from halfstep.demo.train import Run, new_model, train, training_loop, zero_share
+import halfstep._demo.train as module
+from halfstep._demo.memory import peak_memory
+from halfstep._demo.settings import PRECISIONS, Settings
+from halfstep._demo.text import Corpus
+from halfstep._demo.train import Run, new_model, train, training_loop, zero_share
 
 SETTINGS = Settings(size="tiny", steps=8)
 

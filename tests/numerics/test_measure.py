@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.numerics import measure as measure_module
-from halfstep.numerics.formats import FORMATS
-from halfstep.numerics.measure import measure
-from halfstep.numerics.statistics import Statistics, binned, merged
+from halfstep._numerics import measure as measure_module
+from halfstep._numerics.formats import FORMATS
+from halfstep._numerics.measure import measure
+from halfstep._numerics.statistics import Statistics, binned, merged
 
 
 def reference(tensor: torch.Tensor) -> Statistics:

@@ -16,7 +16,7 @@ from tests.ranks.pool import Pool
 from torch import Tensor, distributed, nn
 
 import halfstep
-from halfstep.scaling.ranks import comparing
+from halfstep._scaler.ranks import comparing
 
 EVERY = 3
 """Most loops here are short, and compare more often than every 100 updates."""

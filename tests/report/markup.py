@@ -7,9 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from halfstep.recording.reading import read_run
-from halfstep.report.page import render
-from halfstep.report.summarizing import summarize
+from halfstep._record.reading import read_run
+from halfstep._report.page import render
+from halfstep._report.summarizing import summarize
 
 VOID = {"meta", "link", "img", "input", "br"}
 CLOSES = {"td": {"td", "th"}, "th": {"td", "th"}, "tr": {"td", "th", "tr"}}

@@ -6,10 +6,10 @@ import pytest
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
-from halfstep.recording.reading import read_run
-from halfstep.report.comparison import compare
-from halfstep.report.plain import comparison_json, comparison_markdown, comparison_text
-from halfstep.report.summarizing import summarize
+from halfstep._record.reading import read_run
+from halfstep._report.comparison import compare
+from halfstep._report.plain import comparison_json, comparison_markdown, comparison_text
+from halfstep._report.summarizing import summarize
 
 
 def summary_of(folder):

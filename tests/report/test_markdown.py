@@ -5,12 +5,12 @@ import json
 import pytest
 from tests.report import records
 
-from halfstep.decoding import to_plain
-from halfstep.diagnosing.diagnosis import Diagnosis
-from halfstep.recording.reading import read_run
-from halfstep.report.plain import summary_json, summary_markdown
-from halfstep.report.sentences import sentences
-from halfstep.report.summarizing import summarize
+from halfstep._common.json import to_plain
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._record.reading import read_run
+from halfstep._report.plain import summary_json, summary_markdown
+from halfstep._report.sentences import sentences
+from halfstep._report.summarizing import summarize
 
 WRITERS = (
     records.healthy,

@@ -8,10 +8,10 @@ import pytest
 from tests.report import records
 from tests.report.markup import at, page_of
 
-from halfstep import numbers
-from halfstep.numerics.formats import FORMATS
-from halfstep.report.page import MOST_SKIPS
-from halfstep.report.plain import summary_json
+from halfstep._common import numbers
+from halfstep._numerics.formats import FORMATS
+from halfstep._report.page import MOST_SKIPS
+from halfstep._report.plain import summary_json
 
 RUNS = (
     records.healthy,
@@ -258,5 +258,5 @@ def test_the_script_is_small(skips):
 
 
 def test_styles_and_scripts_are_in_the_package():
-    names = {file.name for file in (files("halfstep.report") / "templates").iterdir()}
+    names = {file.name for file in (files("halfstep._report") / "templates").iterdir()}
     assert {"page.html.jinja", "comparison.html.jinja", "page.css", "page.js"} <= names

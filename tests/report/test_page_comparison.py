@@ -7,11 +7,11 @@ import pytest
 from tests.report import records
 from tests.report.markup import at, parse
 
-from halfstep.recording.reading import read_run
-from halfstep.report.comparison import compare
-from halfstep.report.page import render_comparison
-from halfstep.report.plain import comparison_json
-from halfstep.report.summarizing import summarize
+from halfstep._record.reading import read_run
+from halfstep._report.comparison import compare
+from halfstep._report.page import render_comparison
+from halfstep._report.plain import comparison_json
+from halfstep._report.summarizing import summarize
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
-from halfstep.recording.reading import read_run
-from halfstep.report.page_heat import MOST_COLUMNS, heat, labelled, ticks_of
-from halfstep.report.page_levels import HEADROOM, LOST
-from halfstep.report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE
-from halfstep.report.summarizing import summarize
+from halfstep._record.reading import read_run
+from halfstep._report.page_heat import MOST_COLUMNS, heat, labelled, ticks_of
+from halfstep._report.page_levels import HEADROOM, LOST
+from halfstep._report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE
+from halfstep._report.summarizing import summarize
 
 
 def maps_of(folder, samples, dtype="float16", has_policy=True):

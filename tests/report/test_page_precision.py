@@ -6,12 +6,12 @@ from tests.report.markup import parse
 from torch import nn, randn
 
 import halfstep
-from halfstep.recording.reading import read_run
-from halfstep.report.page import render
-from halfstep.report.page_precision import MOST_MODULES, precision_map
-from halfstep.report.summarizing import summarize
-from halfstep.tracing.recording import Recording
-from halfstep.tracing.rows import Row
+from halfstep._record.reading import read_run
+from halfstep._report.page import render
+from halfstep._report.page_precision import MOST_MODULES, precision_map
+from halfstep._report.summarizing import summarize
+from halfstep._trace.recording import Recording
+from halfstep._trace.rows import Row
 
 
 def row(number, module, compute, seconds):

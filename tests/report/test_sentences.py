@@ -9,10 +9,10 @@ from tests.report import records
 from tests.report.records import counted, layers, sample, skip, step, tensor
 
 import halfstep
-from halfstep.recording.reading import read_run
-from halfstep.report.sentences import sentences
-from halfstep.report.summarizing import summarize
-from halfstep.sentence import Code, code, names, plain, say
+from halfstep._common.text import Code, code, names, plain, say
+from halfstep._record.reading import read_run
+from halfstep._report.sentences import sentences
+from halfstep._report.summarizing import summarize
 
 
 def said_of(folder):

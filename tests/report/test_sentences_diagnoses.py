@@ -7,10 +7,10 @@ from tests.report import records
 from tests.report.records import bad_op, diagnosis, skip, step
 from tests.report.test_sentences import ADVICE, codes, said, said_of, the_one
 
-from halfstep.diagnosing.diagnosis import Cure, Line
-from halfstep.recording.reading import read_run
-from halfstep.report.about_diagnoses import MOST_PLACES
-from halfstep.report.summarizing import summarize
+from halfstep._diagnose.diagnosis import Cure, Line
+from halfstep._record.reading import read_run
+from halfstep._report.about_diagnoses import MOST_PLACES
+from halfstep._report.summarizing import summarize
 
 
 def went_bad(folder, **values):

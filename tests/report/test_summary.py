@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
-from halfstep.recording.reading import read_run
-from halfstep.report.summarizing import summarize
-from halfstep.report.summary import PolicyInForce
+from halfstep._record.reading import read_run
+from halfstep._report.summarizing import summarize
+from halfstep._report.summary import PolicyInForce
 
 
 def summary_of(folder):

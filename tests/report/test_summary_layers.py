@@ -7,12 +7,12 @@ import torch
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
-from halfstep.numerics.formats import FORMATS
-from halfstep.recording.reading import read_run
-from halfstep.recording.run import Measured
-from halfstep.report.layers import judge
-from halfstep.report.summarizing import summarize
-from halfstep.report.windows import largest_scale, power_below, smallest_scale
+from halfstep._numerics.formats import FORMATS
+from halfstep._record.reading import read_run
+from halfstep._record.run import Measured
+from halfstep._report.layers import judge
+from halfstep._report.summarizing import summarize
+from halfstep._report.windows import largest_scale, power_below, smallest_scale
 
 GRADIENT = "parameter_gradient"
 

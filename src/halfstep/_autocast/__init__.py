@@ -1,0 +1,19 @@
+"""Which dtype each op runs in: policies, and the context that carries them out."""
+
+from halfstep._autocast.context import autocast
+from halfstep._autocast.custom_function import custom_bwd, custom_fwd
+from halfstep._autocast.islands import keep
+from halfstep._autocast.policy import Policy, preset
+from halfstep._autocast.rule import Rule
+from halfstep._autocast.weight_cache import hold_casts
+
+__all__ = [
+    "Policy",
+    "Rule",
+    "autocast",
+    "custom_bwd",
+    "custom_fwd",
+    "hold_casts",
+    "keep",
+    "preset",
+]

@@ -1,0 +1,214 @@
+"""What two policies do differently, and why a policy does what it does: values that print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from halfstep._autocast import op_names
+from halfstep._autocast.rule import PHASES, Action, Phase, Rule, around
+
+if TYPE_CHECKING:
+    from halfstep._autocast.policy import Policy
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Case(NamedTuple):
+    """Where an op may run."""
+
+    device: str
+    dtype: str
+    """The lower precision, ``"fp16"`` or ``"bf16"``."""
+    phase: Phase
+
+
+def _cases(devices: Sequence[str]) -> list[Case]:
+    return [Case(*each) for each in product(devices, _DTYPES, PHASES)]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One op that two policies treat differently.
+
+    Attributes:
+        op: The op; an overload of it if not all of its overloads differ alike.
+        before: What the first policy does.
+        after: What the second does.
+        cases: Where.
+    """
+
+    op: str
+    before: Action
+    after: Action
+    cases: tuple[Case, ...]
+
+
+@dataclass(frozen=True)
+class PolicyDiff:
+    """What :meth:`halfstep.Policy.diff` returns; its ``str()`` is a table.
+
+    Attributes:
+        differences: By op, outside of modules that have rules.
+        devices: The device types that were compared.
+        only_before: Rules about modules that only the first policy has.
+        only_after: And only the second.
+    """
+
+    differences: tuple[Difference, ...]
+    devices: tuple[str, ...]
+    only_before: tuple[Rule, ...]
+    only_after: tuple[Rule, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.differences or self.only_before or self.only_after)
+
+    def __str__(self) -> str:
+        width = max((len(each.op) for each in self.differences), default=0)
+        lines = [
+            f"{each.op:{width}}  {each.before:>10} -> {each.after:10}"
+            f"  {_where(each.cases, self.devices)}".rstrip()
+            for each in self.differences
+        ]
+        lines += [f"- {rule}" for rule in self.only_before]
+        return "\n".join([*lines, *(f"+ {rule}" for rule in self.only_after)])
+
+
+def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
+    """Return in a few words where something holds; nothing if everywhere."""
+    if set(cases) == set(_cases(devices)):
+        return ""
+    known: tuple[Sequence[str], ...] = (devices, tuple(_DTYPES), PHASES)
+    words = []
+    for position, all_of_them in enumerate(known):
+        seen = dict.fromkeys(case[position] for case in cases)
+        if len(seen) < len(all_of_them):
+            words.append("/".join(seen))
+    return ", ".join(words)
+
+
+def diff(before: Policy, after: Policy, devices: Sequence[str]) -> PolicyDiff:
+    """Compare two policies op by op on some device types."""
+    ops = op_names.meant_by([*before.rules, *after.rules])
+    found: dict[tuple[str, Action, Action], list[Case]] = {}
+    for op, case in product(sorted(ops), _cases(devices)):
+        where = (case.device, _DTYPES[case.dtype], case.phase)
+        one, other = before.action(op, *where), after.action(op, *where)
+        if one != other:
+            found.setdefault((op, one, other), []).append(case)
+    differences = [Difference(*key, tuple(cases)) for key, cases in found.items()]
+    return PolicyDiff(
+        tuple(_merged(differences, ops)),
+        tuple(devices),
+        tuple(rule for rule in before.module_rules if rule not in after.module_rules),
+        tuple(rule for rule in after.module_rules if rule not in before.module_rules),
+    )
+
+
+def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
+    """Name the op instead of its overloads where all of them differ alike."""
+    seen = set()
+    for each in differences:
+        op = each.op.rpartition(".")[0]
+        alike = [
+            other.op
+            for other in differences
+            if other.op.rpartition(".")[0] == op
+            and (other.before, other.after, other.cases) == (each.before, each.after, each.cases)
+        ]
+        if len(alike) < sum(other.rpartition(".")[0] == op for other in ops):
+            yield each
+        elif op not in seen:
+            seen.add(op)
+            yield Difference(op, each.before, each.after, each.cases)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy decides for some overloads of an op, all alike.
+
+    Attributes:
+        overloads: Their names.
+        rules: The rule that decides in every case, None where none holds.
+        overruled: Rules about them that never decide, the last one first.
+    """
+
+    overloads: tuple[str, ...]
+    rules: tuple[tuple[Case, Rule | None], ...]
+    overruled: tuple[Rule, ...]
+
+    def __str__(self) -> str:
+        devices = list(dict.fromkeys(case.device for case, _ in self.rules))
+        by_rule: dict[Rule | None, list[Case]] = {}
+        for case, rule in self.rules:
+            by_rule.setdefault(rule, []).append(case)
+        lines = [", ".join(self.overloads)]
+        for rule, cases in by_rule.items():
+            what = "leave: no rule is about it" if rule is None else f"{rule.action}: by {rule}"
+            where = _where(cases, devices)
+            lines.append(f"  {where + ': ' if where else ''}{what}")
+        return "\n".join([*lines, *(f"  overruled: {rule}" for rule in self.overruled)])
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :meth:`halfstep.Policy.explain` returns; ``str()`` of it tells it.
+
+    Attributes:
+        decisions: For every overload that the name means.
+        islands: The rules by which the module, or one around it, is an island, where autocast is
+            off and nothing else decides.
+    """
+
+    decisions: tuple[Decision, ...]
+    islands: tuple[tuple[Case, Rule], ...]
+
+    def __str__(self) -> str:
+        by_rule: dict[Rule, list[Case]] = {}
+        for case, rule in self.islands:
+            by_rule.setdefault(rule, []).append(case)
+        devices = list(dict.fromkeys(case.device for d in self.decisions for case, _ in d.rules))
+        return "\n".join(
+            [
+                *(
+                    f"on an island in float32: by {rule}  {_where(cases, devices)}".rstrip()
+                    for rule, cases in by_rule.items()
+                ),
+                *map(str, self.decisions),
+            ]
+        )
+
+
+def explain(policy: Policy, op: str, devices: Sequence[str], module: str) -> Explanation:
+    """Say which rule decides in a module, for every overload that a name means.
+
+    Raises:
+        ValueError: There is no such op, or it has no overload that a rule could be about.
+    """
+    asked = Rule(op, "leave")
+    op_names.check([asked])
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for overload in sorted(op_names.meant_by([asked])):
+        rules = tuple(
+            (case, policy.rule(overload, case.device, _DTYPES[case.dtype], case.phase, module))
+            for case in _cases(devices)
+        )
+        deciding = {rule for _, rule in rules}
+        named = (rule for rule in reversed(policy.rules) if rule.names(overload))
+        about = [rule for rule in named if rule.holds_within(module)]
+        overruled = tuple(rule for rule in about if rule not in deciding)
+        alike.setdefault((rules, overruled), []).append(overload)
+    decisions = tuple(Decision(tuple(o), *key) for key, o in alike.items())  # type: ignore[arg-type]
+    return Explanation(decisions, tuple(_islands(policy, devices, module)))
+
+
+def _islands(policy: Policy, devices: Sequence[str], module: str) -> Iterator[tuple[Case, Rule]]:
+    for case in _cases(devices):
+        where = (case.device, _DTYPES[case.dtype], case.phase)
+        rules = (policy.island(name, *where) for name in around(module))
+        if (rule := next(filter(None, rules), None)) is not None:
+            yield case, rule

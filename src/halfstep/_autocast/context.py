@@ -1,0 +1,217 @@
+"""The autocast context manager and decorator."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from halfstep import _torch
+from halfstep._autocast import kernels
+from halfstep._autocast.named_modules import name_modules
+from halfstep._autocast.policy import Policy, preset
+from halfstep._autocast.region import Region, Settings, outside_of
+from halfstep._autocast.rule import LOWER_PRECISIONS
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+def _view(read: Callable[["autocast"], Any]) -> property:
+    """Return an attribute that code written for ``torch.autocast`` reads."""
+
+    def refuse(context: "autocast", value: object) -> None:
+        raise AttributeError(
+            f"{context!r} cannot be changed (to {value!r}): make another one, autocast(device_type,"
+            " dtype, enabled, cache_enabled), or nest it inside this one"
+        )
+
+    return property(read, refuse)
+
+
+class autocast(Region):
+    """Run the ops of a block each in the dtype that a policy gives it.
+
+    Works as ``torch.autocast`` does: as a context manager or a decorator, nested, per thread,
+    inside and around ``torch.compile``. PyTorch's own switches are on inside, so that code
+    which asks ``torch.is_autocast_enabled()`` or ``torch.get_autocast_dtype()`` sees it.
+
+    A plain ``torch.autocast`` inside the block changes the dtype or switches casting off, as
+    always; the policy stays. Outside the block, and in other threads, it is what it was.
+
+    What code reads of ``torch.autocast`` is there, and cannot be written: ``device``,
+    ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and while the context is entered, what was
+    outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"``, ...; the index of ``"cuda:0"`` does not matter. None for
+            the accelerator of this machine, or the CPU if it has none.
+        dtype: the lower precision: ``torch.float16`` or ``torch.bfloat16`` (``torch.float32``
+            lowers nothing); None for PyTorch's default for the device. Where ``enabled`` is False
+            any dtype will do.
+        enabled: False runs the block with autocast off.
+        cache_enabled: whether casts of weights are kept (see :class:`halfstep.hold_casts`); None to
+            leave this as it is outside.
+        policy: a :class:`Policy` or its text: a preset (``"standard"``, ``"torch"``, ...) and
+            rules, ``"standard; softmax:lower"``. None for ``"standard"``, or, inside another
+            context for the device, for the policy there.
+        module: the model, where the policy has rules for modules (``"standard; @head:fp32"``): it
+            is by its names that they are meant. Modules that have rules get a class derived from
+            theirs, of the same name, for good; outside of this policy they run as they did.
+
+    Raises:
+        ValueError: the device is not there; the dtype or the policy is not one of the above; the
+            policy has rules for modules and there is no model, or none of its modules is meant.
+        TypeError: an argument has the wrong type.
+        RuntimeError: it is entered where ops are recorded for a program that would lose the policy:
+            by ``torch.export`` or ``make_fx(pre_dispatch=True)``.
+        CallOrderError: it is left in another thread, or before another one that was entered inside
+            it and that does something else: asyncio tasks took turns, or a generator waits inside.
+
+    Sync: none.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     y = model(torch.randn(2, 8))
+        ...     p = torch.softmax(y, dim=-1)
+        >>> y.dtype, p.dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    @_torch.do_not_compile_alone
+    def __init__(
+        self,
+        device_type: str | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Policy | str | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
+        super().__init__(_settle(device_type, dtype, enabled, cache_enabled, policy, module))
+
+    device = _view(lambda context: context._settings.switches.device)
+    fast_dtype = _view(lambda context: context._settings.switches.dtype)
+    _enabled = _view(lambda context: context._settings.switches.enabled)
+    _cache_enabled = _view(lambda context: context._settings.switches.cache)
+    prev = _view(lambda context: outside_of(context).enabled)
+    prev_fastdtype = _view(lambda context: outside_of(context).dtype)
+    prev_cache_enabled = _view(lambda context: outside_of(context).cache)
+
+    def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        """Return ``function`` with its calls run under this autocast."""
+        if not callable(function):
+            raise TypeError(
+                f"autocast(...)(function) decorates a function, got {type(function).__name__}; "
+                "to run a block: with autocast(...):"
+            )
+        settings = self._settings
+
+        @functools.wraps(function)
+        def under_autocast(*args: Any, **kwargs: Any) -> Any:
+            with Region(settings):  # made here: torch.compile enters only what it saw made
+                return function(*args, **kwargs)
+
+        return under_autocast
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The number of a policy means nothing in another process.
+        switches, number, inherit = self._settings
+        policy = None if inherit or number is None else kernels.prepared(number).policy
+        return functools.partial(autocast, policy=policy), tuple(switches)
+
+
+# --- checking what the user asks for --------------------------------------------------------------
+
+
+@_torch.run_while_tracing
+def _settle(
+    device_type: str | None,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: Policy | str | None,
+    module: nn.Module | None,
+) -> Settings:
+    device = _device(device_type, enabled)
+    is_unused = not enabled and isinstance(dtype, torch.dtype) and dtype not in LOWER_PRECISIONS
+    if dtype is None or is_unused:
+        dtype = torch.get_autocast_dtype(device)
+    if dtype not in LOWER_PRECISIONS:
+        raise ValueError(
+            f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; "
+            "to run a block without autocast: autocast(enabled=False)"
+        )
+    if cache_enabled is None:
+        cache_enabled = torch.is_autocast_cache_enabled()
+    for name, value in (("enabled", enabled), ("cache_enabled", cache_enabled)):
+        if not isinstance(value, int):  # a bool is one
+            raise TypeError(f"autocast: {name} is True or False, got {value!r}")
+    number = None
+    if enabled:
+        _check_device(device, dtype)
+        settled = _policy(policy)
+        if settled.module_rules:
+            name_modules(module, settled)
+        number = kernels.prepare(settled, device)
+    switches = _torch.Switches(device, dtype, bool(enabled), bool(cache_enabled))
+    return Settings(switches, number, inherit=policy is None)
+
+
+def _device(device_type: str | None, enabled: bool) -> str:
+    if device_type is None:
+        return default_device()
+    if not isinstance(device_type, str):
+        raise TypeError(
+            f"autocast takes a device type such as 'cuda' or 'cpu', got {device_type!r}"
+            + ("; pass device.type" if isinstance(device_type, torch.device) else "")
+        )
+    known = _torch.autocast_devices()
+    without_index = re.sub(r":\d+$", "", device_type)
+    # Switching off needs no kernels. PyTorch does so for every device in compiled backwards.
+    if without_index not in (known if enabled else _torch.switch_devices()):
+        raise ValueError(
+            f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}"
+        )
+    return without_index
+
+
+def default_device() -> str:
+    """Return the type of this machine's accelerator if autocast knows it, else ``"cpu"``."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
+        return accelerator.type
+    return "cpu"
+
+
+def _check_device(device: str, dtype: torch.dtype) -> None:
+    if device != "cuda":
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "autocast('cuda'), but PyTorch sees no CUDA device here; leave device_type out to use "
+            "what this machine has, or pass enabled=False"
+        )
+    if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise ValueError(
+            f"{torch.cuda.get_device_name()} does not compute in bfloat16; "
+            "use dtype=torch.float16 with a GradScaler"
+        )
+
+
+def _policy(policy: Policy | str | None) -> Policy:
+    match policy:
+        case None:
+            return preset("standard")
+        case str():
+            return Policy.parse(policy)
+        case Policy():
+            return policy
+        case _:
+            raise TypeError(
+                f"policy is a Policy or its text, such as 'standard; softmax:lower', got {policy!r}"
+            )

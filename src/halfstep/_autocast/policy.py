@@ -1,0 +1,279 @@
+"""Which dtype each op runs in, as data.
+
+A :class:`Policy` is an ordered list of :class:`Rule`; later rules win. It can be built, compared,
+printed and saved without running anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+
+from halfstep import _torch
+from halfstep._autocast import comparison, grammar, op_names, policy_file
+from halfstep._autocast.comparison import Explanation, PolicyDiff
+from halfstep._autocast.names import did_you_mean
+from halfstep._autocast.presets import PRESETS, rules_of
+from halfstep._autocast.rule import Action, Phase, Rule
+
+DEVICES = ("cpu", "cuda", "xpu", "mps")
+"""What policies are compared and explained for, unless other device types are asked for."""
+
+
+@_torch.constant_while_tracing
+class Policy:
+    """An ordered list of rules; the last one that holds for an op decides.
+
+    An op for which no rule holds runs on its inputs as they are. Policies are values: two with the
+    same rules are equal. ``str()`` of one is its text form, which :meth:`parse` reads.
+
+    Args:
+        rules: :class:`Rule` values, in order. Those of a preset come first as a rule: see
+            :meth:`parse` and ``preset(...) | rules``.
+
+    Raises:
+        TypeError: Something else than a rule is among them.
+
+    Example:
+        >>> from halfstep import Rule, preset
+        >>> policy = preset("standard") | Rule("layer_norm", "leave")
+        >>> print(policy)
+        standard; layer_norm:leave
+        >>> policy == Policy.parse("standard; F.layer_norm:leave")
+        True
+        >>> policy.action("layer_norm.default", "cpu", torch.bfloat16)
+        'leave'
+    """
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        if isinstance(rules, Policy):
+            raise TypeError(
+                "a policy is made of rules: write policy | rules to add some to another one"
+            )
+        self.__dict__["rules"] = tuple(rules)
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"a policy is made of Rule values, got {rule!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a policy cannot be changed ({name}): make another, policy | rules")
+
+    # --- reading and writing ----------------------------------------------------------------------
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """Return the policy of a text such as ``"standard; softmax:lower"``.
+
+        A preset to start from, then rules, later ones win: ``op,op@module[conditions]:action``. The
+        conditions, which may be left out, are a device type, ``fp16`` or ``bf16``, and ``train`` or
+        ``eval``; the module, a glob, too, and so may the ops before it. docs/policies.md has the
+        grammar.
+
+        Raises:
+            ValueError: It says which part is wrong, and the nearest name that would be right.
+
+        Example:
+            >>> print(Policy.parse("standard; conv*,F.linear[cuda,fp16]:fp32"))
+            standard; conv*,linear[cuda,fp16]:fp32
+        """
+        return _parsed(text)
+
+    @staticmethod
+    def load(path: str | Path) -> Policy:
+        """Read a TOML file.
+
+        Raises:
+            OSError: The file cannot be read.
+            ValueError: It says which line is wrong, what is there and what could be.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        name, rules = policy_file.parse(text, str(path))
+        try:
+            return (preset(name) if name else Policy(())) | _checked(rules)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write a TOML file that :meth:`load` reads.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        name = grammar.base(self.rules)
+        own = self.rules[len(rules_of(name)) :]
+        Path(path).write_text(policy_file.to_toml(name, own), encoding="utf-8")
+
+    def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
+        """Return a policy with more rules: a rule, several, or their text (``"softmax:fp32"``)."""
+        if isinstance(rules, Rule):
+            rules = [rules]
+        elif isinstance(rules, str):
+            rules = _checked(grammar.parse_rules(rules))
+        return Policy((*self.rules, *rules))
+
+    def __str__(self) -> str:
+        return grammar.to_text(self.rules)
+
+    def __repr__(self) -> str:
+        text = str(self)
+        return f"<Policy {text if len(text) <= 100 else text[:97] + '...'}>"
+
+    # --- deciding ---------------------------------------------------------------------------------
+
+    def rule(
+        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
+    ) -> Rule | None:
+        """Return the rule that decides ``op`` (an overload, ``"exp.default"``), or None."""
+        about = (rule for rule in self._about(op) if rule.holds(op, device, dtype, phase, module))
+        return next(about, None)
+
+    def island(
+        self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
+    ) -> Rule | None:
+        """Return the rule that makes a module, named as in the model, an island, or None."""
+        for rule in reversed(self.module_rules):
+            is_meant = rule.is_for_whole_module and rule.is_about(module)
+            if is_meant and rule.holds_where(device, dtype, phase):
+                return rule if rule.action == "fp32" else None
+        return None
+
+    @cached_property
+    def module_rules(self) -> tuple[Rule, ...]:
+        """The rules that hold in some modules only."""
+        return tuple(rule for rule in self.rules if rule.module is not None)
+
+    def rules_within(self, module: str) -> tuple[Rule, ...]:
+        """Return the rules about ops that hold in a module, but not everywhere."""
+        if not module:
+            return ()
+        ops = (rule for rule in self.module_rules if not rule.is_for_whole_module)
+        return tuple(rule for rule in ops if rule.holds_within(module))
+
+    def action(
+        self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
+    ) -> Action:
+        """Return what happens to ``op`` on ``device`` with the lower precision ``dtype``.
+
+        ``module``: the name of the module that calls it, as in ``model.named_modules()``.
+
+        Example:
+            >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
+            'lower'
+        """
+        rule = self.rule(op, device, dtype, phase, module)
+        return "leave" if rule is None else rule.action
+
+    def _about(self, op: str) -> list[Rule]:
+        """Return the rules that may be about ``op``, the last one first."""
+        named = self._index.get(op, []) + self._index.get(op.rpartition(".")[0], [])
+        return [rule for _, rule in sorted(named + self._globs, key=lambda item: -item[0])]
+
+    @cached_property
+    def _index(self) -> dict[str, list[tuple[int, Rule]]]:
+        index: dict[str, list[tuple[int, Rule]]] = {}
+        for position, rule in enumerate(self.rules):
+            index.setdefault(rule.op, []).append((position, rule))
+        return index
+
+    @cached_property
+    def _globs(self) -> list[tuple[int, Rule]]:
+        return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
+
+    def diff(self, other: Policy, devices: Sequence[str] = DEVICES) -> PolicyDiff:
+        """Return what ``other`` does differently, op by op; it prints as a table.
+
+        Args:
+            other: The policy to compare with.
+            devices: The device types to compare on.
+
+        Example:
+            >>> print(preset("standard").diff(Policy.parse("standard; F.softmax:lower")))
+            softmax  fp32-dtype -> lower
+        """
+        return comparison.diff(self, other, devices)
+
+    def explain(
+        self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
+    ) -> Explanation:
+        """Return which rule decides for an op, and which are overruled; it prints as text.
+
+        Args:
+            op: The name of an op as in a :class:`Rule`.
+            devices: The device types to ask for.
+            module: The name of the module that calls the op, as in ``model.named_modules()``.
+
+        Raises:
+            ValueError: There is no such op; the message names those like it.
+
+        Example:
+            >>> print(Policy.parse("standard; exp[bf16]:leave").explain("torch.exp"))
+            exp.default
+              fp16: fp32: by exp:fp32
+              bf16: leave: by exp[bf16]:leave
+        """
+        return comparison.explain(self, op, devices, module)
+
+    # --- being a value ----------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is the same in every process for the same rules."""
+        return hashlib.sha256(repr(self.rules).encode()).hexdigest()[:16]
+
+    # The hash of some 200 rules costs 20 us; entering a context asks for it each time.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.rules)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Policy):
+            return NotImplemented
+        return self is other or self.rules == other.rules
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # What is cached stays here: hashes of strings differ from process to process.
+        return Policy, (self.rules,)
+
+
+@cache
+def preset(name: str) -> Policy:
+    """Return a policy that comes with halfstep.
+
+    Args:
+        name: ``"standard"``, ``"torch"``, ``"torch-cuda"``, ``"bf16-lean"``, ``"apex-o1"`` or
+            ``"fp32"``.
+
+    Raises:
+        ValueError: there is no preset of that name.
+
+    Example:
+        >>> preset("standard").action("softmax.int", "cpu", torch.float16)
+        'fp32-dtype'
+        >>> preset("torch").action("softmax.int", "cpu", torch.float16)
+        'leave'
+    """
+    if name not in PRESETS:
+        names = ", ".join(map(repr, PRESETS))
+        near = did_you_mean(str(name), PRESETS)
+        raise ValueError(f"there is no policy preset {name!r}{near}; the presets are {names}")
+    return Policy(rules_of(name))
+
+
+@cache  # entering autocast(policy="...") asks each time
+def _parsed(text: str) -> Policy:
+    name, rules = grammar.parse(text)
+    return preset(name) | _checked(rules)
+
+
+def _checked(rules: list[Rule]) -> list[Rule]:
+    op_names.check(rules)
+    return rules

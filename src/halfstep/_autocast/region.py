@@ -1,0 +1,267 @@
+"""Entering and leaving autocast, with everything settled; in torch.compile's graphs too."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
+
+from halfstep import _torch
+from halfstep._autocast import kernels, scopes
+from halfstep._autocast.policy import Policy, preset
+from halfstep.errors import CallOrderError
+
+
+class Settings(NamedTuple):
+    """What a context switches on. Constants all, so that torch.compile can carry them in a graph.
+
+    Attributes:
+        switches: what PyTorch's switches are set to.
+        policy: the number of the policy (see :func:`kernels.prepare`), None where autocast is off.
+        inherit: whether the policy of a context outside this one goes before it.
+    """
+
+    switches: _torch.Switches
+    policy: int | None
+    inherit: bool
+
+
+_NOT_IN_A_PROGRAM = (
+    "{} cannot keep a halfstep policy in the program that it makes: let it have the model without "
+    "autocast and run the program under it, or use torch.autocast there"
+)
+
+
+class Region:
+    """The context manager behind :class:`autocast`, with everything settled."""
+
+    _is_users = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._traced: list[AbstractContextManager[None]] = []
+
+    @_torch.do_not_compile_alone
+    def __enter__(self) -> Self:
+        settings = self._settings
+        if settings.switches.enabled and _torch.is_exporting():
+            raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
+        if torch.compiler.is_compiling():
+            context = in_graph(settings)
+            context.__enter__()
+            self._traced.append(context)
+        else:
+            if _thread.change is not None and self._is_users:
+                settings = _thread.change(settings)
+            _enter(self, settings)
+        return self
+
+    @_torch.do_not_compile_alone
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            self._traced.pop().__exit__(kind, error, traceback)
+            return
+        scope = scopes.current()
+        if scope.context is self:
+            _exit(scope)
+        else:
+            problem = _exit_below_others(self)
+            if problem is not None and kind is None:  # an error that is on its way tells more
+                raise problem
+
+    def __repr__(self) -> str:
+        switches, number, inherit = self._settings
+        is_on = "" if switches.enabled else ", enabled=False"
+        policy = None if inherit or number is None else kernels.prepared(number).policy
+        return f"autocast({switches.device!r}, {switches.dtype}{is_on}" + (
+            f", policy={str(policy)!r})" if policy else ")"
+        )
+
+
+class ModuleRegion(Region):
+    """How a module runs by a rule of its own, inside of what the user has entered."""
+
+    _is_users = False
+
+
+class _Thread(threading.local):
+    change: Callable[[Settings], Settings] | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
+    """Let what the user enters meanwhile in this thread switch on something else.
+
+    Args:
+        change: Returns the settings to use, given those that were asked for.
+    """
+    before, _thread.change = _thread.change, change
+    try:
+        yield
+    finally:
+        _thread.change = before
+
+
+def outside_of(context: Region) -> _torch.Switches:
+    """Return PyTorch's switches as they were where ``context`` was entered in this thread.
+
+    Raises:
+        AttributeError: It was not, or was left.
+    """
+    scope: scopes.Scope | None = scopes.current()
+    while scope is not None and scope.context is not context:
+        scope = scope.outer
+    if scope is None or scope.switches is None:
+        raise AttributeError(f"{context!r} is not entered in this thread: nothing is outside of it")
+    return scope.switches
+
+
+def current_policy(device_type: str) -> Policy | None:
+    """Return the policy that decides for ops on ``device_type`` in this thread, None for PyTorch's.
+
+    Sync: none.
+    """
+    active = scopes.current().policies.get(device_type)
+    return None if active is None else active.policy
+
+
+@_torch.run_while_tracing
+def current_settings(device_type: str) -> Settings:
+    """Return what a :class:`Region` must be given to run a block as it would run now."""
+    active = scopes.current().policies.get(device_type)
+    switches = _torch.autocast_switches(device_type)
+    if active is not None:
+        return Settings(switches, active.number, inherit=False)
+    number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
+    return Settings(switches, number, inherit=False)
+
+
+@_torch.run_while_tracing
+def settings_within(module: str, device_type: str) -> Settings | None:
+    """Return how a module is to run under the policy of this thread, None for as what is around it.
+
+    Args:
+        module: Its name in the model.
+        device_type: That of what it computes with; autocast is on for it.
+    """
+    active = scopes.current().policies.get(device_type)
+    if active is None:
+        return None
+    number = kernels.number_within(active, module, torch.get_autocast_dtype(device_type))
+    if number == active.number:
+        return None
+    switches = _torch.autocast_switches(device_type)
+    return Settings(switches._replace(enabled=number is not None), number, inherit=False)
+
+
+# --- entering and leaving -------------------------------------------------------------------------
+
+
+def _enter(context: Region, settings: Settings) -> None:
+    switches, policy, inherit = settings
+    outside = _torch.autocast_switches(switches.device)
+    outer = scopes.current()
+    policies = _policies(outer.policies, switches.device, policy, inherit)
+    scopes.enter(outer, policies, context, settings, outside)
+    _torch.set_autocast_switches(switches)
+    torch.autocast_increment_nesting()
+
+
+def _exit(scope: scopes.Scope) -> None:
+    scopes.leave(scope)
+    # As in torch.autocast: its kernels for other devices may have kept casts of weights.
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    assert scope.switches is not None
+    _torch.set_autocast_switches(scope.switches)
+
+
+def _exit_below_others(context: Region) -> CallOrderError | None:
+    """Leave a context that is not the innermost one; those inside it stay as if it had not been.
+
+    Returns:
+        What is wrong; None if those inside do the same, so that no op ran in a way of another.
+    """
+    inner: list[scopes.Scope] = []
+    scope = scopes.current()
+    while scope.context is not context:
+        if scope.context is None or scope.outer is None:
+            return CallOrderError(
+                f"{context!r} is left in a thread that did not enter it (a generator, say, that "
+                "was started in another one); enter and leave it in one thread"
+            )
+        inner.append(scope)
+        scope = scope.outer
+    for each in (*inner, scope):
+        _exit(each)
+    assert scope.settings is not None
+    other = None
+    for each in reversed(inner):
+        assert each.context is not None
+        assert each.settings is not None
+        _enter(each.context, each.settings)
+        alike = scope.policies, scope.settings.switches, scope.policies
+        if (each.policies, each.settings.switches, scopes.current().policies) != alike:
+            other = each.context
+    if other is None:
+        return None
+    return CallOrderError(
+        f"{context!r} is left while {other!r}, entered after it, is not: asyncio tasks or "
+        "generators that wait inside their contexts have taken turns. Autocast is per thread, so "
+        "some ops of the one ran under the other. Keep await and yield out of the block, or run "
+        "what has another dtype or policy in a thread of its own (asyncio.to_thread)"
+    )
+
+
+def _policies(
+    outside: scopes.Policies, device: str, number: int | None, inherit: bool
+) -> scopes.Policies:
+    """Return what is to be active inside: what is active outside, and the policy of ``device``."""
+    if number is None:
+        return outside
+    if _torch.is_tracing_before_autocast():
+        raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
+    if inherit and device in outside:
+        return outside
+    return outside.with_policy(kernels.prepared(number))
+
+
+@contextmanager
+def in_graph(settings: Settings) -> Iterator[None]:
+    """While torch.compile traces: make a graph whose ops run by ``settings``."""
+    _allow_in_graph()
+    # By name: before 2.13 torch.compile cannot take a named tuple apart.
+    switches = settings.switches
+    with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
+        _enter_scope(switches.device, settings.policy, settings.inherit)
+        try:
+            yield
+        finally:
+            _leave_scope()
+
+
+# torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
+# kernels that run meanwhile then see the scope.
+def _enter_scope(device: str, number: int | None, inherit: bool) -> None:
+    outer = scopes.current()
+    scopes.enter_in_graph(outer, _policies(outer.policies, device, number, inherit))
+
+
+def _leave_scope() -> None:
+    scopes.leave(scopes.current())
+
+
+@_torch.run_while_tracing
+def _allow_in_graph() -> None:
+    _torch.allow_in_graph(_enter_scope, _leave_scope)

@@ -1,0 +1,168 @@
+"""Which policies are active in a thread.
+
+A :class:`Scope` is made by entering a context and is never changed; leaving the context brings
+back the one outside it. A plain ``torch.autocast`` inside a scope changes the dtype and switches
+casting on and off as always; the policy of the scope stays.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from halfstep import _torch
+from halfstep._autocast import guards, weight_cache
+from halfstep._autocast.weight_cache import ContextCasts
+
+if TYPE_CHECKING:
+    from halfstep._autocast.plans import PolicyOnDevice
+    from halfstep._autocast.region import Region, Settings
+
+
+class Policies(dict[str, "PolicyOnDevice"]):
+    """The active policy of each device type that has one. Never changed; equal ones are one."""
+
+    def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
+        super().__init__(policies)
+        self.key = frozenset(map(id, policies.values()))  # policies on devices are kept for good
+        self._with: dict[int, Policies] = {}
+
+    def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
+        """Return these, but on the device of ``policy`` that one."""
+        found = self._with.get(policy.number)
+        if found is None:
+            made = Policies({**self, policy.device: policy})
+            found = self._with[policy.number] = _all_policies.setdefault(made.key, made)
+        return found
+
+
+NO_POLICIES = Policies({})
+_all_policies = {NO_POLICIES.key: NO_POLICIES}
+
+
+class Scope(NamedTuple):
+    """What is active in a thread.
+
+    Attributes:
+        policies: the active policies.
+        outer: the scope outside this one, None for the scope of a thread outside every context.
+        context: what was entered, None for compiled graphs and recomputation.
+        settings: what it has switched on.
+        switches: PyTorch's autocast switches as they were outside.
+        nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
+            graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
+        casts: the casts of weights that end with the outermost scope that a context has made.
+    """
+
+    policies: Policies
+    outer: "Scope | None" = None
+    context: "Region | None" = None
+    settings: "Settings | None" = None
+    switches: _torch.Switches | None = None
+    nesting: int | None = None
+    casts: ContextCasts | None = None
+
+
+class _Thread(threading.local):
+    scope = Scope(NO_POLICIES)
+
+
+_thread = _Thread()
+
+
+def current() -> Scope:
+    """Return the innermost scope of this thread."""
+    scope = _thread.scope
+    if scope.nesting is not None:
+        nesting = _nesting()
+        while scope.nesting is not None and scope.nesting > nesting:
+            assert scope.outer is not None
+            scope = scope.outer
+        _thread.scope = scope
+    return scope
+
+
+def enter(
+    outer: Scope,
+    policies: Policies,
+    context: "Region | None" = None,
+    settings: "Settings | None" = None,
+    switches: _torch.Switches | None = None,
+) -> None:
+    """Make ``policies`` the active ones of this thread; :func:`leave` undoes it.
+
+    Args:
+        outer: the current scope.
+        policies: all that are to be active, those of the scope outside included.
+        context: what is entered.
+        settings: what it switches on.
+        switches: PyTorch's autocast switches as they are now.
+    """
+    casts = ContextCasts() if outer.casts is None else outer.casts
+    _thread.scope = Scope(policies, outer, context, settings, switches, None, casts)
+    guards.follow(policies)
+
+
+def enter_in_graph(outer: Scope, policies: Policies) -> None:
+    """Do it where torch.compile is tracing the call, or runs what it traced."""
+    casts = ContextCasts() if outer.casts is None else outer.casts
+    _thread.scope = Scope(policies, outer, nesting=_nesting(), casts=casts)
+
+
+def leave(scope: Scope) -> None:
+    """Bring back the scope outside the current one, which is ``scope``."""
+    assert scope.outer is not None
+    _thread.scope = scope.outer
+    if scope.nesting is None:
+        guards.follow(scope.outer.policies)
+
+
+@functools.cache
+def follow_weights() -> None:
+    """Let casts of weights be forgotten when PyTorch's are, and after steps; once and for good."""
+    _torch.call_when_cache_is_cleared(_forget_casts)
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_casts() -> None:
+    casts = current().casts
+    if casts:
+        casts.clear()
+
+
+def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
+    """Forget the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
+    if not torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
+        for group in optimizer.param_groups:
+            weight_cache.forget(group["params"], current().casts)
+
+
+def carry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with later calls, in whichever thread, under the policies of now.
+
+    torch.utils.checkpoint runs a function again in the backward pass. It re-enters
+    ``torch.autocast`` with the switches of the forward pass, but knows of no policy.
+    """
+    policies = current().policies
+
+    def under_the_same_policies(*args: Any, **kwargs: Any) -> Any:
+        outer = current()
+        if outer.policies is policies:
+            return function(*args, **kwargs)
+        enter(outer, policies)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            leave(current())
+
+    return _torch.do_not_compile_alone(under_the_same_policies, nor_below=False)
+
+
+def _nesting() -> int:
+    """Return how many autocast contexts of any kind this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()

@@ -1,0 +1,80 @@
+"""The ``halfstep`` command.
+
+Each subcommand is a module of this package with ``add_parser(subcommands)``; it sets the default
+``run``, a function from the parsed arguments to the exit code. To add one, add it to
+``_build_parser``. They are imported, and PyTorch with them, when ``main`` is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from halfstep import __version__
+from halfstep._cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, ending_at_interrupts
+from halfstep._common.text import printable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of the process when left out.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    # What a script raises is Python's to show, and what its Ctrl-C does; it owns its streams too.
+    is_script = words[:1] == ["run"]
+    with ending_at_interrupts(by_signal=is_script):
+        parser = _build_parser()
+        arguments = parser.parse_args(argv)
+        function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
+        if function is None:
+            parser.print_help()
+            return EXIT_USAGE
+        import torch  # noqa: F401 - all of them need it
+    try:
+        code = function(arguments)
+        if not (is_script or sys.stdout is None):
+            sys.stdout.flush()
+        return code
+    except CommandError as error:
+        print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        if is_script:
+            raise
+        if sys.stdout is not None:
+            # Nobody reads the output any more (`| head -1`), or there is no room for it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        if is_script:
+            raise  # Python ends as it would without us
+        print("\nInterrupted.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with words from outside, whatever they are."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    from halfstep._cli import check, demo, doctor, policy, report, run, tune, watch
+
+    parser = _Parser(
+        prog="halfstep",
+        description="Automatic mixed precision for PyTorch that is safe, visible and editable.",
+    )
+    parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
+    subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    for command in (run, watch, report, check, doctor, tune, policy, demo):
+        command.add_parser(subcommands)
+    return parser

@@ -1,0 +1,92 @@
+"""``halfstep check``: hold a recorded run to limits, for CI."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from halfstep._cli.records import RUN_HELP, run_at
+from halfstep._common.text import printable
+
+EPILOG = """\
+Exit code 0 and one line if all limits hold; 1 and a line for each that does not; 2 if there is no
+record to read. A SHARE is 1% or 0.01. Without any limit it checks
+  --max-skipped 1% --max-underflow 5% --max-overflow 0%
+and with some only those. Whatever the limits, a run fails whose loss was inf or NaN, in which a
+step was diagnosed (halfstep run --diagnose) with more than too large a scale, that ended with an
+error or has no end, or whose ranks disagree on a step.
+
+examples:
+  halfstep check runs/a
+  halfstep check runs/a --max-skipped 1% --max-underflow 5%
+  halfstep check runs/a --max-skipped 0.01 --allow-unfinished     while it is running
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``check`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "check",
+        help="exit with 1 if a recorded run goes beyond limits, for CI",
+        description="Holds a recorded run to limits.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
+    for name, text in (
+        ("skipped", "of the steps skipped, those at the start of dynamic scaling left out"),
+        ("underflow", "of the gradient entries of any one parameter lost to underflow"),
+        ("overflow", "of any one output or weight inf, NaN or too large for its format"),
+    ):
+        parser.add_argument(
+            f"--max-{name}", type=_share, metavar="SHARE", help=f"largest share {text}"
+        )
+    parser.add_argument(
+        "--allow-nan",
+        action="store_true",
+        help="the loss may be inf or NaN, and steps may have been diagnosed",
+    )
+    parser.add_argument(
+        "--allow-unfinished",
+        action="store_true",
+        help="the run may still be going, have been killed, or have ended with an error",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code."""
+    run = run_at(arguments.run_path)
+    from halfstep._report.checking import Limits, defaults, held, violations
+    from halfstep._report.summarizing import summarize
+
+    summary = summarize(run)
+    shares = (arguments.max_skipped, arguments.max_underflow, arguments.max_overflow)
+    if shares == (None, None, None):
+        limits = defaults(summary)
+        shares = (limits.skipped, limits.underflow, limits.overflow)
+    limits = Limits(*shares, arguments.allow_nan, arguments.allow_unfinished)
+    found = violations(summary, limits)
+    for note in run.left_out:
+        print(printable(f"{run.path}: {note.text}"), file=sys.stderr)
+    for line in found:
+        print(printable(f"{run.path}: {line}"))
+    if not found:
+        print(printable(f"{run.path}: good: {held(summary, limits)}"))
+    return 1 if found else 0
+
+
+def _share(text: str) -> float:
+    number = text.strip().removesuffix("%")
+    try:
+        of_100 = float(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1% or 0.01") from None
+    value = of_100 if number == text.strip() else of_100 / 100
+    if not 0 <= value <= 1:
+        is_percent = 1 < value == of_100 <= 100  # the sign was forgotten
+        cure = f"write {number}% or {of_100 / 100:g}" if is_percent else "write 1% or 0.01"
+        raise argparse.ArgumentTypeError(f"{text!r} is not between 0% and 100%: {cure}")
+    return value

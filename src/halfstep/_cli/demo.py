@@ -1,0 +1,83 @@
+"""``halfstep demo``: the same training in four precisions, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError, require_rich
+
+EPILOG = """\
+examples:
+  halfstep demo                                the default: four runs of 200 steps on the CPU
+  halfstep demo --precision fp32 bf16          two of them
+  halfstep demo --text book.txt --steps 1000   another text, longer
+  halfstep demo --device cuda --size 43m       a larger model on a GPU
+
+Ctrl-C ends the training and shows what there is so far (exit code 130).
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``demo`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "demo",
+        help="train a small GPT in fp32, bf16 and fp16 and compare",
+        description=(
+            "Trains a small character-level GPT on English text with the same seed, weights and "
+            "data in fp32, bf16 autocast, fp16 autocast without and with GradScaler; prints a "
+            "table and writes a plot and all numbers."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        metavar="P",
+        help="some of fp32, bf16, fp16-unscaled, fp16 (default: all)",
+    )
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: 200)")
+    parser.add_argument("--device", help="cpu (default) or cuda")
+    parser.add_argument("--size", help="tiny, small (default), medium or 43m")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text (default: Python's own help topics)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of weights and data (default: 0)")
+    parser.add_argument(
+        "--mean-over",
+        type=int,
+        metavar="TOKENS",
+        help="tokens that the loss is averaged over (default: 524288, as in a large run; "
+        "docs/demo.md says why)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        default=Path("demo-out"),
+        help="for losses.svg and results.json (default: demo-out)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code."""
+    require_rich()
+    from halfstep._demo.run import run_demo
+    from halfstep._demo.settings import DemoError, Settings
+
+    given = {
+        name: getattr(arguments, name)
+        for name in ("steps", "device", "size", "text", "seed", "mean_over")
+        if getattr(arguments, name) is not None
+    }
+    if arguments.precision is not None:
+        given["precisions"] = tuple(arguments.precision)
+    try:
+        was_finished = run_demo(Settings(**given), arguments.output)
+    except DemoError as error:
+        raise CommandError(str(error)) from None
+    return 0 if was_finished else EXIT_INTERRUPTED

@@ -1,0 +1,125 @@
+"""``halfstep doctor``: what suits this machine, and what is wrong in a script."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep._cli.exits import CommandError
+
+if TYPE_CHECKING:
+    from halfstep._doctor.finding import Checkup
+    from halfstep._doctor.machine import MachineReport
+
+EPILOG = """\
+Exit code 0 if nothing bad and no warning is found, 1 if there is, 2 if a file cannot be read.
+Scripts are read, not run. A comment in the line of a finding takes it back:
+# halfstep: allow sum-loss. docs/doctor.md has a section on each finding.
+
+examples:
+  halfstep doctor                          what this machine is fast at, and PyTorch's switches
+  halfstep doctor train.py                 and what is wrong in a script
+  halfstep doctor --no-machine src/*.py    only scripts, for CI
+  halfstep doctor --json train.py          all of it as JSON
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``doctor`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "doctor",
+        help="say which precision suits this machine, and what is wrong in a script",
+        description="Measures which dtypes this machine is fast at (a second or two), shows the "
+        "switches of PyTorch that matter, and reads scripts for mistakes in mixed precision.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--no-machine", action="store_true", help="only read scripts")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code."""
+    if arguments.no_machine and not arguments.scripts:
+        raise CommandError("--no-machine leaves nothing to do: name a script")
+    checkup = _read(arguments.scripts)
+    machine = None if arguments.no_machine else _measured()
+    if arguments.json:
+        print(_json(machine, checkup))
+    else:
+        parts = [] if machine is None else ["\n".join(_machine_lines(machine))]
+        if arguments.scripts:
+            parts.append(str(checkup) if checkup else _all_well(arguments.scripts))
+        print("\n\n".join(parts))
+    return 0 if checkup.is_well else 1
+
+
+def _read(scripts: list[Path]) -> Checkup:
+    from halfstep._doctor.finding import Checkup
+    from halfstep._doctor.source import check_file
+
+    findings = []
+    for path in scripts:
+        try:
+            findings += check_file(path)
+        except OSError as error:
+            raise CommandError(f"{path}: {error.strerror}") from None
+        except SyntaxError as error:
+            line = "" if error.lineno is None else f":{error.lineno}"
+            raise CommandError(f"{path}{line}: not Python: {error.msg}") from None
+        except ValueError as error:  # a file with null bytes
+            raise CommandError(f"{path}: not Python: {error}") from None
+    return Checkup(findings)
+
+
+def _measured() -> MachineReport:
+    from halfstep._doctor.machine import look
+
+    if not sys.stderr.isatty():
+        return look()
+    try:
+        return look(lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr))
+    finally:
+        print("\r              \r", end="", file=sys.stderr)
+
+
+def _all_well(scripts: list[Path]) -> str:
+    files = str(scripts[0]) if len(scripts) == 1 else f"{len(scripts)} files"
+    return f"good: {files}: nothing found"
+
+
+def _machine_lines(machine: MachineReport) -> Iterator[str]:
+    yield f"{machine.name} ({', '.join(machine.units)})"
+    yield ""
+    names = list(machine.speeds.gflops["matmul"])
+    yield "  GFLOP/s".ljust(18) + "".join(name.rjust(18) for name in names)
+    titles = {"matmul": "matrix products", "conv": "convolutions"}
+    for kind, rates in machine.speeds.gflops.items():
+        ratios = machine.speeds.ratios[kind]
+        cells = (
+            f"{rates[name]:,.0f}" + ("" if name == "fp32" else f" ({ratios[name]:.2g} x)")
+            for name in names
+        )
+        yield f"  {titles[kind]}".ljust(18) + "".join(cell.rjust(18) for cell in cells)
+    yield ""
+    yield f"use {machine.advice.precision}: {machine.advice.reason}"
+    yield ""
+    shown = [flag for flag in machine.flags if flag.device in ("", machine.device)]
+    for flag in shown:
+        yield f"  {flag.name} = {flag.value}"
+        yield f"      {flag.meaning}"
+    left = len(machine.flags) - len(shown)
+    yield f"  ({left} more are of other devices: --json)"
+
+
+def _json(machine: MachineReport | None, checkup: Checkup) -> str:
+    values: dict[str, Any] = json.loads(checkup.to_json())
+    if machine is not None:
+        values["machine"] = machine.to_json()
+    return json.dumps(values, allow_nan=False, indent=1)

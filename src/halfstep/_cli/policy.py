@@ -1,0 +1,106 @@
+"""``halfstep policy``: look at policies, compare them, check files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep._cli.exits import CommandError
+
+if TYPE_CHECKING:
+    from halfstep import Policy
+
+EPILOG = """\
+POLICY is a TOML file, a preset (standard, torch, torch-cuda, bf16-lean, apex-o1, fp32), or the text
+of a policy: a preset and rules, "standard; softmax[bf16]:lower".
+
+examples:
+  halfstep policy show standard                       every rule of the default
+  halfstep policy show "standard; exp:leave" --op exp     which rule decides for exp, and why
+  halfstep policy show my.toml --op exp --module head     the same in one module
+  halfstep policy diff torch-cuda standard            what differs, op by op
+  halfstep policy check my.toml                       says which line is wrong (exit code 1)
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``policy`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "policy",
+        help="show, compare and check policies: which op runs in which dtype",
+        description="Looks at policies, the tables that say which op runs in which dtype.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", title="what to do", metavar="VERB", required=True)
+
+    show = verbs.add_parser("show", help="print the rules, or what is decided for one op")
+    show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
+    show.add_argument("--op", metavar="NAME", help="only this op: softmax, F.layer_norm, conv*")
+    show.add_argument(
+        "--module", metavar="NAME", default="", help="with --op, in this module: blocks.0.attn"
+    )
+    show.set_defaults(run=_show)
+
+    diff = verbs.add_parser("diff", help="print what two policies do differently")
+    diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
+    diff.add_argument("after", metavar="POLICY", help="another one")
+    diff.set_defaults(run=_diff)
+
+    check = verbs.add_parser("check", help="say whether a file can be used; exit code 1 if not")
+    check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
+    check.set_defaults(run=_check)
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    policy = read_policy(arguments.policy)
+    if arguments.op is None:
+        print(policy)
+        for rule in policy.rules:
+            print(f"  {rule}")
+        return 0
+    try:
+        print(policy.explain(arguments.op, module=arguments.module))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    return 0
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    difference = read_policy(arguments.before).diff(read_policy(arguments.after))
+    print(difference if difference else "no difference")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from halfstep import Policy
+
+    try:
+        policy = Policy.load(arguments.file)
+    except OSError as error:
+        raise CommandError(f"{arguments.file}: {error.strerror}") from error
+    except ValueError as error:
+        print(error)
+        return 1
+    print(f"{arguments.file}: good, {policy}")
+    return 0
+
+
+def read_policy(text: str) -> Policy:
+    """Return the policy in a file, of a preset, or of a text.
+
+    Raises:
+        CommandError: It is none.
+    """
+    from halfstep import Policy  # imports PyTorch: not for --help
+
+    path = Path(text)
+    try:
+        if path.suffix == ".toml" or path.is_file():
+            return Policy.load(path)
+        return Policy.parse(text)
+    except OSError as error:
+        raise CommandError(f"{text}: {error.strerror}") from error
+    except ValueError as error:
+        raise CommandError(str(error)) from error

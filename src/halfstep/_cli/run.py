@@ -1,0 +1,172 @@
+"""``halfstep run``: a training script under halfstep, unmodified, and recorded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts
+from halfstep._cli.policy import read_policy
+
+if TYPE_CHECKING:
+    from halfstep import Policy
+    from halfstep._run.session import Session
+
+EPILOG = """\
+Options stand before the script; what stands after it is the script's.
+
+examples:
+  halfstep run train.py --lr 3e-4                  as python train.py --lr 3e-4
+  halfstep run -m mypackage.train                  as python -m mypackage.train
+  halfstep run --policy "standard; softmax:lower" train.py
+  halfstep run --diagnose train.py                 says which op made a loss or gradient NaN
+  torchrun --nproc-per-node 8 -m halfstep run train.py
+  accelerate launch -m halfstep run train.py
+
+Afterwards: halfstep report DIR. docs/run.md says what is replaced and what is recorded.
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``run`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "run",
+        help="run a training script with halfstep in place of torch.amp, and record it",
+        description=(
+            "Runs a script with halfstep's autocast and GradScaler in place of PyTorch's, under "
+            "all their names, and writes what happens in each step into a folder."
+        ),
+        usage="halfstep run [options] [-m] target [arguments ...]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        help="what torch.autocast means: a TOML file, a preset, or the text of a policy "
+        "(default: standard)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for the record (default: runs/NAME-DATE-TIME)",
+    )
+    parser.add_argument(
+        "--every",
+        type=_count,
+        metavar="N",
+        default=50,
+        help="measure tensors every N steps, 0 for never (default: 50)",
+    )
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="print no diagnosis, say nothing at the end"
+    )
+    parser.add_argument(
+        "--amp",
+        choices=("fp16", "bf16"),
+        help="train in this precision, for a script that has no autocast of its own",
+    )
+    parser.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="replay a step whose loss or gradients are inf or NaN, and say which op it is, in "
+        "which module, why, and what cures it",
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
+    parser.add_argument(
+        "target",
+        nargs=argparse.REMAINDER,
+        metavar="target",
+        help="a script, or with -m a module, and its arguments",
+    )
+    parser.set_defaults(run=run, print_help=parser.print_help, default=parser.get_default)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the target. What it raises, SystemExit and KeyboardInterrupt too, passes through."""
+    with ending_at_interrupts(by_signal=True):
+        session = _prepare(arguments)
+    if session is None:
+        return EXIT_USAGE
+    session.run()
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> Session | None:
+    """Return what runs the target, None if there is no target."""
+    words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
+    if not words:
+        arguments.print_help()
+        return None
+    target, *rest = words
+    _refuse_launcher(target, rest, arguments)
+    policy = _policy(arguments)
+
+    import torch
+
+    from halfstep._run.script import require_file
+    from halfstep._run.session import Options, Program, Session
+    from halfstep.errors import RecordError
+
+    if not arguments.module:
+        try:
+            require_file(target)
+        except OSError as error:
+            raise CommandError(f"can't open file {target!r}: {error.strerror}") from None
+    amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
+    options = Options(
+        policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
+    )
+    try:
+        return Session(Program(target, rest, arguments.module), options)
+    except OSError as error:
+        where = error.filename or arguments.output
+        raise CommandError(f"cannot write the record to {where}: {error.strerror}") from None
+    except RecordError as error:
+        raise CommandError(str(error)) from None
+
+
+def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
+    from halfstep._run.launch import command_inside_launcher
+
+    given = {name: getattr(arguments, name) for name in ("policy", "output", "every", "amp")}
+    options = [
+        word
+        for name, value in given.items()
+        if value != arguments.default(name)
+        for word in (f"--{name}", str(value))
+    ]
+    options += ["--diagnose"] if arguments.diagnose else []
+    command = command_inside_launcher(target, rest, options)
+    if command is not None:
+        raise CommandError(
+            f"{target} starts the processes that train, and halfstep has to run in these. "
+            f"Use: {command}"
+        )
+
+
+def _policy(arguments: argparse.Namespace) -> Policy:
+    from halfstep import preset
+
+    if arguments.policy is None:
+        return preset("standard")
+    policy = read_policy(arguments.policy)
+    if policy.module_rules and arguments.amp is None:
+        rules = "; ".join(map(str, policy.module_rules))
+        raise CommandError(
+            f"--policy has rules for modules ({rules}), which need the model: give this policy in "
+            "the script, halfstep.autocast(..., policy=..., module=model), or let --amp enter "
+            "autocast"
+        )
+    return policy
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number

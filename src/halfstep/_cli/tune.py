@@ -1,0 +1,192 @@
+"""``halfstep tune``: find the modules that must stay in float32, and write them as a policy."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError
+from halfstep._cli.policy import read_policy
+
+EPILOG = """\
+TARGET is a function that takes nothing and returns (model, batches, loss_fn):
+
+  def make():
+      torch.manual_seed(0)               # the same again, for --record
+      ...
+      return model, batches, loss_fn     # loss_fn(model, batch) returns the loss; or None
+
+Exit code 0 if the policy keeps the model within bounds, 1 if none does. Ctrl-C ends it (130); with
+--record the same command goes on from there.
+
+examples:
+  halfstep tune train.py:make -o policy.toml
+  halfstep tune mypackage.models:make --dtype bf16 --error 0.05 --record tune.jsonl
+
+Then, in the script: autocast(..., policy=Policy.load("policy.toml"), module=model); or, for one
+that has no autocast: halfstep run --amp fp16 --policy policy.toml train.py. More: docs/tune.md.
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``tune`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "tune",
+        help="find which modules must stay in fp32, and write a policy",
+        description=(
+            "Compares a model in lower precision with float32, module by module, and finds the "
+            "smallest set of modules to keep in float32."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="file.py:function or package.module:function"
+    )
+    parser.add_argument(
+        "--dtype", choices=("fp16", "bf16"), default="fp16", help="lower precision (default: fp16)"
+    )
+    parser.add_argument(
+        "--error",
+        type=_error,
+        metavar="X",
+        help="largest relative error of any module (default: by dtype and depth)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="write the policy there, as TOML"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="FILE", help="keep measurements there, and go on from it"
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="POLICY",
+        default="standard",
+        help="to start from: a TOML file, a preset, or the text of a policy (default: standard)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code."""
+    policy = read_policy(arguments.policy)
+    function = _function(arguments.target)
+    for path in (arguments.output, arguments.record):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise CommandError(f"there is no folder {path.parent} to write {path.name} to")
+    import torch
+
+    from halfstep import tune
+    from halfstep.errors import RecordError
+
+    model, batches, loss_fn = _made(arguments.target, function)
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[arguments.dtype]
+    try:
+        tuned = tune(model, batches, loss_fn, dtype, arguments.error, arguments.record, policy)
+    except RecordError as error:
+        raise CommandError(str(error)) from None
+    except KeyboardInterrupt:
+        cure = "with --record FILE the same command would go on from here"
+        if arguments.record is not None:
+            cure = f"the same command goes on from {arguments.record}"
+        print(f"\nInterrupted: {cure}.", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(tuned)
+    if arguments.output is not None:
+        tuned.save(arguments.output)
+        print(f"written to {arguments.output}")
+    return 0 if tuned.is_met else 1
+
+
+def _error(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 0.01") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and finite: write 0.01")
+    return value
+
+
+# --- the target -----------------------------------------------------------------------------------
+
+
+def _function(target: str) -> Callable[[], Any]:
+    """Return the function that a target names.
+
+    Raises:
+        CommandError: There is none.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (place and colon and name.isidentifier()):
+        raise CommandError(
+            f"{target!r} names no function: write file.py:function or package.module:function"
+        )
+    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, each in vars(module).items() if _is_own(each, module)]
+        there = f"; its functions are {', '.join(own)}" if own else ""
+        raise CommandError(f"{place} has no function {name!r}{there}")
+    found: Callable[[], Any] = function
+    return found
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise CommandError(f"{path}: there is no such file")
+    sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
+    # Not by its own name, which may be that of another module.
+    spec = importlib.util.spec_from_file_location("_halfstep_target", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:  # no Python, or not in UTF-8
+        raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, "")  # as python -m does
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name + ".").startswith(error.name + "."):
+            raise CommandError(
+                f"there is no module {error.name!r} here; for a file write {name}.py:function"
+            ) from None
+        raise  # what it imports is missing
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    """Call the function.
+
+    Raises:
+        CommandError: What it returns cannot be tuned.
+    """
+    from halfstep._tune.task import Task
+    from halfstep._tune.tuner import require_batches
+
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 3:
+        what = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise CommandError(f"{target} returned {what}: return (model, batches, loss_fn)")
+    model, batches, loss_fn = made
+    try:
+        Task(model, loss_fn)
+        require_batches(batches)
+    except (TypeError, ValueError) as error:
+        raise CommandError(f"{target}: {error}") from None
+    return model, batches, loss_fn

@@ -1,0 +1,121 @@
+"""``halfstep watch``: look at a training while it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep._cli.exits import CommandError, require_rich
+from halfstep._record.lines import files_in
+from halfstep.errors import RecordError
+
+if TYPE_CHECKING:
+    from halfstep._watch.loop import View
+
+EPILOG = """\
+examples:
+  halfstep watch runs/x                     while the training runs in another terminal
+  halfstep watch                            the newest record in runs/
+  halfstep watch runs/x --once              how it stands, once
+  halfstep watch runs/x | grep skip         plain lines: run, step, skip, sample, note
+
+A record that is not there yet is waited for. It ends with the run; Ctrl-C ends it at any time and
+leaves the training alone. Either way the exit code is 0.
+"""
+
+
+def add_parser(subcommands: Any) -> None:
+    """Add ``watch`` to the subparsers of the command line."""
+    parser = subcommands.add_parser(
+        "watch",
+        help="look at a training while it runs: loss, scale, skips, the worst layers",
+        description=(
+            "Shows a recorded training while it runs, from a second terminal: loss, scale and norm "
+            "of all steps, the skips, and the layers that are closest to the ends of their format. "
+            "Where the output is no terminal, it prints plain lines."
+        ),
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "record",
+        metavar="RUN",
+        nargs="?",
+        type=Path,
+        help="the folder of the record (default: the newest in runs/)",
+    )
+    parser.add_argument("--once", action="store_true", help="print how it stands and exit")
+    parser.add_argument(
+        "--every",
+        type=int,
+        metavar="N",
+        help="in plain lines, print every N-th step (default: as often as samples are taken); "
+        "skips are always printed",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code."""
+    every: int | None = arguments.every
+    if every is not None and every < 1:
+        raise CommandError(f"--every must be at least 1, got {every}")
+    if isinstance(sys.stdout, TextIOWrapper):  # a layer may have any name, in any script
+        sys.stdout.reconfigure(errors="backslashreplace")
+    path = _folder(arguments.record)
+    try:
+        if arguments.once:
+            _print_once(path)
+        else:
+            _watch(path, every)
+    except RecordError as error:
+        raise CommandError(str(error)) from None
+    except BrokenPipeError:  # `| head` has seen enough; nor can Python flush what is left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _folder(given: Path | None) -> Path | None:
+    if given is None or not given.is_file():
+        return given
+    if given not in files_in(given.parent).values():
+        raise CommandError(f"{given} is no record: give the folder that `halfstep run` has written")
+    return given.parent
+
+
+def _watch(path: Path | None, every: int | None) -> None:
+    from halfstep._watch.loop import Lines, watch
+
+    is_page = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    view: View = _screen() if is_page else Lines(every)
+    watch(path, view, say=sys.stderr)
+
+
+def _print_once(path: Path | None) -> None:
+    require_rich()
+    from rich.console import Console
+
+    from halfstep._record.following import Follower
+    from halfstep._record.lines import RUNS, newest_in
+    from halfstep._watch.screen import print_page
+    from halfstep._watch.state import watched
+    from halfstep._watch.words import how_to_start, missing
+
+    folder = path or newest_in(RUNS)
+    update = None if folder is None else Follower(folder).read()
+    if update is None:
+        raise CommandError(f"{missing(path)} is not there yet; {how_to_start(path)}")
+    print_page(Console(), watched(None, update))
+
+
+def _screen() -> View:
+    require_rich()
+    from rich.console import Console
+
+    from halfstep._watch.screen import Screen
+
+    return Screen(Console())

@@ -1,0 +1,1 @@
+"""What several rooms share: text, numbers, JSON, random states, patches, the machine."""

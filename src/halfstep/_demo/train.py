@@ -1,0 +1,194 @@
+"""Training one GPT in one precision: the loop itself, and what is measured around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import GradScaler, autocast
+from halfstep._demo.gpt import GPT, GPTConfig
+from halfstep._demo.memory import peak_memory
+from halfstep._demo.settings import Precision, Settings
+from halfstep._demo.text import Corpus, draw_batches, held_out_windows
+
+Batch = tuple[Tensor, Tensor]
+
+
+# The README shows this function, word for word; a test compares them.
+def training_loop(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    learning_rate: float,
+    mean_over: int,
+    dtype: torch.dtype,
+    scaling: bool,
+) -> Iterator[tuple[Tensor, GradScaler]]:
+    """Train on the batches, in mixed precision unless dtype is float32."""
+    device = next(model.parameters()).device.type
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    scaler = GradScaler(device, growth_interval=12, enabled=scaling)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        with autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+            logits = model(inputs).flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / mean_over
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        yield loss.detach(), scaler
+
+
+@dataclass
+class Run:
+    """What one training run left behind; filled step by step, so that it can be cut short.
+
+    Attributes:
+        precision: how it was trained.
+        steps: optimizer steps that were asked for.
+        losses: mean loss per token of each step, in nats.
+        scales: the scale after each step; empty without a scaler.
+        skipped: numbers of the steps (from 0) that the scaler skipped.
+        seconds: duration of each step.
+        zero_shares: step to share of all gradient entries that are exactly zero.
+        held_out_loss: in nats per token, after the last step; None when cut short.
+        peak_memory: bytes, see :func:`halfstep._demo.memory.peak_memory`.
+    """
+
+    precision: Precision
+    steps: int
+    losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    zero_shares: dict[int, float] = field(default_factory=dict)
+    held_out_loss: float | None = None
+    peak_memory: int | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was not cut short."""
+        return self.held_out_loss is not None
+
+    @property
+    def training_loss(self) -> float | None:
+        """Mean over the last tenth of the steps: one batch alone is too noisy."""
+        return fmean(self.losses[-max(1, self.steps // 10) :]) if self.losses else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median duration of a step; the first tenth, at most 10 steps, counts as warm-up."""
+        timed = self.seconds[min(10, self.steps // 10) :]
+        return median(timed) if timed else None
+
+    @property
+    def zero_share(self) -> float | None:
+        """Mean over the sampled steps."""
+        return fmean(self.zero_shares.values()) if self.zero_shares else None
+
+    @property
+    def final_scale(self) -> float | None:
+        """The scale after the last step; None without a scaler."""
+        return self.scales[-1] if self.scales else None
+
+
+def train(
+    run: Run,
+    corpus: Corpus,
+    settings: Settings,
+    on_step: Callable[[Run], None],
+    around: AbstractContextManager[object],
+) -> None:
+    """Do one run and write what happens into ``run``.
+
+    Args:
+        run: an empty one.
+        corpus: the text.
+        settings: what to do.
+        on_step: called after each step, outside of the time that is measured.
+        around: what the loop runs in.
+    """
+    run.peak_memory = peak_memory(settings.device, lambda: _first_steps(run, corpus, settings))
+    model = new_model(corpus, settings)
+    loop = _start(model, run.precision, corpus, settings, settings.steps)
+    tokens_in_batch = settings.batch * model.config.context
+    sample_every = max(1, settings.steps // 20)
+    with around:
+        for step in range(settings.steps):
+            loss, scaler, seconds = _timed_step(loop, settings.device)
+            run.losses.append(loss.item() * settings.mean_over / tokens_in_batch)
+            run.seconds.append(seconds)
+            if run.precision.scaling:
+                run.scales.append(scaler.get_scale())
+                if scaler.counts().skipped_in_a_row:
+                    run.skipped.append(step)
+            if (step + 1) % sample_every == 0:
+                run.zero_shares[step] = zero_share(model)
+            on_step(run)
+    run.held_out_loss = evaluate(model, corpus, settings.device)
+
+
+def new_model(corpus: Corpus, settings: Settings) -> GPT:
+    """Make the model with the same weights each time, whatever was drawn at random before."""
+    torch.manual_seed(settings.seed)
+    return GPT(GPTConfig.of_size(settings.size, corpus.vocab)).to(settings.device)
+
+
+@torch.no_grad()
+def evaluate(model: GPT, corpus: Corpus, device: str) -> float:
+    """Mean loss per token on the held-out text.
+
+    In fp32 for every run, so that it compares the weights that training has found and nothing else.
+    """
+    total, count = 0.0, 0
+    for inputs, targets in held_out_windows(corpus.held_out, model.config.context):
+        logits = model(inputs.to(device)).flatten(0, 1)
+        total += F.cross_entropy(logits, targets.flatten().to(device), reduction="sum").item()
+        count += targets.numel()
+    return total / count
+
+
+def zero_share(model: nn.Module) -> float:
+    """Share of all gradient entries, over all parameters, that are exactly zero."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
+    return zeros / sum(gradient.numel() for gradient in gradients)
+
+
+def _start(
+    model: GPT, precision: Precision, corpus: Corpus, settings: Settings, steps: int
+) -> Iterator[tuple[Tensor, GradScaler]]:
+    """Return the loop, ready to do its first step."""
+    batches = draw_batches(
+        corpus.train, steps, settings.batch, model.config.context, settings.seed, settings.device
+    )
+    return training_loop(
+        model,
+        batches,
+        settings.learning_rate,
+        settings.mean_over,
+        precision.dtype,
+        precision.scaling,
+    )
+
+
+def _first_steps(run: Run, corpus: Corpus, settings: Settings) -> None:
+    """Two steps with a model of their own: the second has the optimizer's state in memory too."""
+    for _ in _start(new_model(corpus, settings), run.precision, corpus, settings, steps=2):
+        pass
+
+
+def _timed_step(
+    loop: Iterator[tuple[Tensor, GradScaler]], device: str
+) -> tuple[Tensor, GradScaler, float]:
+    started = time.perf_counter()
+    loss, scaler = next(loop)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return loss, scaler, time.perf_counter() - started

@@ -1,0 +1,316 @@
+"""Who made the values that are not finite: the first op, or a tensor that was bad before.
+
+What an op returns is blamed on the op if all that it read was finite, else on whatever the bad
+input is blamed on. So a value that went bad is followed back to where it began, and infinities on
+the way that did no harm are blamed for nothing.
+
+An infinity made on purpose, such as that of a mask, is no fault; a NaN that an op makes of it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import _torch
+from halfstep._autocast.casts import tensors_in
+from halfstep._diagnose.finite import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
+from halfstep._diagnose.undo import Undo
+from halfstep._diagnose.watcher import OpCall, OpKey, Witness
+from halfstep._trace.ops import makes_no_values
+from halfstep._trace.rows import Phase
+from halfstep._trace.state import Place
+
+OUTSIDE = -1
+"""The number of what was bad before the replay."""
+ELSEWHERE = -2
+"""The number of what another rank has sent."""
+
+_FILLS = (
+    "fill",
+    "fill_",
+    "full",
+    "full_like",
+    "new_full",
+    "masked_fill",
+    "masked_fill_",
+    "index_fill",
+    "index_fill_",
+    "scalar_tensor",
+    "constant_pad_nd",
+    "where",
+)
+_WAITS = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
+_NOTHING_SENT = (*_WAITS, "c10d::recv_", "c10d::recv_any_source_")
+_OVERWRITE = ("copy_", "fill_", "zero_")
+_BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax")
+
+
+GradientPlace = tuple[str, int, str | None, str]
+"""Module, call, the op that the rule was asked for, and the op itself: the same in any dtype."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """Where values that are not finite came from.
+
+    Attributes:
+        number: That of the op in the replay, ``OUTSIDE`` for a tensor from before it, ``ELSEWHERE``
+            for what came from another rank.
+        op: The name of the op; of a tensor from outside, of the op that read it first.
+        place: What the op belongs to.
+        phase: When it ran.
+        reader: The number of the op itself, or of the one that read a tensor from outside first.
+        key: What that op is known by in other replays; None if there is none.
+        of: In the backward pass: the same of the op whose gradient it computes.
+        is_meant: Whether they are infinities made on purpose.
+        tensor: The tensor from outside.
+    """
+
+    number: int
+    op: str
+    place: Place
+    phase: Phase
+    reader: int
+    key: OpKey | None = None
+    of: OpKey | None = None
+    is_meant: bool = False
+    tensor: Tensor | None = None
+
+
+class Blames(Witness):
+    """Looks at what every op returns.
+
+    Args:
+        undo: Knows what tensors held before they were written to.
+
+    Attributes:
+        has_end: Whether there was a loss or a result to judge the step by.
+        gradients: By the places of ops of the backward pass the dtype of what they return and its
+            largest finite magnitude.
+
+    Sync: one for every op.
+    """
+
+    def __init__(self, undo: Undo) -> None:
+        self._undo = undo
+        self._blames: dict[int, tuple[object, Blame]] = {}
+        self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
+        self._keys: list[OpKey] = []
+        self._first: Blame | None = None
+        self._losses: list[Blame] = []
+        self._results: list[Blame] = []
+        self._has_loss = self.has_end = False
+        self._gradients: dict[int, tuple[Tensor, Blame]] = {}
+        self._sent: Blame
+        self._awaited: dict[int, object] = {}
+
+    def before(self, call: OpCall) -> None:
+        """Take note of the op, which one of the backward pass may belong to."""
+        self._keys.append(call.key)
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Blame what an op has returned on it, or on what it read."""
+        if makes_no_values(call.func):
+            return
+        bad = [tensor for tensor in outputs if not self._look(tensor, call)]
+        if not bad:
+            return
+        blame = self._blame(call, bad)
+        if blame.reader == call.number:
+            self.found(call, blame, bad)
+        if self._first is None and not blame.is_meant:
+            self._first = blame
+        for tensor in bad:
+            self._put(tensor, blame)
+
+    def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
+        """Look closer, if wanted, at an op to which something is blamed for the first time."""
+
+    def sends(self, call: OpCall) -> None:
+        """Blame what comes back on what this rank sends, if that is bad; else on another rank."""
+        self._keys.append(call.key)
+        own = [tensor for tensor in _sent_by(call) if badness(tensor) is not None]
+        causes = [self._get(tensor) or self._outside(tensor, call) for tensor in own]
+        known = self._known(call)
+        other = Blame(ELSEWHERE, call.name, call.place, call.phase, call.number, *known)
+        self._sent = min(causes, key=lambda blame: blame.number, default=other)
+
+    def receives(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Take note of whom to blame if what comes turns out to be bad."""
+        if call.name not in _WAITS:
+            for tensor in outputs:
+                self._put(tensor, self._sent)
+                reference = _torch.memory_of(tensor)
+                if reference is not None:
+                    self._awaited[reference.cdata] = reference
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Take note of a loss that is not finite."""
+        self._has_loss = self.has_end = True
+        if not is_finite(loss):
+            self._losses.append(self._get(loss) or self._outside(loss, None))
+
+    def see_result(self, result: Tensor) -> None:
+        """Take note of a result that is not finite; it counts if there is no loss."""
+        self.has_end = True
+        if not is_finite(result):
+            blame = self._get(result) or self._outside(result, None)
+            if not blame.is_meant:
+                self._results.append(blame)
+
+    def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Take note of a gradient that is not finite."""
+        if not is_finite(gradient):
+            blame = self._get(gradient) or self._outside(gradient, None)
+            self._gradients.setdefault(id(leaf), (leaf, blame))
+
+    @property
+    def is_loss_bad(self) -> bool:
+        """Whether a loss is not finite."""
+        return bool(self._losses)
+
+    @property
+    def bad_leaves(self) -> list[Tensor]:
+        """The leaves whose gradients are not finite."""
+        return [leaf for leaf, _ in self._gradients.values()]
+
+    def root(self, *, has_failed: bool = False) -> Blame | None:
+        """Return where it began that a loss or, if all are finite, a gradient is not.
+
+        None if the step is finite.
+
+        Args:
+            has_failed: Whether the step has raised an error: then it is the first op at all.
+        """
+        ends = self._losses or [blame for _, blame in self._gradients.values()]
+        if not self._has_loss:
+            ends = self._results
+        if not ends and has_failed:
+            return self._first
+        # What this rank has done itself says more than what has come to it.
+        ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
+        return min(ends, key=lambda blame: blame.number, default=None)
+
+    # --- whose fault ------------------------------------------------------------------------------
+
+    def _blame(self, call: OpCall, bad: list[Tensor]) -> Blame:
+        own = Blame(call.number, call.name, call.place, call.phase, call.number, *self._known(call))
+        causes: list[Blame] = []
+        worst: dict[Blame, int] = {}
+        for tensor in call.given:
+            values = self._as_read(call, tensor)
+            how_bad = None if values is None else badness(values)
+            if how_bad is None:
+                continue
+            cause = self._get(tensor) or self._outside(tensor, call, values)
+            causes.append(cause)
+            worst[cause] = max(worst.get(cause, 0), how_bad)
+        if not causes:
+            return replace(own, is_meant=_is_fill_with_inf(call))
+        makes_nan = max(worst.values()) < NAN and any(bool(t.isnan().any()) for t in bad)
+        if makes_nan and call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF:
+            return own  # of a row that is all masked, whatever the mask
+        real = [cause for cause in causes if not cause.is_meant]
+        if real:
+            # NaN spreads, and so does inf; -inf alone may be that of a mask.
+            return min(real, key=lambda cause: (-worst[cause], cause.number))
+        return own if makes_nan else min(causes, key=lambda cause: cause.number)
+
+    def _as_read(self, call: OpCall, tensor: Tensor) -> Tensor | None:
+        """Return the values of a tensor as an op read them; None if they are not to be known."""
+        if not any(tensor is written for written in call.written):
+            return tensor
+        if call.name in _BATCH_NORMS and _is_training(call):
+            return None  # running statistics: what is returned does not depend on them
+        if call.name in _OVERWRITE or "out" in call.func._overloadname:
+            return None
+        if self._undo.was_made(tensor):
+            return tensor if self._get(tensor) is not None else None
+        return self._undo.before(tensor)
+
+    def _outside(self, tensor: Tensor, call: OpCall | None, values: Tensor | None = None) -> Blame:
+        is_meant = is_mask(tensor if values is None else values)
+        if call is None:
+            return Blame(OUTSIDE, "", Place(), "backward", OUTSIDE, None, None, is_meant, tensor)
+        if call.name == "copy_" and self._is_awaited(call.written[0]):
+            received = self._get(call.written[0])
+            if received is not None:
+                return received  # what came lay in memory of the process group first
+        known = self._known(call)
+        return Blame(
+            OUTSIDE, call.name, call.place, call.phase, call.number, *known, is_meant, tensor
+        )
+
+    def _is_awaited(self, tensor: Tensor) -> bool:
+        reference = _torch.memory_of(tensor)
+        return reference is not None and reference.cdata in self._awaited
+
+    def _known(self, call: OpCall) -> tuple[OpKey, OpKey | None]:
+        of = call.place.number if call.phase == "backward" else -1
+        return call.key, self._keys[of] if 0 <= of < len(self._keys) else None
+
+    # --- books ------------------------------------------------------------------------------------
+
+    def _look(self, tensor: Tensor, call: OpCall) -> bool:
+        """Say whether all values of a tensor are finite, and forget what was there before."""
+        found = extremes(tensor)
+        if found is None:
+            return True
+        amax = max(map(abs, found))
+        if call.phase == "backward":
+            self._note_gradient(tensor, call, amax)
+        if not all(map(math.isfinite, found)):
+            return False
+        if self._blames:
+            memory = _torch.memory_of(tensor)
+            known = memory is not None and memory.cdata in self._blames
+            if known and _is_all_of_its_memory(tensor):
+                del self._blames[memory.cdata]
+        return True
+
+    def _note_gradient(self, tensor: Tensor, call: OpCall, amax: float) -> None:
+        place = (call.place.module, call.place.call, call.place.op, call.name)
+        before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
+        self.gradients[place] = (tensor.dtype, max(before, amax) if math.isfinite(amax) else before)
+
+    def _get(self, tensor: Tensor) -> Blame | None:
+        memory = _torch.memory_of(tensor)
+        found = None if memory is None else self._blames.get(memory.cdata)
+        return None if found is None else found[1]
+
+    def _put(self, tensor: Tensor, blame: Blame) -> None:
+        reference = _torch.memory_of(tensor)
+        if reference is None:
+            return
+        known = self._blames.get(reference.cdata)
+        if known is None or _is_all_of_its_memory(tensor) or blame.number < known[1].number:
+            self._blames[reference.cdata] = (reference, blame)
+
+
+def _sent_by(call: OpCall) -> list[Tensor]:
+    """Return what a collective reads; what it writes to need not hold anything yet."""
+    if call.name in _NOTHING_SENT:
+        return []
+    names = [argument.name for argument in call.func._schema.arguments]
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    return list(tensors_in([value for name, value in given.items() if "output" not in name]))
+
+
+def _is_training(call: OpCall) -> bool:
+    names = [argument.name for argument in call.func._schema.arguments]
+    return bool((dict(zip(names, call.args, strict=False)) | call.kwargs).get("training", True))
+
+
+def _is_fill_with_inf(call: OpCall) -> bool:
+    values: list[Any] = [*call.args, *call.kwargs.values()]
+    return call.name in _FILLS and any(isinstance(v, float) and math.isinf(v) for v in values)
+
+
+def _is_all_of_its_memory(tensor: Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()

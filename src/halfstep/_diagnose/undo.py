@@ -1,0 +1,234 @@
+"""What a replay writes to, kept as it was and put back.
+
+Memory is copied when an op is about to write to it, and only if it was there before the replay: so
+everything that PyTorch writes is put back, whoever owns it. What Python holds is put back too: the
+``grad`` of parameters, the attributes of modules and what is held in them, the states of random
+generators.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from halfstep import _torch
+from halfstep._common.random_states import RandomStates, accelerators
+
+_CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
+_KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
+_WITHOUT_STATE = (type, FunctionType, MethodType, ModuleType)
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter, FunctionType}
+_OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
+"""Another thread may change meanwhile what objects of these packages hold."""
+MOST_HELD = 100_000
+"""So many values are kept that modules and optimizers hold, those that are near first."""
+LARGEST_ARRAY = 2**24
+"""NumPy arrays up to so many bytes are kept."""
+
+
+class Undo:
+    """Keeps what is changed from now on until :meth:`restore`.
+
+    Sync: none; the states of random generators lie on the host.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, _Saved] = {}
+        self._born: dict[int, object] = {}
+        self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._modules: set[nn.Module] = set()
+        self._data: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._held: dict[int, tuple[object, Callable[[], object]]] = {}
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._random = RandomStates(accelerators())
+
+    # --- what is about to change ------------------------------------------------------------------
+
+    def note_write(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that an op is about to write to."""
+        reference = _torch.memory_of(tensor)
+        if reference is None or reference.cdata in self._born or reference.cdata in self._saved:
+            return
+        self._saved[reference.cdata] = _Saved(tensor)
+
+    def note_made(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
+        """Take note that an op has made tensors, unless they have the memory of what it was given.
+
+        What has memory that the replay has made need not be kept.
+        """
+        references = [reference for tensor in outputs if (reference := _torch.memory_of(tensor))]
+        if all(reference.cdata in self._born for reference in references):
+            return
+        before = {reference.cdata for tensor in given if (reference := _torch.memory_of(tensor))}
+        for reference in references:
+            if reference.cdata not in before:
+                self._born.setdefault(reference.cdata, reference)
+
+    def was_made(self, tensor: Tensor) -> bool:
+        """Say whether the memory of a tensor is one that the replay has made."""
+        reference = _torch.memory_of(tensor)
+        return reference is not None and reference.cdata in self._born
+
+    def before(self, tensor: Tensor) -> Tensor | None:
+        """Return what a tensor held before it was first written to; None if it was not."""
+        reference = _torch.memory_of(tensor)
+        kept = None if reference is None else self._saved.get(reference.cdata)
+        if kept is None:
+            return None
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(kept.copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def note_grads(self, leaves: Iterable[Tensor]) -> None:
+        """Keep the ``grad`` of leaves that somebody may set."""
+        for leaf in leaves:
+            self._grads.setdefault(id(leaf), (leaf, leaf.grad))
+
+    def note_model(self, model: nn.Module) -> None:
+        """Keep what Python holds in a model, and the ``grad`` of its parameters."""
+        new = [module for module in model.modules() if module not in self._modules]
+        self._modules.update(new)
+        self._hold(map(vars, new))
+        for module in new:
+            if isinstance(module, DistributedDataParallel):  # each rank replays its own
+                module.require_backward_grad_sync = False
+                module.require_forward_param_sync = False
+                _torch.keep_buckets(module)
+            self.note_grads(module.parameters(recurse=False))
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Keep what Python holds in an optimizer, and the ``grad`` of its parameters."""
+        for group in optimizer.param_groups:
+            self.note_grads(group["params"])
+        self._hold([optimizer.param_groups, optimizer.state])
+
+    def _hold(self, values: Iterable[object]) -> None:
+        """Keep containers and objects, and what they hold; modules are kept by themselves."""
+        waiting = deque(values)
+        while waiting and len(self._held) < MOST_HELD:
+            value: Any = waiting.popleft()
+            kind = type(value)  # a weak proxy has the class of something that may be gone
+            if id(value) in self._held or issubclass(kind, _KEPT_ELSEWHERE):
+                continue
+            if kind is tuple or kind in _CONTAINERS:
+                before = value if kind is tuple else value.copy()
+                self._held[id(value)] = (value, partial(_restore_container, value, before))
+                inner = before.values() if isinstance(before, dict) else before
+                waiting.extend(item for item in inner if type(item) not in _PLAIN)
+            elif (restore := _restorer(value)) is not None:
+                self._held[id(value)] = (value, restore)
+            elif kind.__dictoffset__ and not issubclass(kind, _WITHOUT_STATE):
+                is_of_threads = kind.__module__.partition(".")[0] in _OF_THREADS
+                waiting.extend([] if is_of_threads else [vars(value)])
+
+    def note_generators(self, values: Iterable[Any]) -> None:
+        """Keep the states of the random generators among the arguments of an op."""
+        for value in values:
+            if isinstance(value, torch.Generator) and id(value) not in self._generators:
+                self._generators[id(value)] = (value, value.get_state())
+
+    # --- putting it back --------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Put everything back, bit for bit; versions of tensors too. All of it, whatever fails."""
+        with ExitStack() as stack, torch.no_grad():
+            stack.callback(self._random.restore)
+            for generator, state in self._generators.values():
+                stack.callback(generator.set_state, state)
+            for _, put_back in self._held.values():
+                stack.callback(put_back)
+            for leaf, grad in self._grads.values():
+                stack.callback(_restore_grad, leaf, grad)
+            for saved in self._saved.values():
+                stack.callback(saved.restore)
+            for tensor, data, requires_grad in self._data.values():
+                stack.callback(_restore_data, tensor, data, requires_grad)
+        self._saved, self._born = {}, {}
+
+
+class _Saved:
+    """A tensor that is about to be written to: its memory, and how it lies in that."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._memory = tensor, tensor.untyped_storage()
+        self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._version = 0 if tensor.is_inference() else tensor._version
+        self.copy: torch.UntypedStorage = self._memory.clone()  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        tensor, memory = self._tensor, self._memory
+        if memory.nbytes() != self.copy.nbytes():
+            memory.resize_(self.copy.nbytes())
+        memory.copy_(self.copy)
+        now = tensor.storage_offset(), tensor.size(), tensor.stride()
+        if now != self._geometry or tensor.untyped_storage()._cdata != memory._cdata:
+            tensor.set_(memory, *self._geometry)
+        if not tensor.is_inference():
+            _torch.set_version(tensor, self._version)
+
+
+def _restorer(value: Any) -> Callable[[], object] | None:
+    """Return what puts the state of a random generator or an array back, None for another value."""
+    kind, numpy = type(value), sys.modules.get("numpy")
+    if issubclass(kind, random.Random):
+        return partial(value.setstate, value.getstate())
+    if numpy is None:
+        return None
+    if kind is numpy.ndarray and value.flags.writeable and value.nbytes <= LARGEST_ARRAY:
+        return partial(value.__setitem__, ..., value.copy())
+    if issubclass(kind, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if issubclass(kind, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _restore_container(value: Any, before: Any) -> None:
+    if _is_same(value, before):
+        return
+    if isinstance(value, dict):  # not emptied: another thread may read the attributes of an object
+        for key in [key for key in value if key not in before]:
+            del value[key]
+        for key, item in before.items():
+            if key not in value or value[key] is not item:
+                value[key] = item
+    if not _is_same(value, before):
+        value.clear()
+        value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+
+
+def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
+    if leaf.grad is not grad:
+        leaf.grad = grad
+
+
+def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
+    """Give back the memory that ``tensor.data = ...`` has replaced, which no op shows."""
+    one, other = _torch.memory_of(tensor), _torch.memory_of(data)
+    if one is not None and other is not None and one.cdata != other.cdata:
+        tensor.data = data
+    if tensor.requires_grad != requires_grad and tensor.is_leaf:
+        tensor.requires_grad_(requires_grad)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Compare containers without comparing what is in them, which may be tensors."""
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return all(a is b and value[a] is before[b] for a, b in zip(value, before, strict=True))
+    if isinstance(value, set):
+        return {*map(id, value)} == {*map(id, before)}
+    return all(a is b for a, b in zip(value, before, strict=True))

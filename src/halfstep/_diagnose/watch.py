@@ -1,0 +1,321 @@
+"""Watching a training loop, and diagnosing the steps that go bad."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from halfstep import _torch
+from halfstep._autocast.casts import tensors_in
+from halfstep._autocast.module_names import replicated
+from halfstep._common.patches import Patches
+from halfstep._diagnose import across_ranks
+from halfstep._diagnose.capture import Capture
+from halfstep._diagnose.diagnose import Diagnosing
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.finite import is_finite
+from halfstep._diagnose.live import Live
+from halfstep._diagnose.replay import replaying
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.scale.rules import Static
+from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.scaler import GradScaler
+from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
+from halfstep.scaled_steps import is_by_scaler
+
+START_STEPS = 50
+"""So many steps are the start of a run ..."""
+START_SKIPS = 16
+"""... and so many skips in it are a scale finding its place."""
+MOST_DIAGNOSES = 5
+"""So many places are diagnosed in a run."""
+MOST_TRIED = 10
+"""So many steps are diagnosed, those that go bad at a place that is known included."""
+MOST_LOSSES = 256
+"""So many losses of a step are looked at, the last ones."""
+MOST_LIVE = 5
+"""So many steps are traced as they run after one that cannot be replayed."""
+
+
+class Watch:
+    """Diagnoses the steps of the training loop in a block that go bad.
+
+    A step goes bad if its loss is not finite, or if it is skipped for an overflow that is not part
+    of dynamic scaling: not at the start, where the scale finds its place, and not right after the
+    scale has grown. It is replayed at once from what the loop has called outside of any module,
+    models and loss functions, before anything of it has changed. Where it cannot be replayed, the
+    steps that follow are traced as they run.
+
+    Args:
+        engine: Of the scaler whose iterations count; None for those of all scalers, and for steps
+            of optimizers that no scaler has a part in.
+        model: The model. Left out, the first module with parameters that is called.
+        tell: Is called with each new diagnosis and the number of the step, counted from 1. Left
+            out, it is a :class:`halfstep.errors.DiagnosisWarning`.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``tell`` cannot be called.
+
+    Attributes:
+        found: The diagnoses, one for each place.
+        notes: What else there is to know.
+
+    Sync: one a step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        model: nn.Module | None = None,
+        tell: Callable[[Diagnosis, int], object] | None = None,
+    ) -> None:
+        if not (model is None or isinstance(model, nn.Module)):
+            raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
+        if not (tell is None or callable(tell)):
+            raise TypeError(
+                f"diagnose(tell={type(tell).__name__}): pass a function of a diagnosis and a number"
+            )
+        self.found: list[Diagnosis] = []
+        self.notes: list[str] = []
+        self._engine, self._model, self._tell = engine, model, tell or _warn
+        self._capture, self._start = Capture(self._is_here), _Start()
+        self._live: Live | None = None
+        self._num_live = self._num_steps = self._num_tried = self._bad_step = 0
+        self._is_scaled = self._was_finite = self._came_from_elsewhere = False
+        self._losses: list[Tensor] = []
+        self._stack = ExitStack()
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self in OBSERVERS:
+            raise CallOrderError("this watch is on already; make another one")
+        patches = Patches()
+        with ExitStack() as stack:
+            stack.callback(patches.undo)
+            self._capture.install(patches)
+            patches.wrap(torch.autograd, "backward", self._backward)
+            OBSERVERS.append(self)
+            stack.callback(lambda: OBSERVERS.remove(self) if self in OBSERVERS else None)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        live, self._live, self._num_live = self._live, None, 1
+        try:
+            if live is not None:
+                self._go_on(live, live.end(None))
+        finally:
+            self._stack.close()
+
+    # --- what it is told --------------------------------------------------------------------------
+
+    def on_loss(self, engine: Engine, outputs: Any) -> None:
+        """Take note of a loss before it is scaled."""
+        if self._engine in (None, engine) and self._is_here():
+            self._is_scaled = True
+            self._note_losses(outputs)
+
+    def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
+        """Look at the outcomes of an iteration, and diagnose it if it went bad."""
+        if not outcomes or self._engine not in (None, engine) or not self._is_here():
+            return
+        losses, self._losses = self._losses, []
+        bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
+        skipped = [outcome for outcome in outcomes if not outcome.taken]
+        if not bad and skipped and not _are_finite(losses):
+            bad = skipped
+        if bad and any(outcome.taken for outcome in outcomes):
+            self.notes.append("another optimizer has stepped before the replay")
+        self._end_step(bad[0].scale if bad else None, is_bad=bool(bad))
+
+    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kw: Any) -> None:
+        if self._counts_plain_steps() and _torch.backward_number() < 0:
+            self._note_losses(tensors)
+        original(tensors, *args, **kw)
+
+    def _note_losses(self, losses: Any) -> None:
+        for loss in tensors_in([losses]):
+            self._losses.append(loss.detach())
+            self._capture.note_root(loss)
+        del self._losses[:-MOST_LOSSES]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Diagnose a step that no scaler has a part in, before it is taken."""
+        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+            return
+        if _torch.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
+            return
+        losses, self._losses = self._losses, []
+        self._end_step(None, is_bad=not _are_finite(losses))
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._counts_plain_steps():
+            self._losses.clear()
+
+    def _counts_plain_steps(self) -> bool:
+        return self._engine is None and not self._is_scaled and self._is_here()
+
+    def _is_here(self) -> bool:
+        """Whether this is the process and the thread that is watched, and no replay."""
+        is_mine = os.getpid() == self._pid and threading.get_ident() == self._thread
+        return is_mine and self in OBSERVERS
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def _end_step(self, scale: float | None, *, is_bad: bool) -> None:
+        self._num_steps += 1
+        live, self._live = self._live, None
+        try:
+            if live is not None:
+                self._go_on(live, live.end(scale))
+            elif is_bad and len(self.found) < MOST_DIAGNOSES and self._num_tried < MOST_TRIED:
+                self._num_tried += 1
+                self._diagnose(scale)
+            self._was_finite = not is_bad
+        finally:
+            self._capture.begin()
+
+    def _diagnose(self, scale: float | None) -> None:
+        capture = self._capture
+        model = capture.model if self._model is None else self._model
+        why_not: str | None = "no model was called in it"
+        if model is not None:
+            why_not = across_ranks.why_together(model) or capture.why_not()
+        if model is not None and why_not is None:
+            with replaying():  # the scaler that it makes is not the script's either
+                found = self._replayed(model, scale)
+            if found is not None:
+                self._say(found)
+                return
+            why_not = capture.gap or "its replay was finite"
+        self._bad_step = self._num_steps
+        self.notes.append(f"step {self._num_steps} was not replayed: {why_not}")
+        self._num_live = MOST_LIVE
+        self._trace(model)
+
+    def _go_on(self, live: Live, found: Diagnosis | None) -> None:
+        """Say what was found live, or trace the next step too."""
+        self._num_live -= 1
+        if found is not None:
+            self._say(found)
+        elif live.came_from_elsewhere:
+            self.notes.append(f"what was bad in step {self._num_steps} came from another rank")
+            self._came_from_elsewhere = True
+        elif self._num_live:
+            self._trace(live.model)
+        elif not (self.found or self._came_from_elsewhere):
+            note = f"steps {self._bad_step + 1} to {self._num_steps} were traced, and none went bad"
+            self._say(Diagnosis("unknown", notes=(note,)), self._bad_step)
+
+    def _trace(self, model: nn.Module | None) -> None:
+        if model is not None and across_ranks.is_compiled_together(model):
+            self.notes.append("nothing is traced live where compiled code talks to other ranks")
+            return
+        live = Live(model)
+        if live.begin():
+            self._live = live
+        else:
+            self.notes.append("nothing is traced live inside of another dispatch mode")
+
+    def _replayed(self, model: nn.Module, scale: float | None) -> Diagnosis | None:
+        """Return the diagnosis of a replay, None if that was finite or could not be made."""
+        at = 1.0 if scale is None else scale
+        multiply: Callable[[Tensor], Tensor] = _as_it_is
+        if scale is not None:
+            scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
+
+            def multiply(loss: Tensor) -> Tensor:  # looked up in each replay, which patches it
+                scaled: Tensor = scaler.scale(loss)
+                return scaled
+
+        try:
+            found = Diagnosing(self._capture.step(multiply, at), model).answer(with_underflow=False)
+        except RanksError:
+            self._capture.gap = "the model or the loss waits for other ranks"
+            return None
+        except Exception as error:  # of the user's code, out of its place
+            self.notes.append(f"a replay raised {type(error).__name__}: {error}")
+            return None
+        if self._capture.gap is not None and found.verdict == "data":
+            named = replicated(model)
+            # What was computed in the gap is as it was, and looks like data.
+            known = {name for name, _ in (*named.named_parameters(), *named.named_buffers())}
+            return found if found.tensor in known else None
+        return None if found.verdict == "none" else found
+
+    def _say(self, found: Diagnosis, step: int | None = None) -> None:
+        notes = tuple(self.notes)
+        if found.verdict == "data" and self._was_finite:
+            notes = (*notes, f"the loss of step {self._num_steps - 1} was finite")
+        found = replace(found, notes=(*found.notes, *notes))
+        self.notes.clear()
+        if all(_place(found) != _place(known) for known in self.found):
+            self.found.append(found)
+            self._tell(found, self._num_steps if step is None else step)
+
+
+class _Start:
+    """Tells skips that are part of dynamic scaling from others."""
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_skips = 0
+        self._last_taken: Outcome | None = None
+
+    def is_bad(self, outcome: Outcome) -> bool:
+        """Say whether a step that has ended went bad. Sync: one for a fused optimizer."""
+        self._num_steps += 1
+        if outcome.taken:
+            self._last_taken = outcome  # its scale is read only if a skip follows
+            return False
+        if outcome.reason is not Reason.OVERFLOW:
+            return outcome.reason is not Reason.NORM
+        self._num_skips += 1
+        is_start = self._num_steps <= START_STEPS and self._num_skips <= START_SKIPS
+        taken = self._last_taken
+        has_just_grown = taken is not None and outcome.scale > taken.scale
+        return not (is_start or has_just_grown)
+
+
+def _are_finite(losses: Sequence[Tensor]) -> bool:
+    with _torch.unseen_by_modes():
+        return all(map(is_finite, losses))
+
+
+def _place(found: Diagnosis) -> tuple[object, ...]:
+    bad = found.bad
+    return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _warn(found: Diagnosis, step: int) -> None:
+    warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)

@@ -1,0 +1,172 @@
+"""Models and optimizers in source: what is lowered, moved, or both, and in which order."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep._doctor.finding import Finding
+from halfstep._doctor.reading.program import Program, Root
+from halfstep._doctor.reading.scopes import Scope, dotted
+from halfstep._doctor.reading.sites import Site
+
+_MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
+_LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
+_RESTORES = ("float", "double")
+_CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
+
+
+@dataclass(frozen=True)
+class _Built:
+    """An optimizer that is made of the parameters of a model."""
+
+    at: int
+    site: Site
+    model: str
+    name: str
+
+
+def findings(program: Program) -> Iterator[Finding]:
+    """Yield what is wrong with models and optimizers."""
+    for root in program.roots:
+        for built in _optimizers(program, root):
+            yield from _lowered(program, root, built)
+            yield from _moved(program, root, built)
+
+
+def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
+    for at, site in enumerate(root.sites):
+        if not program.meaning.makes_optimizer(site.call, site.scope):
+            continue
+        name = _target(site.statement)
+        for node in (*site.call.args, *(keyword.value for keyword in site.call.keywords)):
+            for model in _models(program, node, site.scope):
+                yield _Built(at, site, model, name or "the optimizer")
+
+
+def _models(program: Program, node: ast.expr, scope: Scope) -> Iterator[str]:
+    """Yield the models whose own parameters, and not copies of them, an expression takes."""
+    for written in program.values.candidates(node, scope):
+        methods = [
+            inner.func
+            for inner in (ast.walk(written[0]) if written else ())
+            if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute)
+        ]
+        if not any(method.attr in ("clone", "float", "detach") for method in methods):
+            for method in methods:
+                if method.attr in ("parameters", "named_parameters"):
+                    yield dotted(method.value)
+
+
+def _is_same_run(site: Site, built: _Built) -> bool:
+    """Whether a name means the same: in one run of one function, not in two arms."""
+    is_named = bool(built.model)
+    return is_named and site.calls == built.site.calls and not site.excludes(built.site)
+
+
+def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
+    lowered: tuple[Site, str] | None = None
+    for site in root.sites:
+        if _is_same_run(site, built) and _model(site) == built.model:
+            dtype = "" if site.method in _RESTORES else _lowers_to(program, site)
+            if dtype is not None:
+                lowered = (site, dtype)
+    if lowered is None or not lowered[1]:
+        return
+    site, dtype = lowered
+    what, names = ast.unparse(site.call), (built.model, built.name)
+    if dtype == "float16":
+        yield Finding(
+            "half-parameters",
+            f"`{what}` makes the parameters float16, and `{built.name}` updates them there: "
+            "updates below 1/2048 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
+            "unscales such gradients",
+            "keep the parameters in float32 and let autocast lower what an op takes",
+            f"with halfstep.autocast(dtype=torch.float16):\n    ...  # {built.model} stays in "
+            "float32",
+            names,
+            line=site.line,
+        )
+    else:
+        yield Finding(
+            "bf16-parameters",
+            f"`{what}` makes the parameters bfloat16, and `{built.name}` updates them there: "
+            "updates below 1/256 of a weight are lost, which stops learning at small rates",
+            "keep the parameters in float32 and let autocast lower what an op takes, if the memory "
+            "allows it",
+            f"with halfstep.autocast(dtype=torch.bfloat16):\n    ...  # {built.model} stays in "
+            "float32",
+            names,
+            line=site.line,
+        )
+
+
+def _lowers_to(program: Program, site: Site) -> str | None:
+    """The half dtype that a call gives a model; empty for another dtype, None for none."""
+    if site.method in _LOWERS and not site.call.args:
+        return _LOWERS[site.method]
+    if site.method != "to":
+        return None
+    given = [*site.call.args, *(k.value for k in site.call.keywords if k.arg == "dtype")]
+    dtypes = [dtype for node in given if (dtype := program.values.dtype(node, site.scope))]
+    if not dtypes:
+        return None
+    return dtypes[0] if dtypes[0] in _LOWERS.values() else ""
+
+
+def _moved(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
+    later = list(enumerate(root.sites))[built.at + 1 :]
+    for at, site in later:
+        is_move = site.method in _MOVES and _lowers_to(program, site) is None
+        is_of_name = not isinstance(site.owner, ast.Call)  # else a new model is made
+        if not is_move or not is_of_name or _model(site) != built.model:
+            continue
+        if not _is_same_run(site, built) or len(site.loops) > len(built.site.loops):
+            continue
+        steps = (each for n, each in later if n > at and _steps(program, each))
+        # What __init__ makes is trained by another method.
+        is_made_for_later = getattr(root.node, "name", "") == "__init__"
+        if is_made_for_later or any(not step.excludes(site) for step in steps):
+            yield Finding(
+                "optimizer-before-move",
+                f"`{ast.unparse(site.call)}` comes after `{built.name}` was made of "
+                f"`{built.model}.parameters()` (line {built.site.line}): where the move replaces "
+                "parameters (XLA, meta, wrappers) it trains the old ones, and state that it has "
+                "already loaded stays on the old device",
+                "move the model first, then make the optimizer",
+                f"{ast.unparse(site.call)}\n{_statement(built)}",
+                (built.name, built.model),
+                line=site.line,
+            )
+            return
+
+
+def _steps(program: Program, site: Site) -> bool:
+    return program.is_scaler_step(site) or program.is_optimizer_step(site)
+
+
+def _statement(built: _Built) -> str:
+    return ast.unparse(built.site.statement)
+
+
+def _model(site: Site) -> str:
+    """The model that a method is called on: ``net`` in ``net.cuda().half()`` too.
+
+    A model that is made in the same line goes by the name that it gets.
+    """
+    owner = site.owner
+    while (
+        isinstance(owner, ast.Call)
+        and isinstance(owner.func, ast.Attribute)
+        and owner.func.attr in _CHAINED
+    ):
+        owner = owner.func.value
+    return _target(site.statement) if isinstance(owner, ast.Call) else dotted(owner)
+
+
+def _target(statement: ast.stmt) -> str:
+    match statement:
+        case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+            return dotted(target)
+    return ""

@@ -1,0 +1,131 @@
+"""One finding, and all findings of one look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, overload
+
+from halfstep._common.text import SEVERITIES, Severity, one_line
+from halfstep._doctor.catalog import CATALOG
+
+_PAGE = "docs/doctor.md"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or worth knowing.
+
+    Attributes:
+        id: Which kind of thing, a key of the catalog: ``"clip-before-unscale"``.
+        text: What was seen, and what comes of it.
+        cure: What to do.
+        code: The cure as Python to paste; empty where no few lines do it.
+        names: The parameters, modules or variables that it is about.
+        file, line: Where in the source; empty and 0 for objects.
+
+    Raises:
+        ValueError: The catalog has no such id.
+    """
+
+    id: str
+    text: str
+    cure: str
+    code: str = ""
+    names: tuple[str, ...] = ()
+    file: str = ""
+    line: int = 0
+
+    def __post_init__(self) -> None:
+        if self.id not in CATALOG:
+            raise ValueError(f"{self.id!r} is no id of a finding: {', '.join(sorted(CATALOG))}")
+
+    @property
+    def severity(self) -> Severity:
+        """How bad it is."""
+        return CATALOG[self.id]
+
+    @property
+    def docs(self) -> str:
+        """Where the docs explain it."""
+        return f"{_PAGE}#{self.id}"
+
+    @property
+    def place(self) -> str:
+        """File and line; empty for objects."""
+        return f"{self.file}:{self.line}" if self.file else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, with what the id stands for."""
+        what = {"severity": self.severity, "docs": self.docs}
+        return {**asdict(self), "names": list(self.names), **what}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Finding:
+        """Return the finding that :meth:`to_json` made these values of."""
+        own = {field.name: values[field.name] for field in fields(cls)}
+        return cls(**{**own, "names": tuple(own["names"])})
+
+    def __str__(self) -> str:
+        place = f"{self.place}: " if self.file else ""
+        lines = [f"{self.severity}: {place}{one_line(self.text)} [{self.id}]"]
+        lines.append(f"    cure: {one_line(self.cure)}")
+        lines += [f"        {one_line(line)}" for line in self.code.splitlines()]
+        return "\n".join(lines)
+
+
+class Checkup(Sequence[Finding]):
+    """The findings of one look, the worst first. ``str()`` is the text for a person.
+
+    Args:
+        findings: In any order; of those that say the same of the same place one is kept.
+    """
+
+    def __init__(self, findings: Iterable[Finding] = ()) -> None:
+        self._findings = sorted(dict.fromkeys(findings), key=_order)
+
+    @property
+    def worst(self) -> Severity:
+        """The severity of the first finding; ``"good"`` if there is none."""
+        return self._findings[0].severity if self._findings else "good"
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is bad and nothing a warning."""
+        return self.worst in ("notice", "good")
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        findings = [finding.to_json() for finding in self]
+        return json.dumps({"worst": self.worst, "findings": findings}, indent=1)
+
+    @overload
+    def __getitem__(self, index: int) -> Finding: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Checkup: ...
+
+    def __getitem__(self, index: int | slice) -> Finding | Checkup:
+        if isinstance(index, slice):
+            return Checkup(self._findings[index])
+        return self._findings[index]
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self._findings)
+
+    def __str__(self) -> str:
+        if not self._findings:
+            return "good: nothing found"
+        ids = list(dict.fromkeys(finding.docs for finding in self))
+        return "\n".join([*map(str, self), f"see {', '.join(ids)}"])
+
+    def __repr__(self) -> str:
+        return f"Checkup({', '.join(finding.id for finding in self)})"
+
+
+def _order(finding: Finding) -> tuple[int, str, int, str]:
+    return (SEVERITIES.index(finding.severity), finding.file, finding.line, finding.id)

@@ -1,0 +1,133 @@
+"""What is to be said about Python source. It is read, never run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from halfstep._doctor import about_losses, about_models, about_order, about_regions
+from halfstep._doctor.finding import Finding
+from halfstep._doctor.reading.program import Program
+from halfstep._doctor.reading.scopes import Function
+
+_RULES = (about_order, about_regions, about_models, about_losses)
+_NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
+"""In a file that uses none of these words there is nothing to find."""
+_ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
+
+
+def check_file(path: Path) -> list[Finding]:
+    """Read a Python file.
+
+    Raises:
+        OSError: It cannot be read.
+        SyntaxError: It is not Python; names the line.
+    """
+    source = path.read_bytes()
+    return _check(ast.parse(source, str(path)), source.decode("utf-8", "replace"), str(path))
+
+
+def check_source(source: str, name: str = "<source>") -> list[Finding]:
+    """Read Python source; ``name`` is what the findings call it.
+
+    Raises:
+        SyntaxError: It is not Python.
+    """
+    return _check(ast.parse(source, name), source, name)
+
+
+def check_function(function: Callable[..., Any]) -> list[Finding]:
+    """Read a function, and what it calls of its own file, with what its names stand for.
+
+    Raises:
+        OSError: There is no source.
+    """
+    plain = plain_function(function)
+    lines, _ = inspect.findsource(plain.__code__)
+    source, name = "".join(lines), inspect.getsourcefile(plain) or "<source>"
+    tree = ast.parse(source, name)
+    node = _definition(tree, plain.__name__, plain.__code__.co_firstlineno)
+    if node is None:
+        raise OSError(f"{name}: no definition of {plain.__name__} found")
+    return _check(tree, source, name, known_to(function), node)
+
+
+def known_to(function: Callable[..., Any]) -> dict[str, object]:
+    """Return what the names that a function uses stand for: globals, closure, ``self``."""
+    bound = function
+    given: dict[str, object] = {}
+    while isinstance(bound, partial):
+        given, bound = {**bound.keywords, **given}, bound.func
+    plain = plain_function(function)
+    names = inspect.getclosurevars(plain)
+    owner = getattr(bound, "__self__", None)
+    self_name = {} if owner is None else {"self": owner}
+    return {**names.globals, **names.nonlocals, **self_name, **given}
+
+
+def may_scale(function: Callable[..., Any]) -> bool:
+    """Say whether a function uses names that are like those of a scaler."""
+    code = plain_function(function).__code__
+    return any(
+        about_regions.SCALES.search(name)
+        for name in (*code.co_names, *code.co_varnames, *code.co_freevars)
+    )
+
+
+def plain_function(function: Callable[..., Any]) -> Any:
+    """Return the function that holds the code: of a method, a partial, or what wraps it.
+
+    Raises:
+        OSError: It is none that has source.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    found = inspect.unwrap(function)
+    found = getattr(found, "__func__", found)
+    if not inspect.isfunction(found):
+        raise OSError(f"{function!r} is no function written in Python")
+    return found
+
+
+def _definition(tree: ast.Module, name: str, line: int) -> Function | None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            if first == line:
+                return node
+    return None
+
+
+def _check(
+    tree: ast.Module,
+    source: str,
+    file: str,
+    known: Mapping[str, object] | None = None,
+    function: Function | None = None,
+) -> list[Finding]:
+    program = Program(tree, known or {}, function)
+    if _NEEDED.isdisjoint(program.words):
+        return []
+    found = (finding for rule in _RULES for finding in rule.findings(program))
+    lines = source.splitlines()
+    return list(
+        dict.fromkeys(
+            replace(finding, file=file) for finding in found if not _is_allowed(finding, lines)
+        )
+    )
+
+
+def _is_allowed(finding: Finding, lines: Iterable[str]) -> bool:
+    """Whether the line says ``# halfstep: allow``, with this id or none."""
+    line = [*lines][finding.line - 1 : finding.line]
+    allowed = _ALLOWED.search(line[0]) if line else None
+    if allowed is None:
+        return False
+    ids = re.findall(r"[\w-]+", allowed[1])
+    return not ids or finding.id in ids

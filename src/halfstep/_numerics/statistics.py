@@ -1,0 +1,133 @@
+"""What is known of the values of a tensor: counts, extremes and a histogram, as plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from operator import add
+from typing import TypeVar
+
+from msgspec import Struct
+
+from halfstep._common.json import Count, Magnitude, Positive
+from halfstep._numerics.formats import FORMATS, Format
+
+_Number = TypeVar("_Number", int, float)
+
+
+class Statistics(Struct, frozen=True, gc=False):
+    """Counts, extremes and a histogram of magnitudes.
+
+    Everything adds up: what several ranks, or several calls of a module, have seen is combined
+    exactly by :meth:`merged`.
+
+    Attributes:
+        size: Number of entries.
+        measured: How many of them the counts and the histogram are of: all, or a sample.
+        zeros: Entries that are zero.
+        nan: Entries that are NaN.
+        inf: Entries that are inf or -inf.
+        amax: The largest finite magnitude; 0 if there is none.
+        amin: The smallest magnitude above zero; None if there is none.
+        first: The exponent of the first bin of the histogram; 0 if it has none.
+        histogram: Finite entries by exponent: ``e`` stands for magnitudes in (2**(e-1), 2**e].
+        underflow: By the name of a format, the entries above zero that it rounds to zero.
+        overflow: By the name of a format, the finite entries that it cannot hold.
+        flushed: Of a gradient that has passed through float16: the zeros that underflow has made,
+            as :func:`halfstep._numerics.measure.measure` tells them. None if it has not, or if it
+            holds nothing so small that it could be told, and for anything else.
+        square_sum: Sum of the squares of all entries; None if it was not asked for.
+    """
+
+    size: Count
+    measured: Count
+    zeros: Count
+    nan: Count
+    inf: Count
+    amax: Magnitude
+    amin: Positive | None
+    first: int
+    histogram: list[Count]
+    underflow: dict[str, Count]
+    overflow: dict[str, Count]
+    flushed: Count | None = None
+    square_sum: float | None = None
+
+    def share(self, count: int) -> float:
+        """Return a count as a share of what was measured, 0 to 1."""
+        return count / self.measured if self.measured else 0.0
+
+    def lost(self, format: Format = FORMATS["fp16"]) -> int:
+        """Return how many entries are zero in a format because of underflow."""
+        return self.underflow[format.name] + (self.flushed or 0 if format.name == "fp16" else 0)
+
+    def underflow_if(self, factor: float, format: Format) -> int:
+        """Return how many measured entries would underflow if all were multiplied by a factor.
+
+        Exact for a power of two (float32 subnormals count as one bin); between two powers it is the
+        count at the smaller one. What has been flushed already is not known any more.
+        """
+        last = math.floor(math.log2(format.flushed_below / factor))
+        return sum(self.histogram[: max(last + 1 - self.first, 0)])
+
+    def headroom(self, format: Format) -> float | None:
+        """Return the bits between amax and the largest value of a format; None without amax."""
+        return math.log2(format.largest / self.amax) if self.amax else None
+
+    def by_exponent(self) -> dict[int, int]:
+        """Return the bins of the histogram that are not empty."""
+        return {e: count for e, count in enumerate(self.histogram, start=self.first) if count}
+
+
+def binned(by_exponent: Mapping[int, int]) -> tuple[int, list[int]]:
+    """Return the exponent of the first bin of a histogram, and the counts of all."""
+    first = min(by_exponent, default=0)
+    return first, [by_exponent.get(e, 0) for e in range(first, max(by_exponent, default=-1) + 1)]
+
+
+def merged(statistics: Iterable[Statistics]) -> Statistics:
+    """Return the statistics of all together.
+
+    Raises:
+        TypeError: There are none.
+    """
+    parts = tuple(statistics)
+    if not parts:
+        raise TypeError("there are no statistics to put together")
+    first, histogram = _sum_of_bins([part for part in parts if part.histogram])
+    return Statistics(
+        size=sum([part.size for part in parts]),
+        measured=sum([part.measured for part in parts]),
+        zeros=sum([part.zeros for part in parts]),
+        nan=sum([part.nan for part in parts]),
+        inf=sum([part.inf for part in parts]),
+        amax=max([part.amax for part in parts]),
+        amin=min((part.amin for part in parts if part.amin is not None), default=None),
+        first=first,
+        histogram=histogram,
+        underflow=_sum([part.underflow for part in parts]),
+        overflow=_sum([part.overflow for part in parts]),
+        flushed=_sum_of_known(part.flushed for part in parts),
+        square_sum=_sum_of_known(part.square_sum for part in parts),
+    )
+
+
+def _sum_of_bins(parts: list[Statistics]) -> tuple[int, list[int]]:
+    if not parts:
+        return 0, []
+    first = min([part.first for part in parts])
+    total = [0] * (max([part.first + len(part.histogram) for part in parts]) - first)
+    for part in parts:
+        its = slice(part.first - first, part.first - first + len(part.histogram))
+        total[its] = map(add, total[its], part.histogram)
+    return first, total
+
+
+def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
+    keys = dict.fromkeys(key for each in counts for key in each)
+    return {key: sum([each.get(key, 0) for each in counts]) for key in keys}
+
+
+def _sum_of_known(values: Iterable[_Number | None]) -> _Number | None:
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None

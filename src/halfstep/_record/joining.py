@@ -1,0 +1,162 @@
+"""What several ranks have recorded of the same thing, put together."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+
+from msgspec.structs import replace
+
+from halfstep._numerics.statistics import merged
+from halfstep._record.ranks import Rank
+from halfstep._record.run import Kind, Measured, Model, Note, Sample, Step
+
+MOST_AHEAD = 128
+"""A rank that is so many steps behind the first is not waited for."""
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class JoinedSteps:
+    """The steps of the first rank with the losses of all, as they come.
+
+    The loss of a pipeline is on its last stage, and each copy of a model has the loss of its batch.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[Step]] = {}
+
+    def add(self, ranks: Mapping[int, Rank], *, is_all: bool = False) -> list[Step]:
+        """Take the steps that are new and return those that are complete.
+
+        Args:
+            ranks: The ranks; the first one counts.
+            is_all: Whether nothing will come any more.
+        """
+        for number, rank in ranks.items():
+            self._waiting.setdefault(number, deque()).extend(rank.steps)
+        first, *others = ranks
+        mine, joined = self._waiting[first], []
+        while mine:
+            for other in others:
+                _leave_out(self._waiting[other], before=mine[0].step)
+            late = [n for n in others if not self._waiting[n] and ranks[n].end is None]
+            if late and not is_all and len(mine) <= MOST_AHEAD:
+                break
+            step = mine.popleft()
+            alike = {first: step}
+            for other in others:
+                its = self._waiting[other]
+                if its and its[0].step == step.step:
+                    alike[other] = its.popleft()
+            joined.append(_joined_step(step, alike))
+        return joined
+
+
+def _leave_out(steps: deque[Step], before: int) -> None:
+    while steps and steps[0].step < before:
+        steps.popleft()
+
+
+def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
+    if len(alike) == 1 and (first.loss is None or math.isfinite(first.loss)):
+        return first
+    losses = {rank: step.loss for rank, step in alike.items() if step.loss is not None}
+    norms = (step.norm for step in alike.values() if step.norm is not None)
+    ranks = (step.rank for step in alike.values() if step.rank is not None)
+    return replace(
+        first,
+        norm=next(norms, None),
+        loss=_mean(list(losses.values())),
+        rank=next(ranks, None),
+        bad_losses=tuple(rank for rank, loss in losses.items() if not math.isfinite(loss)),
+    )
+
+
+def _mean(values: list[float]) -> float | None:
+    if not values or len(set(values)) == 1:
+        return values[0] if values else None
+    if not all(map(math.isfinite, values)):
+        return sum(values)  # inf and NaN as in the gradients
+    return fmean(values)
+
+
+def disagreements(ranks: Mapping[int, Rank]) -> Iterator[Note]:
+    """Yield for each rank how it differs from the first, where it begins to."""
+    first, *others = ranks.values()
+    for rank in others:
+        pairs = zip(first.steps, rank.steps, strict=False)
+        notes = (disagreement(mine, its, rank.number) for mine, its in pairs)
+        yield from [note for note in notes if note is not None][:1]
+
+
+def disagreement(mine: Step, its: Step, number: int) -> Note | None:
+    """Say how the step of a rank differs from the first rank's; None if it does not."""
+    if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
+        return None
+    text = (
+        f"ranks disagree from step {mine.step} on: rank {number} has {_verdict(its)}, "
+        f"the first rank {_verdict(mine)}"
+    )
+    return Note(mine.step, text)
+
+
+def _verdict(step: Step) -> str:
+    return f"{'taken' if step.taken else 'skipped'} it, scale {step.scale_after}"
+
+
+# --- models, ends ---------------------------------------------------------------------------------
+
+
+def joined_models(ranks: Iterable[Rank]) -> list[Model]:
+    """Return the models of the first rank, and those that others have and it has not."""
+    first, *others = ranks
+    known = [_looks(model) for model in first.models]
+    own = ((rank.number, model) for rank in others for model in rank.models)
+    return [
+        *first.models,
+        *(replace(model, rank=number) for number, model in own if _looks(model) not in known),
+    ]
+
+
+def _looks(model: Model) -> tuple[object, ...]:
+    return model.name, model.parameters, model.modules
+
+
+def first_error(ranks: Iterable[Rank]) -> tuple[str | None, int | None]:
+    """Return the error that came first, and on which rank: it may be why others have theirs."""
+    found = [
+        (rank.end.time or 0.0, rank.number, rank.end.error)
+        for rank in ranks
+        if rank.end is not None and rank.end.error is not None
+    ]
+    if not found:
+        return None, None
+    _, number, error = min(found)
+    return error, number
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+def joined_samples(samples: Iterable[Iterable[Sample]]) -> tuple[Sample, ...]:
+    """Put together the samples of several ranks: one for each step."""
+    by_step: dict[int, list[Sample]] = {}
+    for of_rank in samples:
+        for sample in of_rank:
+            by_step.setdefault(sample.step, []).append(sample)
+    return tuple(_joined_sample(alike) for _, alike in sorted(by_step.items()))
+
+
+def _joined_sample(samples: Sequence[Sample]) -> Sample:
+    if len(samples) == 1:
+        return samples[0]
+    tensors: dict[tuple[Kind, str, str], list[Measured]] = {}
+    for sample in samples:
+        for each in sample.tensors:
+            tensors.setdefault((each.kind, each.name, each.dtype), []).append(each)
+    together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
+    return replace(samples[0], tensors=tuple(together))

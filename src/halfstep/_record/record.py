@@ -1,0 +1,227 @@
+"""The context manager that records a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import halfstep
+from halfstep import _torch
+from halfstep._common.machine import device_name, num_ranks, rank
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._record.lines import SCHEMA, Event, LineWriter, file_of
+from halfstep._record.models import Models
+from halfstep._record.recorder import Recorder
+from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.scaler import GradScaler
+from halfstep.errors import CallOrderError
+from halfstep.sinks import Sink
+
+
+class record:
+    """Record a training run: every step, and every so many steps what is in the tensors.
+
+    Writes one file of JSON Lines, flushed line by line, for ``halfstep report`` and ``halfstep
+    watch``: ``rank0.jsonl`` in the folder, or that of the rank in the environment variable
+    ``RANK``. A file that is there already is gone on with. docs/record.md says what is in it and
+    what recording costs.
+
+    Nothing in the training is changed by it, bit for bit. Iterations are those of halfstep's
+    ``GradScaler``; without one, each ``optimizer.step()`` is one.
+
+    Args:
+        path: The folder; made if it is not there.
+        model: The model, whose names the record gives. Left out, the outermost modules that run
+            with gradients are found.
+        scaler: Whose iterations count; left out, every scaler's.
+        every: What is in the tensors is recorded in the first step and in every ``every``-th; 0 for
+            never.
+        sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``scaler`` is none of halfstep's.
+        ValueError: ``every`` is negative.
+        CallOrderError: It is entered twice.
+        RecordError: Another process writes this record, or the folder holds another program's
+            ``rank0.jsonl``.
+        OSError: The folder cannot be written to.
+
+    Sync: none of its own but in sampled steps; numbers are read late, many steps at once.
+
+    Example:
+        >>> import tempfile, halfstep
+        >>> model = nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with halfstep.record(tempfile.mkdtemp(), model=model) as run:
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(2, 4)).square().mean().backward()
+        ...         optimizer.step()
+        >>> run.num_steps, run.num_skipped
+        (3, 0)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module | None = None,
+        scaler: GradScaler | None = None,
+        every: int = 50,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        if not (model is None or isinstance(model, nn.Module)):
+            raise TypeError(f"record(model={type(model).__name__}): pass a torch.nn.Module")
+        if not (scaler is None or isinstance(scaler, GradScaler)):
+            raise TypeError(
+                f"record(scaler={type(scaler).__module__}.{type(scaler).__name__}): pass a "
+                "halfstep.GradScaler; what other scalers decide cannot be seen"
+            )
+        if every < 0:
+            raise ValueError(f"record(every={every}): the number of steps between samples, or 0")
+        self.path = Path(path).absolute()
+        self._model, self._scaler, self._every, self._sinks = model, scaler, every, sinks
+        self._recorder: Recorder | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._recorder is not None:
+            raise CallOrderError(f"the record {self.path} has been entered; make another one")
+        writer = LineWriter(file_of(self.path, rank()))
+        writer.write(_header(self._every))
+        models = Models()
+        if self._model is not None:
+            models.add(self._model)
+        scaler = self._scaler
+        engine = scaler._engine if scaler is not None and scaler.is_enabled() else None
+        recorder = Recorder(writer, models, engine, self._every, self._sinks)
+        with ExitStack() as stack:
+            stack.enter_context(_observing(recorder))
+            stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
+            stack.enter_context(_listening_to_backward(recorder))
+            stack.enter_context(_torch.listening_to_norms(recorder.on_norm))
+            self._stack = stack.pop_all()
+        self._recorder, self._model = recorder, None
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._recorder is not None
+        self._stack.close()
+        self._recorder.close(_text(error))
+
+    def add_diagnosis(self, diagnosis: Diagnosis) -> int:
+        """Write what :func:`halfstep.diagnose` has found, for the report.
+
+        Args:
+            diagnosis: What was found.
+
+        Returns:
+            The number of the iteration that it is written for: inside of a step of an optimizer the
+            one that this ends, else the last one that has ended; 1 before that.
+
+        Raises:
+            CallOrderError: The record has not been entered.
+
+        Sync: none.
+
+        Example:
+            >>> import tempfile, halfstep
+            >>> step = lambda: torch.zeros(1, requires_grad=True).log().sum().backward()
+            >>> with halfstep.record(tempfile.mkdtemp()) as run:
+            ...     run.add_diagnosis(halfstep.diagnose(step))
+            1
+        """
+        return self._require_entered().add_diagnosis(diagnosis)
+
+    def add_note(self, text: str) -> None:
+        """Write what a reader has to know; the same text is written once.
+
+        Args:
+            text: A sentence.
+
+        Raises:
+            CallOrderError: The record has not been entered.
+
+        Sync: none.
+        """
+        self._require_entered().say(text)
+
+    def _require_entered(self) -> Recorder:
+        if self._recorder is None:
+            raise CallOrderError(f"the record {self.path} has not been entered: use `with`")
+        return self._recorder
+
+    @property
+    def num_steps(self) -> int:
+        """How many iterations have ended."""
+        return 0 if self._recorder is None else self._recorder.num_steps
+
+    @property
+    def num_skipped(self) -> int:
+        """How many steps are known to have been skipped; all of them after the block."""
+        return 0 if self._recorder is None else self._recorder.num_skipped
+
+
+def _header(every: int) -> Event:
+    return {
+        "event": "run",
+        "schema": SCHEMA,
+        "halfstep": halfstep.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "rank": rank(),
+        "world_size": num_ranks(),
+        "device": None,  # told at the first step: the script decides which one it is
+        "machine": device_name("cpu"),
+        "cores": os.cpu_count(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "every": every,
+    }
+
+
+def _text(error: BaseException | None) -> str | None:
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return None
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def _observing(recorder: Recorder) -> Iterator[None]:
+    OBSERVERS.append(recorder)
+    try:
+        yield
+    finally:
+        OBSERVERS.remove(recorder)
+
+
+@contextmanager
+def _listening_to_backward(recorder: Recorder) -> Iterator[None]:
+    """Hear of every backward pass; ``Tensor.backward`` looks the function up in each call."""
+    backward = torch.autograd.backward
+
+    def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.on_backward(tensors)
+        backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = heard
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward

@@ -1,0 +1,361 @@
+"""What a recorder does at each loss, norm and step, from whoever tells it of them."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, ParamSpec
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from halfstep import _torch
+from halfstep._autocast.casts import tensors_in
+from halfstep._common.machine import device_name
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._record.lines import Event, LineWriter
+from halfstep._record.models import Models
+from halfstep._record.sampling import Sampler
+from halfstep._record.steps import RawStep, Waiting
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.gradients.collecting import collect, parameters
+from halfstep._scaler.gradients.passes import measure
+from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.scalars import moved
+from halfstep._scaler.scale.state import Reason
+from halfstep.errors import CallOrderError
+from halfstep.scaled_steps import is_by_scaler
+from halfstep.sinks import Sink, sample_scalars, step_scalars
+
+_Params = ParamSpec("_Params")
+
+NUM_CULPRITS = 20
+"""So many names of parameters are written for a skipped step."""
+MOST_NORMS = 16
+"""So many measured norms wait for the step that they belong to."""
+MOST_BACKWARD = 256
+"""A sample ends after so many backward passes in which no optimizer has stepped ..."""
+MOST_WAITS = 4
+"""... and after so many steps that none came before, as those of a second optimizer."""
+NO_MODEL = (
+    "no model was found: none was called in the first step, or it was called inside compiled code. "
+    "Name it: halfstep.record(path, model=model)"
+)
+
+
+def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
+    """Let no mode of the user see the ops of a method."""
+
+    @wraps(method)
+    def unseen(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+        with _torch.unseen_by_modes():
+            method(*args, **kwargs)
+
+    return unseen
+
+
+class Recorder:
+    """Puts together what happens in an iteration and writes it.
+
+    Args:
+        writer: The file.
+        models: The models that are known from the start.
+        engine: The scaler whose iterations count; None for those of all scalers, and for the steps
+            that no scaler has a part in.
+        every: Sample the first step and each whose number this divides; 0 for no sample.
+        sinks: Are told the scalars too.
+
+    Attributes:
+        num_steps: Number of iterations that have ended.
+        num_skipped: How many steps among them are known to be skipped.
+
+    Sync: none, but in sampled steps, after a step that was skipped, and in :meth:`close`.
+    """
+
+    def __init__(
+        self,
+        writer: LineWriter,
+        models: Models,
+        engine: Engine | None,
+        every: int,
+        sinks: Sequence[Sink],
+    ) -> None:
+        self.num_steps = self.num_skipped = 0
+        self._writer, self._engine, self._every, self._sinks = writer, engine, every, list(sinks)
+        self._models, self._waiting = models, Waiting()
+        is_searching = not len(models)
+        self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
+        self._began, self._pid = time.monotonic(), os.getpid()
+        self._said: set[str] = set()
+        self._has_failed = False
+        self._policies: dict[str, tuple[str, str]] = {}
+        self._loss: Tensor | None = None
+        self._norms: list[tuple[frozenset[int], Tensor]] = []
+        self._is_scaled = self._is_old = False
+        self._num_backward = self._num_waits = 0
+        self._sampler.begin(is_measuring=every > 0)
+
+    # --- what it is told --------------------------------------------------------------------------
+
+    @_unseen
+    def on_loss(self, engine: Engine, outputs: Any) -> None:
+        """Take note of a loss before it is scaled."""
+        if self._listens_to(engine):
+            if not self._is_scaled:
+                self._loss, self._is_scaled = None, True
+            self._add_losses(tensors_in([outputs]))
+
+    @_unseen
+    def on_backward(self, roots: Any) -> None:
+        """Take note of what ``backward`` is called on: the loss, if no scaler has seen it."""
+        if not self._is_listening() or _torch.backward_number() >= 0:
+            return  # inside of another one a checkpoint is computed again
+        self._num_backward += 1
+        if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
+            self._sampler.end()
+            self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
+        if self._counts_plain_steps():
+            self._add_losses(tensors_in([roots]))
+
+    @_unseen
+    def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
+        """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured.
+
+        Not of one that lies on several ranks as summands: to add them up is a collective.
+        """
+        if self._is_listening() and not _torch.is_dtensor(norm):
+            self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
+            del self._norms[:-MOST_NORMS]
+
+    @_unseen
+    def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
+        """Take note that ``update`` has ended an iteration."""
+        if not outcomes or not self._listens_to(engine):
+            return
+        if self.num_steps == 0:
+            for model in self._models:  # so that the scaler's own messages have names
+                engine.names.watch(model)
+        for outcome in outcomes:
+            norm = self._norm_of(outcome.optimizer)
+            if norm is None and self._sampler.is_open and not outcome.is_measured:
+                norm = _norm_of_outcome(outcome)
+            self._add_step(outcome.optimizer_name, outcome, norm)
+            if _may_be_skipped(outcome):
+                self._write_culprits(outcome)
+        self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
+
+    @_unseen
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Take note of a step that no scaler has a part in."""
+        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+            return
+        if _torch.optimizer_step_depth() > 1 or is_by_scaler():
+            return  # of an optimizer that another one is made of, or told by on_iteration()
+        norm = self._norm_of(optimizer)
+        if norm is None and self._sampler.is_open:
+            norm = _norm_of_gradients(optimizer)
+        self._add_step(type(optimizer).__name__, None, norm)
+        self._end_iteration(1.0)
+
+    def add_diagnosis(self, diagnosis: Diagnosis) -> int:
+        """Write what is wrong with the present step, and return its number. Sync: none."""
+        is_stepping = _torch.optimizer_step_depth() > 0
+        step = max(self.num_steps + is_stepping, 1)
+        if self._is_here():
+            self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
+        return step
+
+    def say(self, text: str) -> None:
+        """Write a note, once."""
+        if text not in self._said:
+            self._said.add(text)
+            self._write({"event": "note", "step": self.num_steps + 1, "text": text})
+
+    def close(self, error: str | None) -> None:
+        """Write what is left, and the end. Sync: one or two."""
+        if not self._is_here():
+            return
+        self._sampler.end()
+        try:
+            self._write_steps(self._waiting.take_all())
+        except RuntimeError as failure:  # the device may be what ended the run
+            self.say(f"the last steps could not be read: {failure}")
+        self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
+        self._writer.close()
+
+    # --- the iteration ----------------------------------------------------------------------------
+
+    def _is_here(self) -> bool:
+        """Whether this is the process that records, and not one that it has forked."""
+        return os.getpid() == self._pid
+
+    def _is_listening(self) -> bool:
+        """Whether what happens counts: a diagnosis takes all observers away while it replays."""
+        return self in OBSERVERS and self._is_here()
+
+    def _listens_to(self, engine: Engine) -> bool:
+        return self._engine in (None, engine) and self._is_here()
+
+    def _counts_plain_steps(self) -> bool:
+        return self._engine is None and not self._is_scaled and self._is_listening()
+
+    def _add_losses(self, outputs: Any) -> None:
+        found = [
+            tensor.detach().float().reshape(()).clone()
+            for tensor in outputs
+            if tensor.numel() == 1
+            and not tensor.is_complex()
+            and not _torch.is_inside_functorch(tensor)
+        ]
+        if not found:
+            return
+        # The losses of micro-batches add up; what a step evaluates takes the place of the last one.
+        is_new = self._loss is None or self._is_old or _torch.optimizer_step_depth() > 0
+        device = found[-1].device
+        parts = found if is_new or self._loss is None else [self._loss, *found]
+        self._loss = torch.stack([moved(part, device) for part in parts]).sum()
+        self._is_old = False
+
+    def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
+        """Return the norm that was measured of exactly the gradients of an optimizer."""
+        if optimizer is None or not self._norms:
+            return None
+        own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
+        return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
+
+    def _add_step(self, optimizer: str, outcome: Outcome | None, norm: Tensor | None) -> None:
+        step = self.num_steps + 1
+        self._waiting.add(RawStep(step, self._time(), optimizer, outcome, self._loss, norm))
+
+    def _end_iteration(self, scale: float) -> None:
+        self.num_steps += 1
+        if self.num_steps == 1:
+            self._write_device()
+        # A second optimizer may step by the same backward pass: the loss stays until the next one.
+        self._norms, self._is_old, self._is_scaled = [], True, False
+        if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
+            self._num_waits = 0
+            self._end_sample(scale)
+        else:
+            self._num_waits += self._sampler.is_open
+            self._write_steps(self._waiting.take())
+        if self._every and (self.num_steps + 1) % self._every == 0 and not self._sampler.is_open:
+            self._sampler.begin(is_measuring=True)
+        self._num_backward = 0
+
+    def _end_sample(self, scale: float) -> None:
+        self._write_steps(self._waiting.take_all())
+        tensors = self._sampler.end()
+        for event in self._models.events(self.num_steps):
+            self._write(event)
+        if not len(self._models):
+            self.say(NO_MODEL)
+        for device, policy in self._sampler.policies.items():
+            if self._policies.get(device) != policy:
+                dtype, text = self._policies[device] = policy
+                event = {"event": "policy", "step": self.num_steps, "device": device}
+                self._write(event | {"dtype": dtype, "text": text})
+        if tensors:
+            event = {"event": "sample", "step": self.num_steps, "scale": scale}
+            rows = [
+                {"kind": each.kind, "name": each.name, "dtype": each.dtype} | structs.asdict(each)
+                for each in tensors
+            ]
+            self._write(event | {"tensors": rows})
+            self._log(self.num_steps, sample_scalars(tensors))
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def _time(self) -> float:
+        return round(time.monotonic() - self._began, 4)
+
+    def _write_steps(self, events: list[Event]) -> None:
+        for event in events:
+            self.num_skipped += not event["taken"]
+            self._write(event)
+            self._log(event["step"], step_scalars(event))
+
+    def _write_device(self) -> None:
+        parameter = next((parameter for _, parameter in self._models.parameters()), None)
+        tensor = parameter if self._loss is None else self._loss
+        device = "cpu" if tensor is None else tensor.device.type
+        event = {"event": "device", "step": 1, "device": device}
+        self._write(event | {"machine": device_name(device)})
+
+    def _write_culprits(self, outcome: Outcome) -> None:
+        if outcome.taken or outcome.reason is Reason.NORM:
+            return
+        try:
+            found = outcome.culprit_parameters()
+            names, began_in = self._models.culprits(found)
+            names = names or outcome.culprits
+        except CallOrderError:
+            return  # seen late, and the gradients are gone
+        if not names:
+            return  # it is another rank's
+        event: Event = {"event": "culprits", "step": self.num_steps + 1}
+        self._write(
+            event
+            | {
+                "optimizer": outcome.optimizer_name,
+                "began_in": None if outcome.reason is Reason.LOSS else began_in,
+                "parameters": names[:NUM_CULPRITS],
+                "num_parameters": len(found),
+            }
+        )
+
+    def _write(self, event: Event) -> None:
+        try:
+            self._writer.write(event)
+        except (OSError, ValueError) as error:
+            # A full disk must not end a run; ValueError is that of a closed file.
+            if not self._has_failed:
+                self._has_failed = True
+                _warn(f"halfstep.record cannot write any more: {error}")
+
+    def _log(self, step: int, scalars: dict[str, float]) -> None:
+        for sink in [*self._sinks]:
+            try:
+                sink.log(step, scalars)
+            except Exception as error:
+                self._sinks.remove(sink)
+                _warn(
+                    f"halfstep.record goes on without {type(sink).__name__}, which has failed: "
+                    f"{type(error).__name__}: {error}"
+                )
+
+
+def _may_be_skipped(outcome: Outcome) -> bool:
+    """Say whether the newest state on the host ends with skips; on a CPU that is the present one.
+
+    Sync: none.
+    """
+    state = outcome.loss_scale.arrived()
+    return state is not None and state.skips()[0] > 0
+
+
+def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
+    try:
+        return torch.tensor(outcome.norm, dtype=torch.float32)
+    except CallOrderError:
+        return None  # its optimizer has divided the gradients by itself, or they are gone
+
+
+def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    found = collect(parameters(optimizer))
+    if not found.grads or any(map(_torch.is_dtensor, found.grads)):
+        return None  # of what this rank holds of them there is a norm, and it is not theirs
+    return measure(found, None).total(found.values[0].device)
+
+
+def _warn(text: str) -> None:
+    # Where warnings are errors this one must not end the run either.
+    with suppress(Warning):
+        warnings.warn(text, stacklevel=2)

@@ -1,0 +1,141 @@
+"""What is to be said about steps that went bad and were replayed: the op, why, and the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from halfstep._common.numbers import at_steps, step_list, things
+from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, say
+from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis
+from halfstep._report.about_steps import severity_of_skips
+from halfstep._report.summary import BadPlace, Summary
+
+MOST_PLACES = 5
+"""So many places have a sentence of their own."""
+_REPLAYED = {
+    True: " What cures it, as a replay has shown: ",
+    False: " What may help, though a replay with it was not finite: ",
+    None: " What should help: ",
+}
+
+
+def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
+    """Say which ops made steps bad, and what cures it."""
+    for place in summary.bad_places[:MOST_PLACES]:
+        yield say(
+            severity_of(place, summary),
+            when(place, summary).capitalize(),
+            *_what(place.diagnosis),
+            ".",
+            *_cure(place.diagnosis.cure),
+        )
+    left = summary.bad_places[MOST_PLACES:]
+    if left:
+        severities = [severity_of(place, summary) for place in left]
+        yield say(
+            min(severities, key=SEVERITIES.index),
+            f"{things(len(left), 'more place')} went bad in other steps.",
+        )
+
+
+def severity_of(place: BadPlace, summary: Summary) -> Severity:
+    """Return how bad it is; a scale that was too large is as bad as the skips that it led to."""
+    if place.diagnosis.verdict == "none":
+        return "notice"
+    if not is_matter_of_skips(place, summary):
+        return "bad"
+    steps = summary.steps
+    return "notice" if set(steps.later).isdisjoint(place.steps) else severity_of_skips(steps)
+
+
+def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
+    """Say whether all that is wrong is a scale that was too large in steps that were skipped."""
+    return place.diagnosis.verdict == "scale" and set(summary.steps.skipped) >= set(place.steps)
+
+
+def when(place: BadPlace, summary: Summary) -> str:
+    """Return the steps and, of a run of several processes, the ranks: ``step 3 on rank 1``."""
+    if summary.facts.world_size == 1:
+        return at_steps(place.steps)
+    ranks = f"rank{'' if len(place.ranks) == 1 else 's'} {step_list(place.ranks)}"
+    return f"{at_steps(place.steps)} on {ranks}"
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """Return the first line of what a diagnosis prints."""
+    return str(diagnosis).partition("\n")[0]
+
+
+def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
+    """Let the first sentence that is a warning, or worse, end with how to get a diagnosis."""
+    advised = list(said)
+    for index, sentence in enumerate(said):
+        if sentence.severity in ("bad", "warning"):
+            call = Code("halfstep run --diagnose train.py")
+            parts = (" Which op it is, and what cures it, is told by ", call, ".")
+            advised[index] = say(sentence.severity, *sentence.parts, *parts)
+            break
+    return advised
+
+
+def _what(found: Diagnosis) -> Iterator[str | Code]:
+    """Yield what made the steps bad, to go on after them."""
+    bad = found.bad
+    match found.verdict:
+        case "none":
+            yield " went bad, but not when replayed: then every loss and gradient was finite"
+        case "scale":
+            yield " overflowed in "
+            yield from _op(bad)
+            yield ", since the loss was scaled by too much"
+        case "range":
+            yield " went bad in "
+            yield from _op(bad)
+            dtype = "this one" if bad is None or bad.output is None else bad.output.dtype
+            yield f": its result needs a wider dtype than {dtype}, and is finite in float32"
+        case "maths":
+            yield " went bad in "
+            yield from _op(bad)
+            yield ", which is not finite in float32 either"
+        case "data":
+            yield " went bad because "
+            yield Code(found.tensor or "a tensor")
+            yield " was bad before; it is read first by "
+            yield from _op(bad)
+        case "unknown":
+            yield " went bad in "
+            yield from _op(bad)
+            yield ", for a reason that is not known"
+    if found.verdict in ("none", "unknown") and found.notes:
+        yield f" ({'; '.join(found.notes)})"
+
+
+def _op(bad: BadOp | None) -> Iterator[str | Code]:
+    if bad is None:
+        yield "an op that is not known"
+        return
+    if bad.op == "_to_copy":
+        yield "a cast" if bad.name == bad.op else "the cast for "
+    if bad.name != "_to_copy":
+        yield Code(bad.name or "an op")
+    if bad.module:
+        yield " in "
+        yield Code(bad.module)
+    yield f" ({bad.phase}"
+    line = bad.forward_line or bad.line
+    if line is not None:
+        yield ", "
+        yield Code(f"{PurePath(line.file).name}:{line.number}")
+    yield ")"
+
+
+def _cure(cure: Cure | None) -> Iterator[str | Code]:
+    if cure is None:
+        return
+    if cure.kind == "data":  # nothing to paste
+        yield f" What to do: {cure.text}"
+    else:
+        yield _REPLAYED[cure.is_finite]
+        yield Code(cure.text)
+    yield "."

@@ -1,0 +1,266 @@
+"""What is to be said about the steps of a run: how it ended, skips, loss, scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from halfstep._common.numbers import (
+    at_steps,
+    count,
+    listed,
+    number,
+    percent,
+    power,
+    seconds,
+    step_list,
+    things,
+)
+from halfstep._common.text import Code, Sentence, Severity, names, say
+from halfstep._report.cures import island, literal
+from halfstep._report.summary import Facts, Origin, Steps, Summary
+from halfstep._report.windows import power_below
+
+ENDLESS = 5
+"""So many skipped iterations at the end are skips that do not end."""
+FEW, MANY = 0.01, 0.1
+"""Shares of skipped steps: dynamic scaling needs a few, and learning suffers from many."""
+_DEFAULT_SCALE = 65536.0
+
+
+def about_end(summary: Summary) -> Iterator[Sentence]:
+    """Say how the run ended, if it did not end well, and what the record lacks."""
+    facts = summary.facts
+    when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
+    if facts.error == "KeyboardInterrupt":
+        yield say("notice", f"The run was interrupted by hand {when}.")
+    elif facts.error is not None:
+        where = "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+        yield say("bad", f"The run ended {when}, with an error{where}: ", Code(facts.error), ".")
+    elif facts.state == "no end":
+        yield say(
+            "warning",
+            f"The record has no end: the run is still going, or it was killed {when} "
+            "(out of memory, a job's time limit, kill -9).",
+        )
+    if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
+        ranks = on_ranks(facts.without_end, facts)
+        yield say(
+            "warning",
+            f"There is no end of the record{ranks}: killed there (out of memory, kill -9), or by "
+            "the launcher when another rank had failed.",
+        )
+    if not summary.steps.num:
+        yield say(
+            "bad",
+            "No step of an optimizer was recorded: the run ended before the first, or none was "
+            "made between the start and the end of the record.",
+        )
+    if len(facts.ranks) < facts.world_size:
+        left = f"{len(facts.ranks)} of {facts.world_size} processes have"
+        yield say("notice", f"Only {left} left a record: the others may have seen other things.")
+
+
+def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
+    """Return `` on rank 1``; nothing if all ranks are meant, or there is one."""
+    if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
+        return ""
+    return f" on rank{'' if len(ranks) == 1 else 's'} {step_list(ranks)}"
+
+
+def about_loss(summary: Summary) -> Iterator[Sentence]:
+    """Say when the loss was not finite."""
+    loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
+    cure = (
+        " No scale changes that: look at the batch of that step and at the learning rate, and at "
+        "log(), division and sqrt() at 0 in the loss, which should run in float32."
+    )
+    if any("loss" in place.diagnosis.ends for place in summary.bad_places):
+        cure = ""  # the diagnosis has a better one
+    elif any(layer.inf for layer in summary.of_kind("output")):
+        cure = " An output overflowed, which is said below, and no scale changes that."
+    if loss is not None and loss.first_non_finite is not None:
+        is_last = not math.isfinite(loss.last)
+        became = number(loss.last) if is_last else "inf or NaN"
+        where = on_ranks(loss.ranks, summary.facts)
+        had = f"{things(loss.num_non_finite, 'step')} had such a loss"
+        end = ", the last one too." if is_last else ", and it recovered."
+        yield say(
+            "bad" if is_last else "warning",
+            f"The loss became {became} at step {loss.first_non_finite}{where}; {had}{end}{cure}",
+        )
+    elif skipped:
+        were = f"{things(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped because"
+        yield say("bad", f"{were} the loss was inf or NaN before backward().{cure}")
+
+
+def about_skips(summary: Summary) -> Iterator[Sentence]:
+    """Say how many steps were skipped, where that began, and what would help."""
+    steps = summary.steps
+    if steps.num_skipped_later:
+        yield _skipped(summary, steps)
+    if steps.skipped_at_end >= ENDLESS:
+        yield say(
+            "bad",
+            f"The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
+            "skipped, and nothing was learned in them.",
+        )
+    if summary.scale is not None and summary.scale.stuck:
+        where = at_steps(summary.scale.stuck)
+        cure = (
+            " Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where(), and NaN in the "
+            "parameters."
+        )
+        yield say(
+            "bad",
+            "The gradients were inf or NaN at the smallest scale too, while the loss was finite "
+            f"({where}): not the scale but the backward pass.{'' if summary.bad_places else cure}",
+        )
+    if summary.steps.reasons.get("norm"):
+        yield say(
+            "notice",
+            f"{things(summary.steps.reasons['norm'], 'step')} had a norm far above the median and "
+            "were left out: look at these batches, lower the learning rate, or raise the limit, ",
+            Code("scaler.set_norm_limit(...)"),
+            ".",
+        )
+
+
+def start_up(summary: Summary) -> str:
+    """Return what there is to say about the skips at the start, without the full stop."""
+    num, scale = len(summary.steps.start_up), summary.scale
+    came_down = "" if scale is None else f" from {power(scale.first)}"
+    return (
+        f"{things(num, 'step')} at the start {'was' if num == 1 else 'were'} skipped while the "
+        f"scale came down{came_down}, which is normal"
+    )
+
+
+def after_growth(summary: Summary) -> Sentence:
+    """Say that there were skips by which dynamic scaling has found the largest scale."""
+    steps = summary.steps.after_growth
+    what = (
+        f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
+        "that had just grown and went back, which is normal: so the largest scale is found"
+    )
+    return say("notice", what, *_began(summary, steps), ".")
+
+
+def _skipped(summary: Summary, steps: Steps) -> Sentence:
+    num, later = steps.num_skipped_later, steps.later
+    what = (
+        f"{count(num)} of {things(steps.num, 'step')} {'was' if num == 1 else 'were'} skipped "
+        f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
+    )
+    if steps.longest_in_a_row > 2:
+        what += f", up to {count(steps.longest_in_a_row)} in a row"
+    return say(severity_of_skips(steps), what, *_began(summary, later), ".", *_cure(summary, later))
+
+
+def severity_of_skips(steps: Steps) -> Severity:
+    """Return how bad the skips are that are not part of how dynamic scaling works."""
+    share = steps.share_skipped_later
+    if share > MANY or steps.skipped_at_end >= ENDLESS:
+        return "bad"
+    return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
+
+
+def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
+    """Return the modules where these skips began, and in how many of them; most first."""
+    found = [
+        (origin, len(set(origin.steps).intersection(later)))
+        for origin in summary.origins
+        if origin.module is not None
+    ]
+    return sorted((each for each in found if each[1]), key=lambda each: -each[1])
+
+
+def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
+    known = _known(summary, later)
+    if not known:
+        where = on_ranks(summary.steps.ranks, summary.facts)
+        if where:
+            yield f"; inf or NaN was met{where}"
+        return
+    origin, num = known[0]
+    if num < len(later):
+        yield f"; {count(num)} of them began in "
+    else:
+        yield "; all began in " if num > 1 else "; it began in "
+    yield Code(str(origin.module))
+    where = on_ranks(origin.ranks, summary.facts)
+    if where:
+        yield f"{where} ("
+        yield from names(origin.parameters)
+        yield ")"
+    if len(known) > 1:
+        yield ", others in "
+        yield from names(str(other.module) for other, _ in known[1:])
+
+
+def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
+    num_normal = len(summary.steps.start_up) + len(summary.steps.after_growth)
+    scale = summary.scale
+    if summary.steps.reasons.get("overflow", 0) <= num_normal or (scale and scale.stuck):
+        return  # something else than the scale
+    if summary.lower == "bf16":
+        yield (
+            " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
+            "the gradients, and look at the batches of these steps."
+        )
+        return
+    known = _known(summary, later)
+    cures: list[tuple[str | Code, ...]] = []
+    call = island(known[0][0].module, summary) if known else None
+    if call is not None:
+        cures.append((" keep that module in float32, ", call))
+    if scale is not None and scale.overflowed_at is not None and scale.overflowed_at > 1:
+        below = power_below(scale.overflowed_at)
+        first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
+        option = Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
+        cures.append((" stay below the scales that overflow, ", option))
+    cures.append((" use bf16 where the device has it",))
+    yield " What helps:"
+    for position, cure in enumerate(cures):
+        yield "" if not position else ", or" if position == len(cures) - 1 else ","
+        yield from cure
+    yield "."
+
+
+def about_scale(summary: Summary) -> Iterator[Sentence]:
+    """Say when the scale came down to where it is of no use, or is of no use anyway."""
+    scale = summary.scale
+    if scale is None:
+        return
+    if summary.lower == "bf16" and summary.policies:
+        yield say(
+            "notice",
+            "The run is in bf16, which has the range of fp32: it needs no GradScaler. Leave it "
+            "out, or give it ",
+            Code("enabled=False"),
+            ".",
+        )
+    elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just a probe
+        yield say(
+            "bad",
+            f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
+            "no gradient from underflow. Overflow at every scale is no matter of the scale: look "
+            "at where the skips began, keep that module in float32, or use bf16.",
+        )
+
+
+def about_course(summary: Summary) -> str:
+    """Return how loss and scale went, in a few words for the sentence that all is well."""
+    words = []
+    if summary.loss is not None:
+        loss = summary.loss
+        words.append(f"the loss went from {number(loss.first)} to {number(loss.last)}")
+    if summary.scale is not None:
+        scale = summary.scale
+        if scale.min == scale.max:
+            words.append(f"the scale stayed at {power(scale.last)}")
+        elif scale.first == scale.last:
+            words.append(f"the scale ended where it began, at {power(scale.last)}")
+        else:
+            words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
+    return listed(words)

@@ -1,0 +1,203 @@
+"""What is to be said about the tensors of a run: underflow, inf, headroom, zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from halfstep._common.numbers import bits, count, percent, power, things
+from halfstep._common.text import Code, Sentence, Severity, names, say
+from halfstep._record.run import Kind
+from halfstep._report.cures import island, literal
+from halfstep._report.summary import Layer, Summary
+
+NOTABLE, HARMFUL, SEVERE = 0.01, 0.05, 0.5
+"""Shares of the gradient entries of a parameter that underflow."""
+LITTLE_HEADROOM = 1.0
+"""Outputs with less than so many bits left are close to overflow."""
+FEW_SAMPLES = 3
+
+
+def about_samples(summary: Summary) -> Iterator[Sentence]:
+    """Say when little or nothing is known of the tensors."""
+    num, num_steps = len(summary.sampled), summary.steps.num
+    if not summary.layers and num_steps:
+        yield say(
+            "notice",
+            "No tensors were sampled, so nothing is known of layers: name the model, ",
+            Code("halfstep.record(path, model=model)"),
+            ", or sample more often, ",
+            Code("every=10"),
+            ".",
+        )
+    elif 0 < num < FEW_SAMPLES <= num_steps:
+        yield say(
+            "notice",
+            f"Only {things(num, 'step')} of {count(num_steps)} "
+            f"{'was' if num == 1 else 'were'} sampled; for more, record with a smaller ",
+            Code("every"),
+            ".",
+        )
+
+
+def about_underflow(summary: Summary) -> Iterator[Sentence]:
+    """Say which gradients underflow, and which scale would lose less."""
+    layers = sorted(summary.of_kind("parameter_gradient"), key=lambda layer: -layer.share_lost)
+    lossy = [layer for layer in layers if layer.share_lost >= NOTABLE]
+    if not lossy:
+        return
+    worst = lossy[0]
+    severity: Severity = "notice"
+    if summary.policies and worst.share_lost >= HARMFUL:
+        severity = "bad" if worst.share_lost >= SEVERE else "warning"
+    verb = "underflow" if summary.policies else f"would underflow in {summary.lower}"
+    parts: list[str | Code] = [
+        f"{percent(worst.share_lost)} of the gradient entries of ",
+        Code(worst.name),
+        f" {verb} {_at_scale(summary)}",
+    ]
+    if len(lossy) > 1:
+        parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
+    yield say(severity, *parts, *_better_scale(summary), *_island(summary, worst))
+
+
+def _at_scale(summary: Summary) -> str:
+    scale = summary.scale
+    if scale is None or summary.gradients is None:
+        return "without a scaler"
+    if scale.min == scale.max:
+        return f"at scale {power(scale.min)}"
+    return f"at the scales of the samples (the last: {power(summary.gradients.scale)})"
+
+
+def _better_scale(summary: Summary) -> Iterator[str | Code]:
+    gradients = summary.gradients
+    if gradients is None or gradients.best is None or gradients.share_lost_at_best is None:
+        yield "."
+        return
+    best, window = gradients.best, gradients.window
+    if not window.is_empty and not window.is_at_least:
+        top = window.largest
+        to = "" if top is None or top == window.smallest else f" to {power(top)}"
+        yield f"; a scale of {power(window.smallest)}{to} would lose none: "
+    elif best <= gradients.scale:
+        yield f"; a larger scale than {power(best)} would overflow."
+        return
+    elif window.is_empty:
+        at_least = "at least " if window.is_at_least else ""
+        left = f"{at_least}{percent(gradients.share_lost_at_best)} of all entries"
+        yield f"; no scale keeps them all, and {power(best)} loses least, {left}: "
+    else:
+        yield (
+            f"; what was flushed is not known any more, but a scale of at least "
+            f"{power(window.smallest)}, and up to {power(best)}, loses less: "
+        )
+    yield Code(f"halfstep.GradScaler(init_scale={literal(best)})")
+    yield "."
+
+
+def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
+    """Where no scale is good enough, one layer may leave the lower precision."""
+    gradients = summary.gradients
+    is_curable = gradients is not None and not gradients.window.is_empty
+    call = island(worst.name.rpartition(".")[0], summary)
+    if is_curable or call is None or not summary.policies:
+        return
+    yield " Keep it in float32, "
+    yield call
+    yield ", or use bf16 where the device has it." if summary.lower == "fp16" else "."
+
+
+def about_non_finite(summary: Summary) -> Iterator[Sentence]:
+    """Say where inf and NaN were seen in outputs and weights."""
+    kinds: dict[Kind, str] = {"parameter": "The weights of ", "output": "The outputs of "}
+    for kind, of in kinds.items():
+        bad = [layer for layer in summary.of_kind(kind) if layer.inf or layer.nan]
+        if not bad:
+            continue
+        first = bad[0]
+        what = (
+            f" held {count(first.inf)} inf and {count(first.nan)} NaN, first in step "
+            f"{first.non_finite_step}"
+        )
+        rest: tuple[str | Code, ...] = ()
+        if len(bad) > 1:
+            rest = ("; after it, in the order of the model, so did ", *_names(bad[1:]))
+        cure: tuple[str | Code, ...] = (
+            " What was lost there is lost: go back to an earlier checkpoint.",
+        )
+        if kind == "output":
+            has_bad_weights = any(x.inf or x.nan for x in summary.of_kind("parameter"))
+            call = island(first.name, summary) if first.inf and not has_bad_weights else None
+            cure = () if call is None else (" Keep it in float32, ", call, ".")
+        yield say("bad", of, Code(first.name), what, *rest, ".", *cure)
+
+
+def about_range(summary: Summary) -> Iterator[Sentence]:
+    """Say which outputs are close to overflow, and which weights the format cannot hold."""
+    near = [
+        (layer.headroom, layer)
+        for layer in summary.of_kind("output")
+        if "float16" in layer.dtypes
+        and layer.headroom is not None
+        and layer.headroom < LITTLE_HEADROOM
+    ]
+    if near:
+        headroom, layer = min(near, key=lambda each: each[0])
+        others = [other for _, other in near if other is not layer]
+        call = island(layer.name, summary)
+        yield say(
+            "warning",
+            "The outputs of ",
+            Code(layer.name),
+            f" came within {bits(headroom)} of the largest value of {layer.format} (step "
+            f"{layer.headroom_step})",
+            *((", and nearly so did those of ", *_names(others)) if others else ()),
+            ".",
+            *(() if call is None else (" Keep it in float32, ", call, ".")),
+        )
+    for layer in summary.of_kind("parameter"):
+        outside = layer.overflow.get(layer.format, 0)
+        if outside:
+            yield say(
+                "warning",
+                f"{count(outside)} measured entries of ",
+                Code(layer.name),
+                f" are above the largest value of {layer.format} (the largest: "
+                f"{layer.amax:.4g}) and become inf where it is cast to it.",
+            )
+
+
+def about_zeros(summary: Summary) -> Iterator[Sentence]:
+    """Say which parameters got no gradient at all."""
+    zero = [
+        layer
+        for layer in summary.of_kind("parameter_gradient")
+        if layer.measured and layer.zeros == layer.measured
+    ]
+    if zero:
+        samples = max(layer.num_samples for layer in zero)
+        yield say(
+            "bad" if are_most_lost(summary) else "warning",
+            "All gradient entries of ",
+            *_names(zero),
+            f" are zero (in {things(samples, 'sample')}): what does not reach the loss learns "
+            "nothing; or all of it underflows, which a larger scale would show.",
+        )
+
+
+def are_most_lost(summary: Summary) -> bool:
+    """Say whether half of the gradients, or more, are nothing but zeros in a run in float16."""
+    gradients = summary.of_kind("parameter_gradient")
+    num_zero = sum(layer.measured > 0 and layer.zeros == layer.measured for layer in gradients)
+    is_in_fp16 = bool(summary.policies) and summary.lower == "fp16"
+    return is_in_fp16 and num_zero > 0 and 2 * num_zero >= len(gradients)
+
+
+def worst_share_lost(summary: Summary) -> float:
+    """Return the largest share that underflows of the gradient of a parameter."""
+    shares = (layer.share_lost for layer in summary.of_kind("parameter_gradient"))
+    return max(shares, default=0.0)
+
+
+def _names(layers: Sequence[Layer]) -> Iterator[str | Code]:
+    return names(layer.name for layer in layers)

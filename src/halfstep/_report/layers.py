@@ -1,0 +1,276 @@
+"""What all samples of a run say about each parameter and module, and about all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
+from halfstep._numerics.statistics import Statistics, merged
+from halfstep._record.run import Kind, Measured, Sample
+from halfstep._report.summary import Gradients, Layer, PolicyInForce, ScaleWindow
+from halfstep._report.windows import largest_scale, power_below, smallest_scale, window
+
+CERTAINLY_WIDER = 2**7
+"""Below so many times the smallest subnormal value it shows in which dtype values were made."""
+
+
+def format_of(dtype: str, lower: str) -> str:
+    """Return the name of the format that a tensor is judged by.
+
+    Args:
+        dtype: Name of its dtype, such as ``"float16"``.
+        lower: Name of the format that others, such as float32, are judged by.
+    """
+    format = FORMATS_BY_DTYPE.get(dtype)
+    return lower if format is None else format.name
+
+
+def lower_of(dtype: str) -> str:
+    """Return the format of a policy's lower precision; fp16 if it names no lower precision."""
+    return format_of(dtype, "fp16")
+
+
+def lower_at(policies: Sequence[PolicyInForce], step: int) -> tuple[str, bool]:
+    """Return the lower precision at a step, and whether it is in force there.
+
+    Before the first policy, and without any, it is asked what would be lost in it.
+    """
+    so_far = [policy for policy in policies if policy.step <= step]
+    if so_far:
+        return lower_of(so_far[-1].dtype), True
+    return (lower_of(policies[0].dtype) if policies else "fp16"), False
+
+
+class Judged(NamedTuple):
+    """How one tensor of one sample does in its format.
+
+    Attributes:
+        format: Name of the format.
+        headroom: Bits from its largest finite magnitude to the largest value of the format; None if
+            there is none.
+        lost: Entries that are lost to underflow.
+        share_lost: Those as a share of what was measured.
+        is_held: Whether it is the gradient of a parameter that autocast has left in a wider dtype,
+            as that of a norm: it has no limits at any scale.
+    """
+
+    format: str
+    headroom: float | None
+    lost: int
+    share_lost: float
+    is_held: bool
+
+
+def judge(measured: Measured, lower: str, *, is_in_force: bool) -> Judged:
+    """Judge one tensor of one sample.
+
+    Args:
+        measured: The tensor.
+        lower: The lower precision, see :func:`lower_at`.
+        is_in_force: Whether the run is in it. If not, it is asked what would be lost.
+    """
+    name = format_of(measured.dtype, lower)
+    format = FORMATS[name]
+    lost, is_held = measured.lost(format), False
+    is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
+    if is_cast and is_in_force:
+        # What has passed through the lower precision has lost already what it loses.
+        lost = _flushed(measured, format)
+        is_held = (
+            measured.flushed is None
+            and measured.amin is not None
+            and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
+        )
+    return Judged(name, measured.headroom(format), lost, measured.share(lost), is_held)
+
+
+class Seen(NamedTuple):
+    """One tensor of one sample, and where it comes from.
+
+    Attributes:
+        step: Number of the step.
+        scale: What its gradients are multiplied by.
+        is_overflow: Whether the step was skipped and a smaller scale might have saved it. Only then
+            an entry that is inf says something about the scale.
+        measured: The tensor.
+        judged: How it does.
+    """
+
+    step: int
+    scale: float
+    is_overflow: bool
+    measured: Measured
+    judged: Judged
+
+
+def seen_by_layer(
+    samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicyInForce]
+) -> dict[tuple[Kind, str], list[Seen]]:
+    """Return what was sampled by kind and name, in the order in which it was first seen.
+
+    Args:
+        samples: The samples.
+        overflows: The scales of the steps that overflowed, by step.
+        policies: The policies in force, in order.
+    """
+    found: dict[tuple[Kind, str], list[Seen]] = {}
+    for sample in samples:
+        lower, is_in_force = lower_at(policies, sample.step)
+        for measured in sample.tensors:
+            judged = judge(measured, lower, is_in_force=is_in_force)
+            seen = Seen(sample.step, sample.scale, sample.step in overflows, measured, judged)
+            found.setdefault((measured.kind, measured.name), []).append(seen)
+    return found
+
+
+def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
+    """Return what all samples say about one kind of tensor of one parameter or module."""
+    total = merged(each.measured for each in seen)
+    last = seen[-1]
+    lost = sum(each.judged.lost for each in seen)
+    with_headroom = [
+        (each.judged.headroom, each.step) for each in seen if each.judged.headroom is not None
+    ]
+    headroom, headroom_step = min(with_headroom, default=(None, None))
+    most_lost = max(seen, key=lambda each: each.judged.share_lost)
+    return Layer(
+        kind=kind,
+        name=name,
+        dtypes=tuple(dict.fromkeys(each.measured.dtype for each in seen)),
+        format=last.judged.format,
+        num_samples=len({each.step for each in seen}),
+        size=last.measured.size,
+        measured=total.measured,
+        zeros=total.zeros,
+        nan=total.nan,
+        inf=total.inf,
+        non_finite_step=next((each.step for each in seen if _is_bad(each)), None),
+        amax=total.amax,
+        amin=total.amin,
+        headroom=headroom,
+        headroom_step=headroom_step,
+        headroom_last=last.judged.headroom,
+        lost=lost,
+        share_lost=total.share(lost),
+        share_lost_worst=most_lost.judged.share_lost,
+        share_lost_step=most_lost.step if most_lost.judged.lost else None,
+        share_lost_last=last.judged.share_lost,
+        flushed=total.flushed,
+        underflow=dict(total.underflow),
+        overflow=dict(total.overflow),
+        histogram=total.by_exponent(),
+        window=_window_of(seen) if kind == "parameter_gradient" else None,
+    )
+
+
+def gradients_of(
+    found: Mapping[tuple[Kind, str], list[Seen]],
+    layers: Iterable[Layer],
+    overflows: Mapping[int, float],
+) -> Gradients | None:
+    """Return what all samples say about the gradients of all parameters together.
+
+    Args:
+        found: What :func:`seen_by_layer` returned.
+        layers: What :func:`layer_of` has made of it.
+        overflows: The scales of the steps that overflowed, by step: no window reaches up to them.
+    """
+    gradients = _of_kind(found, "parameter_gradient")
+    if not gradients:
+        return None
+    windows = [layer.window for layer in layers if layer.window is not None]
+    # Inside the network a gradient may overflow that is larger than those of the parameters.
+    inside = (
+        _largest(each)
+        for each in _of_kind(found, "output_gradient")
+        if each.measured.dtype == "float16"
+    )
+    all_together = window(
+        (each.smallest for each in windows),
+        (*(each.largest for each in windows), *inside, *map(power_below, overflows.values())),
+        is_at_least=any(each.is_at_least for each in windows),
+    )
+    scale = max(gradients, key=lambda each: each.step).scale
+    best = _best(all_together, scale)
+    measured = sum(each.measured.measured for each in gradients)
+    lost = sum(each.judged.lost for each in gradients)
+    lost_there = None if best is None else sum(_lost_at(best, each) for each in gradients)
+    return Gradients(
+        scale=scale,
+        measured=measured,
+        lost=lost,
+        share_lost=lost / measured if measured else 0.0,
+        window=all_together,
+        best=best,
+        share_lost_at_best=None if lost_there is None else lost_there / measured,
+    )
+
+
+def _is_bad(seen: Seen) -> bool:
+    return bool(seen.measured.nan or seen.measured.inf)
+
+
+def _window_of(gradients: Sequence[Seen]) -> ScaleWindow:
+    if _is_held_throughout(gradients):
+        return window((), (), is_at_least=False)
+    flushed_at = [each.scale for each in gradients if each.measured.flushed]
+    whole_at = [each.scale for each in gradients if _is_whole(each.measured)]
+    # A sample at a larger scale shows what was flushed at a smaller one; at the same it does not.
+    is_at_least = bool(flushed_at) and max(flushed_at) >= max(whole_at, default=0.0)
+    return window(map(_smallest, gradients), map(_largest, gradients), is_at_least=is_at_least)
+
+
+def _is_held_throughout(gradients: Sequence[Seen]) -> bool:
+    """Of a norm some samples hold nothing so small that it shows: they have no limits either."""
+    has_passed = any(each.measured.flushed is not None for each in gradients)
+    return not has_passed and any(each.judged.is_held for each in gradients)
+
+
+def _is_whole(statistics: Statistics) -> bool:
+    """Whether nothing was flushed, of what is not all zero."""
+    return statistics.amin is not None and not statistics.flushed
+
+
+def _flushed(statistics: Statistics, format: Format) -> int:
+    """Only fp16 makes zeros that can be told."""
+    return statistics.flushed or 0 if format.name == "fp16" else 0
+
+
+def _smallest(seen: Seen) -> float | None:
+    if seen.judged.is_held:
+        return None
+    return smallest_scale(seen.measured, seen.scale, FORMATS[seen.judged.format])
+
+
+def _largest(seen: Seen) -> float | None:
+    if seen.judged.is_held:
+        return None
+    format = FORMATS[seen.judged.format]
+    statistics = seen.measured
+    return largest_scale(statistics, seen.scale, format, is_overflow=seen.is_overflow)
+
+
+def _best(its: ScaleWindow, scale: float) -> float | None:
+    """Overflow costs the step, underflow some entries: go no higher than what holds all."""
+    if its.smallest is None:
+        return None
+    if its.largest is None:
+        return max(its.smallest, scale)
+    if its.is_empty or its.is_at_least:
+        return its.largest
+    return min(max(its.smallest, scale), its.largest)
+
+
+def _lost_at(scale: float, seen: Seen) -> int:
+    if seen.judged.is_held:
+        return 0
+    statistics = seen.measured
+    format = FORMATS[seen.judged.format]
+    factor = scale / seen.scale
+    flushed = _flushed(statistics, format) if factor <= 1 else 0  # above: nobody knows
+    return statistics.underflow_if(factor, format) + flushed
+
+
+def _of_kind(found: Mapping[tuple[Kind, str], list[Seen]], wanted: Kind) -> list[Seen]:
+    return [each for (kind, _), seen in found.items() if kind == wanted for each in seen]

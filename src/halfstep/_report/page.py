@@ -1,0 +1,241 @@
+"""The report as one HTML page that needs nothing else: no network, and no JavaScript to be read."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+import halfstep
+from halfstep._common import numbers
+from halfstep._common.json import to_plain
+from halfstep._common.text import SEVERITIES, Sentence, Severity
+from halfstep._numerics.formats import FORMATS
+from halfstep._record.run import Run, Step
+from halfstep._report.about_diagnoses import when
+from halfstep._report.comparison import Comparison
+from halfstep._report.origins import Beginning, beginnings
+from halfstep._report.page_curves import curves
+from halfstep._report.page_heat import KIND_TITLES, Heat, heat
+from halfstep._report.page_layers import layer_table, limits
+from halfstep._report.page_levels import HEADROOM, LOST
+from halfstep._report.page_precision import precision_map
+from halfstep._report.page_tiles import Figure, tiles, value_tag
+from halfstep._report.palette import FIRST_LEVEL, NOT_FINITE, css
+from halfstep._report.sentences import sentences
+from halfstep._report.summary import Layer, Summary
+from halfstep._report.svg import dots
+from halfstep._trace.rows import short
+
+MOST_SKIPS = 200
+
+SEVERITY_WORDS: dict[Severity, str] = {
+    "good": "Good",
+    "notice": "Note",
+    "warning": "Warning",
+    "bad": "Problem",
+}
+
+_VERDICTS: dict[Severity, str] = {
+    "good": "nothing to worry about",
+    "notice": "fine, with notes",
+    "warning": "something to look at",
+    "bad": "something is wrong",
+}
+
+
+def render(summary: Summary, run: Run) -> str:
+    """Return the page of a run.
+
+    Args:
+        summary: Its numbers; all numbers on the page are these.
+        run: What it was made from, for curves and pictures.
+    """
+    said = sentences(summary)
+    maps = heat(summary, run)
+    table = layer_table(summary) if summary.layers else None
+    return _render(
+        "page.html.jinja",
+        summary=summary,
+        sentences=said,
+        verdict=_verdict(said),
+        script_name=_script_name(summary),
+        command=shlex.join(summary.facts.command),
+        places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
+        tiles=tiles(summary),
+        figure=Figure(summary),
+        curves=curves({"": run.steps}),
+        heat=maps,
+        heat_data=_heat_data(maps) if maps else None,
+        not_finite_colour=css(HEADROOM.colours[NOT_FINITE]),
+        dots=dots,
+        table=table,
+        limits=limits(table.axis) if table else (),
+        formats=list(FORMATS),
+        kinds={kind: KIND_TITLES[kind] for kind in KIND_TITLES if summary.of_kind(kind)},
+        precision=precision_map(run.trace) if run.trace else None,
+        dtype_class=_dtype_class,
+        skipped=_skipped(run),
+        num_skipped=len(run.skipped),
+    )
+
+
+def render_comparison(comparison: Comparison, first: Run, second: Run) -> str:
+    """Return the page that holds two runs against each other.
+
+    Args:
+        comparison: The numbers of both.
+        first: The run that is looked at.
+        second: The run that it is held against.
+    """
+    names = _names(comparison)
+    return _render(
+        "comparison.html.jinja",
+        comparison=comparison,
+        names=names,
+        runs=list(zip(names, (comparison.first, comparison.second), strict=True)),
+        curves=curves(dict(zip(names, (first.steps, second.steps), strict=True))),
+        kind_titles=KIND_TITLES,
+        value=value_tag,
+    )
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("halfstep._report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        css=_compact("page.css"),
+        script=_compact("page.js"),
+        version=halfstep.__version__,
+        n=numbers,
+        severity_words=SEVERITY_WORDS,
+        island=_island,
+        bits=_bits_cell,
+        share=_share_cell,
+        of=_share_of_cell,
+        odd=_odd_cell,
+    )
+    environment.filters.update(short=short, date=_date)
+    return environment
+
+
+def _compact(name: str) -> Markup:
+    """Return styles or a script of ours without comments and indentation."""
+    text = (files("halfstep._report") / "templates" / name).read_text(encoding="utf-8")
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    return Markup("\n".join(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def _island(data: Any) -> Markup:
+    """Return data as JSON for a script tag, which nothing in it can end."""
+    text = json.dumps(to_plain(data), allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+# --- cells of tables, short since there are thousands ---------------------------------------------
+
+
+def _cell(text: str, style: str = "") -> Markup:
+    start = Markup("<td{}>").format(Markup(f" class={style}") if style else "")
+    return start + escape(text)
+
+
+def _bits_cell(headroom: float | None) -> Markup:
+    if headroom is None:
+        return _cell("-", "z")
+    return _cell(numbers.bits(headroom).removesuffix(" bits"), "b" if headroom < 0 else "")
+
+
+def _share_cell(share: float) -> Markup:
+    return _cell(numbers.percent(share)) if share else _cell("0", "z")
+
+
+def _share_of_cell(layer: Layer, count: int) -> Markup:
+    return _share_cell(count / layer.measured if layer.measured else 0.0)
+
+
+def _odd_cell(count: int) -> Markup:
+    return _cell(numbers.count(count), "b") if count else _cell("0", "z")
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    severity: Severity
+    words: str
+
+
+def _verdict(said: Sequence[Sentence]) -> _Verdict:
+    seen = {sentence.severity for sentence in said}
+    worst: Severity = next((severity for severity in SEVERITIES if severity in seen), "good")
+    return _Verdict(worst, _VERDICTS[worst])
+
+
+def _script_name(summary: Summary) -> str:
+    command = summary.facts.command
+    return PurePath(command[0]).name if command and command[0] else "Recorded run"
+
+
+def _date(started: str) -> str:
+    try:
+        return datetime.fromisoformat(started).strftime("%Y-%m-%d %H:%M %Z").strip()
+    except ValueError:
+        return started
+
+
+def _names(comparison: Comparison) -> tuple[str, str]:
+    """The names of the folders; A and B where they are the same."""
+    first, second = (PurePath(s.path).name for s in (comparison.first, comparison.second))
+    return (first, second) if first and second and first != second else ("A", "B")
+
+
+_DTYPE_CLASSES = {"fp32": "p0", "fp16": "p1", "bf16": "p2", "casts": "p3", "fp64": "p4"}
+
+
+def _dtype_class(dtype: str) -> str:
+    return _DTYPE_CLASSES.get(dtype, "p5")
+
+
+def _heat_data(maps: Heat) -> dict[str, Any]:
+    return {
+        "columns": maps.columns,
+        "maps": [
+            {
+                "title": levels.title,
+                "labels": levels.labels,
+                "colours": [css(colour)[1:] for colour in levels.colours[FIRST_LEVEL:]],
+            }
+            for levels in (HEADROOM, LOST)
+        ],
+    }
+
+
+def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
+    """The first skipped steps, each with whose gradients were inf or NaN where that is known."""
+    began = beginnings(run)
+    skipped = run.skipped[:MOST_SKIPS]
+    return [(step, began.get((step.step, step.optimizer))) for step in skipped]

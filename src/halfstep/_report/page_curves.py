@@ -1,0 +1,245 @@
+"""Loss, scale and gradient norm over the steps: what the page draws of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from halfstep._common import numbers
+from halfstep._record.run import Step
+from halfstep._report.page_steps import Mark, Track, columns_of, kept, marks, tracks_of
+from halfstep._report.svg import UNITS, Axis, Tick, line, round_numbers
+from halfstep._trace.rows import grouped
+
+Key: TypeAlias = Literal["loss", "scale", "norm"]
+TITLES: dict[Key, str] = {"loss": "Loss", "scale": "Scale", "norm": "Gradient norm"}
+
+SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "square"}
+"""The marker of a skip by its reason; all others have a diamond."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The skips of one track for one reason.
+
+    Attributes:
+        name: Of the track; empty if there is only one.
+        reason: Why they were skipped.
+        shape: Of the marker.
+        num: How many there are.
+        marks: Where.
+    """
+
+    name: str
+    reason: str
+    shape: str
+    num: int
+    marks: list[Mark]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve.
+
+    Attributes:
+        number: Of its track; it says colour and dashes.
+        path: In units of the plot.
+    """
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram.
+
+    Attributes:
+        key: What it shows.
+        title: The same in words.
+        axis: Which kind of axis it has.
+        ticks: Of the vertical axis.
+        series: The curves.
+        nan: Where values are NaN.
+        inf: Where they are inf.
+    """
+
+    key: Key
+    title: str
+    axis: str
+    ticks: list[Tick]
+    series: list[Series]
+    nan: list[Mark]
+    inf: list[Mark]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """All diagrams over the steps, with one axis of steps.
+
+    Attributes:
+        names: Of the tracks; empty if there is only one.
+        ticks: Of the axis of steps.
+        panels: From top to bottom.
+        lanes: The skips by reason.
+        skips: Path of thin lines through all panels.
+        data: What the tooltip reads.
+    """
+
+    names: list[str]
+    ticks: list[Tick]
+    panels: list[Panel]
+    lanes: list[Lane]
+    skips: str
+    data: dict[str, Any]
+
+
+def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
+    """Return what to draw of the steps of one run or several; None without steps.
+
+    Args:
+        runs: The steps by the name of the run.
+    """
+    tracks = [track for name, steps in runs.items() if steps for track in tracks_of(name, steps)]
+    if not tracks:
+        return None
+    first = min(track.steps[0].step for track in tracks)
+    last = max(track.steps[-1].step for track in tracks)
+    x = Axis(first, max(last, first + 1))
+    lanes = _lanes(tracks, x)
+    places = sorted({round(UNITS / 100 * mark.x) for lane in lanes for mark in lane.marks})
+    panels = [_panel(key, tracks, x) for key in TITLES]
+    return Curves(
+        names=[track.name for track in tracks] if len(tracks) > 1 else [],
+        ticks=x.ticks(round_numbers(x.low, x.high, 5, smallest=1)),
+        panels=[panel for panel in panels if panel is not None],
+        lanes=lanes,
+        skips="".join(f"M{place} 0V{UNITS}" for place in places),
+        data={"first": x.low, "last": x.high, "tracks": [_points(track, x) for track in tracks]},
+    )
+
+
+def _lanes(tracks: Sequence[Track], x: Axis) -> list[Lane]:
+    lanes = []
+    for track in tracks:
+        skipped = [step for step in track.steps if not step.taken]
+        for reason, steps in grouped(skipped, lambda step: step.reason or "unknown").items():
+            what = f"skipped: {reason}"
+            shape = SHAPES.get(reason, "diamond")
+            name = track.name if len(tracks) > 1 else ""
+            lanes.append(Lane(name, reason, shape, len(steps), marks(steps, x, what)))
+    return lanes
+
+
+# --- one diagram ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Vertical:
+    """An axis of values, or of their logarithms to a base."""
+
+    axis: Axis
+    base: float | None
+
+    def units(self, value: float | None) -> int | None:
+        """Return where a value is; None if it cannot be drawn."""
+        if value is None or not math.isfinite(value) or (self.base and value <= 0):
+            return None
+        return self.axis.units(_logarithm(value, self.base) if self.base else value)
+
+    def ticks(self) -> list[Tick]:
+        low, high = self.axis.low, self.axis.high
+        if self.base is None:
+            return self.axis.ticks(round_numbers(low, high, 4), "{:.6g}")
+        if self.base == 10 and high - low < 2.5:
+            exponents = range(math.floor(low), math.ceil(high) + 1)
+            values = [math.log10(digit * 10.0**e) for e in exponents for digit in (1, 2, 5)]
+        else:
+            apart = next(2**n for n in itertools.count() if (high - low) / 2**n <= 5)
+            values = [
+                float(e) for e in range(math.ceil(low), math.floor(high) + 1) if e % apart == 0
+            ]
+        label = numbers.power if self.base == 2 else "{:.3g}".format
+        inside = [value for value in values if low <= value <= high]
+        return [(self.axis.percent(value), label(self.base**value)) for value in inside]
+
+
+def _vertical(key: Key, finite: Sequence[float]) -> _Vertical:
+    """The scale has an axis of powers of two; others a logarithmic one if they span a lot."""
+    positive = [value for value in finite if value > 0]
+    spans_a_lot = positive and positive == list(finite) and max(finite) > 50 * min(finite)
+    if key == "scale" or spans_a_lot:
+        base = 2.0 if key == "scale" else 10.0
+        shown, margin = [_logarithm(value, base) for value in positive] or [0.0], 0.5 / base
+    else:
+        base, shown = None, list(finite) or [0.0]
+        margin = 0.1 * abs(shown[0]) or 1.0
+    low, high = min(shown), max(shown)
+    margin = max(0.06 * (high - low), 0.0 if high > low and base is None else margin)
+    return _Vertical(Axis(low - margin, high + margin, points_up=True), base)
+
+
+def _logarithm(value: float, base: float) -> float:
+    return math.log2(value) if base == 2 else math.log10(value)
+
+
+def _panel(key: Key, tracks: Sequence[Track], x: Axis) -> Panel | None:
+    pairs = [(step, getattr(step, key)) for track in tracks for step in track.steps]
+    seen = [(step, value) for step, value in pairs if value is not None]
+    if not seen:
+        return None
+    y = _vertical(key, [value for _, value in seen if math.isfinite(value)])
+    title = TITLES[key]
+    nan = [step for step, value in seen if math.isnan(value)]
+    inf = [step for step, value in seen if math.isinf(value)]
+    return Panel(
+        key,
+        title,
+        {None: "", 2.0: "powers of two", 10.0: "logarithmic"}[y.base],
+        y.ticks(),
+        _series(key, tracks, x, y),
+        marks(nan, x, f"{title.lower()} is NaN"),
+        marks(inf, x, f"{title.lower()} is inf"),
+    )
+
+
+def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Series]:
+    series = []
+    for number, track in enumerate(tracks):
+        values: list[float | None] = [getattr(step, key) for step in track.steps]
+        points: list[tuple[int, int] | None] = []
+        for index in kept(columns_of(track.steps, x), values):
+            height = y.units(values[index])
+            across = x.units(track.steps[index].step)
+            points.append(None if height is None else (across, height))
+        series.append(Series(number, line(points)))
+    return series
+
+
+# --- what the tooltip reads -----------------------------------------------------------------------
+
+
+def _points(track: Track, x: Axis) -> dict[str, Any]:
+    """The steps that are drawn, with all their values."""
+    columns = columns_of(track.steps, x)
+    values = {key: [getattr(step, key) for step in track.steps] for key in TITLES}
+    skips = [None if step.taken else 0.0 for step in track.steps]
+    chosen = sorted({i for column in (*values.values(), skips) for i in kept(columns, column)})
+    steps = [track.steps[i] for i in chosen]
+    return {
+        "name": track.name,
+        "step": [step.step for step in steps],
+        "reason": [None if step.taken else step.reason or "unknown" for step in steps],
+        **{key: [_short(key, of_track[i]) for i in chosen] for key, of_track in values.items()},
+    }
+
+
+def _short(key: Key, value: float | None) -> float | None:
+    """Return a value with as many digits as are shown; a scale is exact."""
+    if value is None or not math.isfinite(value):
+        return value
+    short = value if key == "scale" else float(f"{value:.4g}")
+    return int(short) if short.is_integer() and abs(short) < 2.0**53 else short

@@ -1,0 +1,250 @@
+"""Heat maps: layer by sampled step, headroom and what is lost to underflow."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from halfstep._common import numbers
+from halfstep._record.run import KINDS, Kind, Run
+from halfstep._report.layers import judge, lower_at
+from halfstep._report.page_levels import HEADROOM, LOST, Levels
+from halfstep._report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE, data_uri, png
+from halfstep._report.summary import Layer, Summary
+from halfstep._report.svg import Tick, round_numbers
+
+KIND_TITLES: dict[Kind, str] = {
+    "output": "Outputs",
+    "output_gradient": "Output gradients",
+    "parameter_gradient": "Parameter gradients",
+    "parameter": "Parameters",
+}
+
+MOST_COLUMNS, MOST_CELLS = 240, 160_000
+LABEL_HEIGHT, LABEL_LETTERS = 12, 24
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer in a map.
+
+    Attributes:
+        y: Upper edge in pixels.
+        name: Of the layer.
+        title: Name and worst values, a line each.
+    """
+
+    y: float
+    name: str
+    title: str
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One picture.
+
+    Attributes:
+        levels: What its colours stand for.
+        image: The picture, as data URI; one pixel a cell.
+        not_finite: Where NaN or inf was first seen in a row, as middle of the cell in cells.
+    """
+
+    levels: Levels
+    image: str
+    not_finite: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Tab:
+    """The maps of one kind of tensor.
+
+    Attributes:
+        kind: Which.
+        title: The same in words.
+        rows: The layers, from top to bottom.
+        row_height: In pixels.
+        labels: Middle in pixels, text and full name, of the rows that have room for a label.
+        maps: Headroom and underflow.
+    """
+
+    kind: Kind
+    title: str
+    rows: list[Row]
+    row_height: int
+    labels: list[tuple[float, str, str]]
+    maps: list[HeatMap]
+
+    @property
+    def height(self) -> int:
+        """Of a map, in pixels."""
+        return self.row_height * len(self.rows)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """All maps.
+
+    Attributes:
+        tabs: One for each kind that was sampled.
+        columns: First and last step of each column.
+        ticks: Of the axis of steps.
+        num_samples: How many there are.
+    """
+
+    tabs: list[Tab]
+    columns: list[tuple[int, int]]
+    ticks: list[Tick]
+    num_samples: int
+
+
+def heat(summary: Summary, run: Run) -> Heat | None:
+    """Return the maps of a run; None if nothing was sampled."""
+    if not summary.layers:
+        return None
+    num_samples = len(run.samples)
+    num = min(num_samples, MOST_COLUMNS, max(60, MOST_CELLS // len(summary.layers)))
+    column_of = [index * num // num_samples for index in range(num_samples)]
+    columns = [(run.samples[column_of.index(c)].step, 0) for c in range(num)]
+    for column, sample in zip(column_of, run.samples, strict=True):
+        columns[column] = (columns[column][0], sample.step)
+    cells = _cells(run, column_of, summary)
+    tabs = [
+        _tab(kind, summary.of_kind(kind), cells, num)
+        for kind in sorted(KINDS, key=list(KIND_TITLES).index)
+        if summary.of_kind(kind)
+    ]
+    return Heat(tabs, columns, ticks_of(columns), num_samples)
+
+
+def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
+    """Return the first column, and those that reach round numbers of steps, with their steps."""
+    found = {0: columns[0][0]}
+    for step in round_numbers(columns[0][0], columns[-1][1], 5, smallest=1):
+        column = next(c for c, (_, last) in enumerate(columns) if last >= step)
+        found.setdefault(column, max(round(step), columns[column][0]))
+    places = sorted(found)
+    if len(places) > 1 and places[1] < 0.08 * len(columns):
+        del found[0]  # no room for both labels
+    return [(100 * (c + 0.5) / len(columns), f"{step:,}") for c, step in sorted(found.items())]
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Cell:
+    """The worst of one layer in the samples of one column."""
+
+    headroom: float | None = None
+    share_lost: float = 0.0
+    is_finite: bool = True
+
+
+_Cells = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
+
+
+def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
+    found: defaultdict[tuple[Kind, str], defaultdict[int, _Cell]]
+    found = defaultdict(lambda: defaultdict(_Cell))
+    for column, sample in zip(column_of, run.samples, strict=True):
+        lower, is_in_force = lower_at(summary.policies, sample.step)
+        for measured in sample.tensors:
+            judged = judge(measured, lower, is_in_force=is_in_force)
+            cell = found[measured.kind, measured.name][column]
+            cell.is_finite &= not (measured.nan or measured.inf)
+            cell.share_lost = max(cell.share_lost, judged.share_lost)
+            if judged.headroom is not None:
+                known = judged.headroom if cell.headroom is None else cell.headroom
+                cell.headroom = min(known, judged.headroom)
+    return found
+
+
+def _tab(kind: Kind, layers: Sequence[Layer], cells: _Cells, num_columns: int) -> Tab:
+    row_height = max(3, min(16, 720 // len(layers)))
+    of_layers = [cells[kind, layer.name] for layer in layers]
+    maps = [
+        _map(HEADROOM, of_layers, num_columns, lambda cell: cell.headroom),
+        _map(LOST, of_layers, num_columns, lambda cell: cell.share_lost),
+    ]
+    names = [layer.name for layer in layers]
+    return Tab(
+        kind,
+        KIND_TITLES[kind],
+        [Row(i * row_height, layer.name, _title(layer)) for i, layer in enumerate(layers)],
+        row_height,
+        [
+            ((index + 0.5) * row_height, _short(names[index]), names[index])
+            for index in labelled(names, row_height)
+        ],
+        maps,
+    )
+
+
+def _map(
+    levels: Levels,
+    rows: Iterable[Mapping[int, _Cell]],
+    num_columns: int,
+    value_of: Callable[[_Cell], float | None],
+) -> HeatMap:
+    lines: list[bytes] = []
+    not_finite: list[tuple[float, float]] = []
+    for number, row in enumerate(rows):
+        line = bytearray([NO_VALUE]) * num_columns
+        for column, cell in row.items():
+            value = value_of(cell)
+            if not cell.is_finite:
+                line[column] = NOT_FINITE
+            elif value is not None:
+                line[column] = FIRST_LEVEL + levels.level(value)
+        lines.append(bytes(line))
+        if NOT_FINITE in line:
+            not_finite.append((line.index(NOT_FINITE) + 0.5, number + 0.5))
+    return HeatMap(levels, data_uri(png(lines, levels.colours)), not_finite)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _title(layer: Layer) -> str:
+    pieces = [layer.name or "(the model)"]
+    if layer.headroom is not None:
+        pieces.append(
+            f"least headroom {numbers.bits(layer.headroom)} at step {layer.headroom_step:,}"
+        )
+    if layer.share_lost_worst:
+        worst = numbers.percent(layer.share_lost_worst)
+        pieces.append(f"at most {worst} lost at step {layer.share_lost_step:,}")
+    if layer.nan or layer.inf:
+        pieces.append(f"{numbers.count(layer.nan)} NaN, {numbers.count(layer.inf)} inf")
+    return "\n".join(pieces)
+
+
+def labelled(names: Sequence[str], row_height: int) -> list[int]:
+    """Return the rows that get a label: none overlaps another, and groups come first."""
+    apart = math.ceil(LABEL_HEIGHT / row_height)
+    by_weight = sorted(range(len(names)), key=lambda i: (_depth_of_change(names, i), i))
+    taken: set[int] = set()
+    for index in by_weight:
+        if all(near not in taken for near in range(index - apart + 1, index + apart)):
+            taken.add(index)
+    return sorted(taken)
+
+
+def _depth_of_change(names: Sequence[str], index: int) -> int:
+    """Return how much of the path a name shares with the one before."""
+    if index == 0:
+        return 0
+    before, here = names[index - 1].split("."), names[index].split(".")
+    pairs = enumerate(zip(before, here, strict=False))
+    return next((depth for depth, (a, b) in pairs if a != b), min(len(before), len(here)))
+
+
+def _short(name: str) -> str:
+    """Leave out what a path begins with, as a label has little room."""
+    name = name or "(the model)"
+    if len(name) <= LABEL_LETTERS:
+        return name
+    end = name[1 - LABEL_LETTERS :]
+    return "…" + (end.partition(".")[2] or end)

@@ -1,0 +1,183 @@
+"""The table of layers, and the histogram of each against the window of its format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from halfstep._numerics.formats import FORMATS
+from halfstep._report.page_heat import KIND_TITLES
+from halfstep._report.summary import Layer, Summary
+from halfstep._report.svg import Tick, bars
+
+MOST_HISTOGRAMS = 240
+HEIGHT = 26
+"""Of a histogram, in pixels and in units."""
+
+_LOWEST, _HIGHEST = -72, 48
+"""Exponents beyond these are drawn in the bins at the ends."""
+_DECADES = 6
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where a format lies on the axis of exponents, in units from its lower end.
+
+    Attributes:
+        name: Of the format.
+        flushed: Below this, everything becomes zero.
+        normal: From here on, values have full precision.
+        largest: Nothing above this can be held.
+        title: The three limits in numbers.
+    """
+
+    name: str
+    flushed: float
+    normal: float
+    largest: float
+    title: str
+
+
+@dataclass(frozen=True)
+class Exponents:
+    """The axis that all histograms share.
+
+    Attributes:
+        low: Lower end of the first bin.
+        high: Upper end of the last bin.
+        ticks: With labels.
+        windows: Of all formats.
+    """
+
+    low: int
+    high: int
+    ticks: list[Tick]
+    windows: list[Window]
+
+    @property
+    def width(self) -> int:
+        """Number of bins."""
+        return self.high - self.low
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One line of the table.
+
+    Attributes:
+        index: In ``layers`` of the summary.
+        layer: The numbers.
+        kind: In words.
+        histogram: Path, None for layers that have no picture.
+    """
+
+    index: int
+    layer: Layer
+    kind: str
+    histogram: str | None
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """The whole table.
+
+    Attributes:
+        rows: The worst first.
+        axis: Of the histograms.
+        num_histograms: How many rows have one.
+    """
+
+    rows: list[LayerRow]
+    axis: Exponents
+    num_histograms: int
+
+
+def layer_table(summary: Summary) -> LayerTable:
+    """Return the layers of a run, the worst first."""
+    axis = exponents_of(summary.layers)
+    order = sorted(range(len(summary.layers)), key=lambda i: badness(summary.layers[i]))
+    rows = []
+    num_histograms = 0
+    for index in order:
+        layer = summary.layers[index]
+        path = None
+        if layer.histogram and num_histograms < MOST_HISTOGRAMS:
+            path = histogram(layer, axis)
+            num_histograms += 1
+        rows.append(LayerRow(index, layer, KIND_TITLES[layer.kind], path))
+    return LayerTable(rows, axis, num_histograms)
+
+
+def badness(layer: Layer) -> tuple[float, ...]:
+    """Return a key by which the worst layer comes first.
+
+    First those with NaN, those with inf, those that do not fit their format, then by what is lost
+    to underflow, then by headroom. Parameters after others, as they do not change their dtype.
+    """
+    headroom = math.inf if layer.headroom is None else layer.headroom
+    return (
+        -float(layer.nan > 0),
+        -float(layer.inf > 0),
+        -float(headroom < 0),
+        float(layer.kind == "parameter"),
+        -round(layer.share_lost_worst, 6),
+        headroom,
+    )
+
+
+# --- histograms -----------------------------------------------------------------------------------
+
+
+def exponents_of(layers: Iterable[Layer]) -> Exponents:
+    """Return an axis on which all histograms and the window of fp16 lie."""
+    seen = [exponent for layer in layers for exponent in layer.histogram]
+    low = max(_LOWEST, min([*seen, -25]) - 2)
+    high = min(_HIGHEST, max([*seen, 16]) + 2)
+    ticks = [
+        (round(100 * (exponent - low) / (high - low), 2), str(exponent))
+        for exponent in range(low, high + 1)
+        if exponent % 10 == 0
+    ]
+    return Exponents(low, high, ticks, [_window(name, low, high) for name in FORMATS])
+
+
+def _window(name: str, low: int, high: int) -> Window:
+    def place(value: float) -> float:
+        return round(min(high, max(low, math.log2(value))) - low, 2)
+
+    format = FORMATS[name]
+    smallest = math.log2(format.smallest_subnormal)
+    return Window(
+        name,
+        place(format.flushed_below),
+        place(format.smallest_normal),
+        place(format.largest),
+        f"{name}: smallest subnormal 2^{smallest:g}, smallest normal "
+        f"2^{math.log2(format.smallest_normal):g}, largest {format.largest:.6g}",
+    )
+
+
+def histogram(layer: Layer, axis: Exponents) -> str:
+    """Return the outline of a histogram; heights are logarithms of the share of entries."""
+    counts = [0] * axis.width
+    for exponent, count in layer.histogram.items():
+        # Bin e ends at 2^e: it lies left of the place of e.
+        counts[min(axis.width - 1, max(0, exponent - 1 - axis.low))] += count
+    total = sum(counts)
+    heights = [_height(count / total) for count in counts]
+    start = next(i for i, height in enumerate(heights) if height)
+    end = len(heights) - next(i for i, height in enumerate(reversed(heights)) if height)
+    return bars(heights[start:end], HEIGHT, start)
+
+
+def _height(share: float) -> int:
+    if share == 0:
+        return 0
+    return max(1, round((HEIGHT - 2) * (1 + math.log10(share) / _DECADES)))
+
+
+def limits(axis: Exponents) -> Sequence[float]:
+    """Return where limits of any format lie, for the thin lines of all histograms."""
+    places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
+    return sorted(place for place in places if 0 < place < axis.width)

@@ -1,0 +1,391 @@
+"""What a recorded run comes to, in numbers: the values that all forms of the report are made from.
+
+:func:`halfstep._report.summarizing.summarize` fills them. Everything here is plain data: it is
+printed as it is by ``halfstep report --json``, and the page shows the same numbers. Steps are
+numbers of iterations, shares go from 0 to 1, headroom is in bits, times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._record.run import Kind
+
+State: TypeAlias = Literal["ended", "failed", "no end"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ran, where, and how it ended.
+
+    Attributes:
+        halfstep: Version.
+        torch: Version.
+        python: Version.
+        device: Device type.
+        machine: Name of the processor or the GPU.
+        cores: Number of cores of the machine; None if unknown.
+        command: The command line.
+        started: When the last segment began, ISO 8601.
+        duration: Seconds from the start to the last thing recorded.
+        seconds_per_step: Median of the time between steps; None with fewer than two.
+        every: Every how many steps a sample was taken.
+        world_size: Number of processes that took part.
+        ranks: Which of them have left a record.
+        num_segments: How often the run was started.
+        state: ``"ended"``, ``"failed"`` (with an error), ``"no end"`` (still running, or killed).
+        error: What ended it, None if it ended well or has no end. Of several ranks the first.
+        error_rank: On which rank.
+        without_end: The ranks whose record has no end.
+    """
+
+    halfstep: str
+    torch: str
+    python: str
+    device: str
+    machine: str
+    cores: int | None
+    command: tuple[str, ...]
+    started: str
+    duration: float
+    seconds_per_step: float | None
+    every: int | None
+    world_size: int
+    ranks: tuple[int, ...]
+    num_segments: int
+    state: State
+    error: str | None
+    error_rank: int | None
+    without_end: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model that was recorded.
+
+    Attributes:
+        name: Of its class.
+        num_parameters: Number of entries of its parameters.
+        num_modules: Number of modules that ran.
+        rank: The rank whose it is, if the first rank has another; else None.
+    """
+
+    name: str
+    num_parameters: int
+    num_modules: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class PolicyInForce:
+    """The policy from a step on.
+
+    Attributes:
+        step: When it was first seen.
+        device: Device type.
+        dtype: The lower precision, such as ``"float16"``.
+        text: The policy as text.
+    """
+
+    step: int
+    device: str
+    dtype: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of the optimizers. With several optimizers an iteration has several.
+
+    Attributes:
+        num: How many there are.
+        num_taken: How many were taken.
+        num_skipped: How many were skipped.
+        share_skipped: Those as a share of all; 0 if there are none.
+        reasons: How many were skipped by reason, the most frequent first.
+        skipped: The iterations in which a step was skipped.
+        ranks: The ranks on which inf or NaN was met first, as far as they have told each other.
+        start_up: Those of them in which dynamic scaling was still looking for its first scale:
+            normal, and not a sign of trouble.
+        after_growth: Those of them at a scale that had grown and went back to what it was: so
+            dynamic scaling finds the largest scale, which is normal too.
+        num_skipped_later: How many steps were skipped in the others.
+        share_skipped_later: Those as a share of all steps; 0 if there are none.
+        longest_in_a_row: The largest number of iterations in a row with a skipped step, without
+            those of the start-up and after growth.
+        skipped_at_end: How many iterations in a row were skipped last.
+    """
+
+    num: int
+    num_taken: int
+    num_skipped: int
+    share_skipped: float
+    reasons: Mapping[str, int]
+    skipped: tuple[int, ...]
+    ranks: tuple[int, ...]
+    start_up: tuple[int, ...]
+    after_growth: tuple[int, ...]
+    num_skipped_later: int
+    share_skipped_later: float
+    longest_in_a_row: int
+    skipped_at_end: int
+
+    @property
+    def later(self) -> tuple[int, ...]:
+        """The iterations whose skips are not part of how dynamic scaling works."""
+        normal = {*self.start_up, *self.after_growth}
+        return tuple(step for step in self.skipped if step not in normal)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How the scale went.
+
+    Attributes:
+        first: Before the first step.
+        last: After the last step.
+        before_last: Before the last step: what it was made at.
+        min: The smallest; a probe, one iteration far below after which the scale goes up again,
+            does not count.
+        max: The largest.
+        overflowed_at: The smallest at which a step was skipped for overflow; None if none was.
+        stuck: The iterations that were inf or NaN at the smallest scale too: no scale helps them.
+    """
+
+    first: float
+    last: float
+    before_last: float
+    min: float
+    max: float
+    overflowed_at: float | None
+    stuck: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """How the loss, or the norm of the gradients, went.
+
+    Attributes:
+        first: The first value that was seen.
+        last: The last one, finite or not.
+        recent: Mean of the finite ones of the last 20 steps; None if there is none.
+        min: The smallest finite one; None if there is none.
+        max: The largest finite one; None if there is none.
+        first_non_finite: The first iteration in which it was inf or NaN; None if never.
+        num_non_finite: In how many steps it was.
+        ranks: Of the loss: on which ranks it was in the first of these.
+    """
+
+    first: float
+    last: float
+    recent: float | None
+    min: float | None
+    max: float | None
+    first_non_finite: int | None
+    num_non_finite: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A module in which skips began.
+
+    Attributes:
+        module: Its path; None for those of which the gradients do not tell.
+        num: In how many iterations.
+        steps: Which.
+        parameters: Names of parameters whose gradients were inf or NaN, at most 20.
+        ranks: The ranks on which they began there.
+    """
+
+    module: str | None
+    num: int
+    steps: tuple[int, ...]
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BadPlace:
+    """An op of a module that made steps bad, for one and the same reason.
+
+    Attributes:
+        steps: The iterations.
+        ranks: The ranks that saw it.
+        diagnosis: What was found the first time.
+    """
+
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True)
+class ScaleWindow:
+    """The scales, powers of two, at which none of the measured gradients is lost.
+
+    Attributes:
+        smallest: The smallest scale at which nothing underflows; None if all entries were zero.
+        largest: The largest scale at which nothing overflows; None if there is no limit to be seen.
+        is_at_least: Whether entries had been flushed to zero before they could be measured, so that
+            ``smallest`` may have to be larger still.
+        is_empty: Whether there is no such scale: ``smallest`` is above ``largest``.
+    """
+
+    smallest: float | None
+    largest: float | None
+    is_at_least: bool
+    is_empty: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One kind of tensor of one parameter or module, over all sampled steps.
+
+    Attributes:
+        kind: What it is.
+        name: Of the parameter or of the module.
+        dtypes: The dtypes that it had, usually one.
+        format: What it is judged by: the format of its dtype, and for float32 and float64 the lower
+            precision of the run.
+        num_samples: In how many samples it is.
+        size: Number of entries in the last sample.
+        measured: How many entries were measured in all samples; the counts below are of these.
+        zeros: Entries that are zero.
+        nan: Entries that are NaN.
+        inf: Entries that are inf.
+        non_finite_step: The first sampled step in which any was NaN or inf; None if none was.
+        amax: Largest finite magnitude, as in memory (gradients: scaled); 0 if there is none.
+        amin: Smallest magnitude above zero; None if there is none.
+        headroom: Bits from the largest magnitude to the largest value of the format, the smallest
+            over all samples; None if all was zero or not finite. Negative: it cannot be held.
+        headroom_step: In which step.
+        headroom_last: In the last sample.
+        lost: Entries that the format has lost, or would lose, to underflow.
+        share_lost: Those as a share of what was measured.
+        share_lost_worst: The same in the worst sample.
+        share_lost_step: In which step.
+        share_lost_last: The same in the last sample.
+        flushed: Of those that are lost, the zeros that underflow in float16 has made; None where it
+            does not apply.
+        underflow: By format, entries above zero that it would flush.
+        overflow: By format, finite entries that it cannot hold.
+        histogram: By exponent, finite entries above zero: ``e`` is for (2**(e-1), 2**e].
+        window: Gradients of parameters: the scales at which nothing is lost; None for other kinds.
+    """
+
+    kind: Kind
+    name: str
+    dtypes: tuple[str, ...]
+    format: str
+    num_samples: int
+    size: int
+    measured: int
+    zeros: int
+    nan: int
+    inf: int
+    non_finite_step: int | None
+    amax: float
+    amin: float | None
+    headroom: float | None
+    headroom_step: int | None
+    headroom_last: float | None
+    lost: int
+    share_lost: float
+    share_lost_worst: float
+    share_lost_step: int | None
+    share_lost_last: float
+    flushed: int | None
+    underflow: Mapping[str, int]
+    overflow: Mapping[str, int]
+    histogram: Mapping[int, int]
+    window: ScaleWindow | None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of all parameters together.
+
+    Attributes:
+        scale: At which the last sample was taken; 1 without a scaler.
+        measured: How many entries were measured in all samples.
+        lost: How many of them underflow in the lower precision of the run.
+        share_lost: Those as a share of what was measured.
+        window: The scales at which nothing is lost, and at which nothing has overflowed in the run,
+            in a sample or in a step that was skipped for it.
+        best: The scale that loses least: in the window, and there the one next to ``scale``. If
+            there is no window, or its lower end cannot be known, the largest at which nothing
+            overflows. None if all entries were zero.
+        share_lost_at_best: What underflows there, as far as it can be known; None without ``best``.
+    """
+
+    scale: float
+    measured: int
+    lost: int
+    share_lost: float
+    window: ScaleWindow
+    best: float | None
+    share_lost_at_best: float | None
+
+
+@dataclass(frozen=True)
+class StatedNote:
+    """Something that the recorder or the reader of the record has to say.
+
+    Attributes:
+        step: When.
+        text: What.
+    """
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All numbers of a run.
+
+    Attributes:
+        path: The folder of the record.
+        facts: Versions, machine, command, how it ended.
+        models: What was trained.
+        policies: The policies in force, in order.
+        lower: Name of the format that float32 tensors are judged by: the lower precision of the
+            run, fp16 if none was seen.
+        has_scaler: Whether any step had a scale.
+        steps: How many were taken and skipped.
+        scale: How the scale went; None without a scaler.
+        loss: How the loss went; None if it was not seen.
+        norm: How the norm of the unscaled gradients went in the steps that were taken; None if
+            nobody measured it.
+        origins: Where skips began, the most frequent first.
+        bad_places: What the diagnoses of bad steps have found, in the order of the first step.
+        sampled: The steps that were sampled.
+        layers: All that was sampled, in the order in which it was first seen.
+        gradients: The gradients of all parameters; None if none were sampled.
+        notes: What a reader must know.
+    """
+
+    path: str
+    facts: Facts
+    models: tuple[ModelFacts, ...]
+    policies: tuple[PolicyInForce, ...]
+    lower: str
+    has_scaler: bool
+    steps: Steps
+    scale: Scale | None
+    loss: Curve | None
+    norm: Curve | None
+    origins: tuple[Origin, ...]
+    bad_places: tuple[BadPlace, ...]
+    sampled: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    gradients: Gradients | None
+    notes: tuple[StatedNote, ...]
+
+    def of_kind(self, kind: Kind) -> tuple[Layer, ...]:
+        """Return the layers of one kind."""
+        return tuple(layer for layer in self.layers if layer.kind == kind)

@@ -1,0 +1,184 @@
+"""The scaler that does not scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._scaler.checks import checked_count
+from halfstep._scaler.gradients.collecting import collect, parameters
+from halfstep._scaler.loops.closures import Closure, drop_gradients, split_closure
+from halfstep._scaler.outcomes import gates
+from halfstep._scaler.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep._scaler.ranks.deciding import ALONE
+from halfstep._scaler.scale.loss_scale import LossScale
+from halfstep._scaler.scale.rules import Static
+from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler.steps import clipping
+from halfstep._scaler.steps.stepping import Preparation
+from halfstep._torch import keep_out_of_graphs
+from halfstep.errors import RanksError
+
+
+class DisabledGradScaler(GradScaler):
+    """What ``GradScaler(enabled=False)`` returns: every method works, nothing is scaled.
+
+    Nothing is checked either: every step is taken. A guard against inf and NaN without a scale is
+    ``GradScaler(init_scale=1.0, rule=Static())``.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # No look at the device: GradScaler("cuda", enabled=torch.cuda.is_available()) is usual.
+        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval, **kwargs)
+
+    def scale(self, outputs: Any, name: str | None = None) -> Any:
+        """Return ``outputs`` as they are."""
+        return outputs
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing."""
+
+    @keep_out_of_graphs
+    def clip_grad_norm_(
+        self,
+        optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+        max_norm: float,
+        norm_type: float = 2.0,
+        per: clipping.Per = "all",
+    ) -> Tensor:
+        """Clip gradients, which are not scaled; see :meth:`GradScaler.clip_grad_norm_`."""
+        optimizer, params = clipping.target(optimizer_or_parameters)
+        found = collect(params)
+        device = found.values[0].device if found.values else torch.device("cpu")
+        try:
+            ranks = self._engine.ranks.of("clip_grad_norm_", params, [], has_scale=True)
+        except RanksError:  # nobody is asked for more than PyTorch's clipping does
+            ranks = ALONE
+        ready = Preparation(found, _one(device), None, [], ranks)
+        return clipping.clip_(
+            ready,
+            clipping.checked_max_norm(max_norm),
+            *clipping.checked_kind(norm_type, per),
+            lambda: self._engine.names.layers_of(ready.gradients.params, optimizer),
+        )
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Clip if asked to, and call ``optimizer.step``, with a closure if there is one."""
+        closure, args, kwargs = split_closure(args, kwargs)
+        if closure is None:
+            if max_norm is not None:
+                self.clip_grad_norm_(optimizer, max_norm)
+            return optimizer.step(*args, **kwargs)
+        kwargs.pop("closure", None)
+        return optimizer.step(self._evaluation(optimizer, closure, max_norm), *args, **kwargs)
+
+    def _evaluation(
+        self, optimizer: torch.optim.Optimizer, closure: Closure, max_norm: float | None
+    ) -> Closure:
+        """Return a closure that calls ``backward`` if the user's leaves it to ``step``."""
+
+        @torch.enable_grad()
+        def evaluate() -> Any:
+            drop_gradients(optimizer)
+            loss = closure()
+            if isinstance(loss, Tensor) and not collect(parameters(optimizer)).grads:
+                loss.backward()  # type: ignore[no-untyped-call]
+            if max_norm is not None:
+                self.clip_grad_norm_(optimizer, max_norm)
+            return loss
+
+        return evaluate
+
+    def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
+        """Do nothing."""
+
+    def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return a block that does nothing: gradients add up as without it."""
+        return nullcontext()
+
+    def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
+        """Return 0, the only attempt."""
+        checked_count("times", times, at_least=0)
+        return iter([0])
+
+    @keep_out_of_graphs
+    def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return an outcome that was taken, with the gradients as they are now."""
+        one = _one(torch.device("cpu"))
+        findings = Findings(one.snapshot(), torch.zeros(()), None, None)
+        gradients = StepGradients(collect(parameters(optimizer)), None, None)
+        outcome = Outcome(optimizer, self._engine.names, one, findings, gradients)
+        outcome.end()
+        return outcome
+
+    def after_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        function: Callable[[], object],
+        count: gates.Count = "updates",
+    ) -> bool:
+        """Call the function."""
+        gates.check_count(count)
+        function()
+        return True
+
+    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates", *args: Any) -> bool:
+        """Call ``scheduler.step(*args)``."""
+        return self.after_step(scheduler.optimizer, lambda: scheduler.step(*args), count)
+
+    def get_scale(self, name: str | None = None) -> float:
+        """Return 1.0."""
+        return 1.0
+
+    def _named(self, name: str | None) -> LossScale:
+        return super()._named(None)  # no loss has been scaled, whatever its name
+
+    def is_enabled(self) -> bool:
+        """Return False."""
+        return False
+
+    def __repr__(self) -> str:
+        """Return that it is disabled."""
+        return "GradScaler(enabled=False)"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{}``."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing."""
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        """Look for nothing: there is no iteration that could end."""
+        return {}
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
+        """Do nothing: there is no scale to create."""
+
+
+@cache
+def _one(device: torch.device) -> LossScale:
+    scale = LossScale(ScaleState.first(1.0, Static()))
+    scale.create(device)
+    return scale

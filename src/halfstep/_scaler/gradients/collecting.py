@@ -1,0 +1,219 @@
+"""The gradients of some parameters, found in one walk. Sync: none, in all of these functions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from halfstep._scaler.ranks.sharding import has_dtensors, settle
+from halfstep._scaler.scalars import describe
+from halfstep._torch import is_dtensor, local_part
+
+NUM_NAMED = 3
+"""An error message names this many parameters and counts the rest."""
+
+
+Kind = tuple[torch.device, torch.dtype]
+
+
+@dataclass(eq=False)
+class Gradients:
+    """The gradients of some parameters, three lists of one length.
+
+    Attributes:
+        params: The parameters that have a gradient.
+        grads: Their ``grad``.
+        values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
+            complex one as real with a last dimension of 2, of a DTensor what this rank holds.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    values: list[Tensor]
+
+    _kinds: dict[Kind, list[Tensor]] | None = field(default=None, init=False, repr=False)
+
+    def by_kind(self) -> dict[Kind, list[Tensor]]:
+        """Return ``values`` by device and dtype, as the fused kernels want them."""
+        if self._kinds is None:
+            self._kinds = _by_kind(self.values)
+        return self._kinds
+
+    def by_device(self) -> Mapping[torch.device, Sequence[int]]:
+        """Return the positions of the gradients on each device."""
+        devices = dict.fromkeys(device for device, _ in self.by_kind())
+        if len(devices) == 1:
+            return {device: range(len(self.values)) for device in devices}
+        found: dict[torch.device, list[int]] = {device: [] for device in devices}
+        for index, values in enumerate(self.values):
+            found[values.device].append(index)
+        return found
+
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of ``values``."""
+        return {dtype for _, dtype in self.by_kind()}
+
+    def without(self, ids: Iterable[int]) -> Gradients:
+        """Return the gradients whose ``id`` is not among ``ids``."""
+        seen = set(ids)
+        return self.at([index for index, grad in enumerate(self.grads) if id(grad) not in seen])
+
+    def at(self, positions: list[int]) -> Gradients:
+        """Return the gradients at some positions."""
+        return Gradients(
+            [self.params[position] for position in positions],
+            [self.grads[position] for position in positions],
+            [self.values[position] for position in positions],
+        )
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Return all parameters of an optimizer in the order of its groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def collect(params: Iterable[Tensor]) -> Gradients:
+    """Find the gradients of parameters; those without one are left out.
+
+    Sparse COO gradients are coalesced first and ``param.grad`` is replaced by the result: entries
+    that are finite one by one may overflow when they are added, above all in float16. So is one
+    that cannot be written to in place: expanded, or a lazy conjugate or negative. And so is a
+    DTensor whose ranks hold summands, which takes a collective.
+
+    Raises:
+        TypeError: A gradient is in another sparse layout than COO. Nothing was changed.
+    """
+    params = list(params)
+    found = [param.grad for param in params]  # asked once: it adds up for thousands of parameters
+    grads = [grad for grad in found if grad is not None]
+    if len(grads) < len(params):
+        params = [param for param, grad in zip(params, found, strict=True) if grad is not None]
+    values = grads
+    if has_dtensors(grads):
+        pairs = zip(params, grads, strict=True)
+        grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
+        values = list(map(local_part, grads))
+    gradients = Gradients(params, grads, values)
+    if _are_plain(gradients):
+        return gradients
+    for param in params:
+        _refuse_layout(param)
+    with torch.no_grad():
+        for param in params:
+            param.grad = _writable(param.grad)
+    grads = [param.grad for param in params]  # type: ignore[misc]
+    return Gradients(params, grads, [_values(grad) for grad in grads])
+
+
+def collect_local(params: Iterable[Tensor]) -> Gradients:
+    """Find gradients as :func:`collect` does, without a collective: of DTensors what is here.
+
+    Gradients in other layouts, which ``collect`` refuses, are left out.
+    """
+    pairs = [(param, param.grad) for param in params if param.grad is not None]
+    spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
+    layouts = (torch.strided, torch.sparse_coo)
+    found = collect(p for p, grad in pairs if not is_dtensor(grad) and grad.layout in layouts)
+    return Gradients(
+        found.params + [param for param, _ in spread],
+        found.grads + [grad for _, grad in spread],
+        found.values + [local_part(grad) for _, grad in spread],
+    )
+
+
+def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[str]]) -> None:
+    """Raise if a gradient is float16: unscaling it in place would flush its small entries to zero.
+
+    Args:
+        gradients: What is to be unscaled.
+        owner: What the message says has these gradients.
+        names: Returns the names of their parameters.
+
+    Raises:
+        ValueError: Names the owner, the parameters, the cause and the cure.
+    """
+    if torch.float16 not in gradients.dtypes():
+        return
+    found = [
+        f"{name} ({describe(grad)})"
+        for name, grad in zip(names(), gradients.grads, strict=True)
+        if grad.dtype in (torch.float16, torch.complex32)
+    ]
+    rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
+    raise ValueError(
+        f"{owner} has float16 gradients, which cannot be unscaled without "
+        f"losing what the scale is there to keep: {', '.join(found[:NUM_NAMED])}{rest}.\n"
+        "Cause: these parameters are stored in float16 (model.half(), .to(torch.float16), or a "
+        "checkpoint loaded in float16).\n"
+        "Cure: keep the parameters in float32 (model.float()) and let autocast choose float16 for "
+        "each op; or train in bfloat16, which needs no GradScaler."
+    )
+
+
+# Thousands of gradients, all alike: asked by map(), one question after the other, they cost half of
+# a loop that asks each of them everything.
+
+
+def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
+    devices = set(map(attrgetter("device"), tensors))
+    dtypes = set(map(attrgetter("dtype"), tensors))
+    if len(devices) == len(dtypes) == 1:
+        return {(*devices, *dtypes): tensors}
+    kinds: dict[Kind, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    return kinds
+
+
+def _are_plain(gradients: Gradients) -> bool:
+    grads = gradients.values
+    return (
+        all(layout is torch.strided for layout in set(map(attrgetter("layout"), grads)))
+        and not any(dtype.is_complex for dtype in gradients.dtypes())
+        and (
+            all(map(Tensor.is_contiguous, grads))
+            or not any(0 in stride for stride in map(Tensor.stride, grads))
+        )
+        and not any(map(Tensor.is_neg, grads))
+    )
+
+
+def _refuse_layout(param: Tensor) -> None:
+    assert param.grad is not None
+    if param.grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(
+            f"a gradient is {describe(param.grad)} in the layout {param.grad.layout}: a GradScaler "
+            "reads dense gradients and sparse COO ones. Convert it: param.grad = "
+            "param.grad.to_dense() or .to_sparse()"
+        )
+
+
+def _settled(param: Tensor, grad: Tensor) -> Tensor:
+    settled: Tensor = settle(param, grad)
+    if settled is not grad:
+        param.grad = settled
+    return settled
+
+
+def _writable(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    if is_dtensor(grad):
+        return grad
+    if grad.is_sparse:
+        return grad.coalesce()
+    # Autograd stores the conjugate of a complex gradient lazily, and such a tensor has no real
+    # view.
+    grad = grad.resolve_conj().resolve_neg()
+    return grad.clone() if 0 in grad.stride() and grad.numel() > 1 else grad
+
+
+def _values(grad: Tensor) -> Tensor:
+    grad = local_part(grad)
+    values = grad._values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values

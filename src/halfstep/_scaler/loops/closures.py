@@ -1,0 +1,252 @@
+"""``optimizer.step(closure)``: scale, backward, unscale and check inside every evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.gradients.collecting import Gradients, parameters
+from halfstep._scaler.optimizers import name
+from halfstep._scaler.steps import stepping
+from halfstep._scaler.steps.iteration import (
+    Iteration,
+    Look,
+    OptimizerRecord,
+    Stage,
+)
+from halfstep._scaler.steps.stepping import Preparation
+from halfstep._scaler.steps.taking import require_found
+from halfstep.errors import CallOrderError
+
+Closure = Callable[[], Any]
+
+
+class UnusableEvaluationError(Exception):
+    """Leaves ``optimizer.step`` from inside a closure whose gradients are not to be used."""
+
+
+def split_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Closure | None, tuple[Any, ...], dict[str, Any]]:
+    """Return the closure among the arguments for ``optimizer.step``, and the other arguments.
+
+    By name, and then ``kwargs`` keeps it; or as the first argument, where every optimizer of
+    PyTorch has it. accelerate passes None there, which is no closure.
+    """
+    if callable(kwargs.get("closure")):
+        return kwargs["closure"], args, kwargs
+    if args and callable(args[0]):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
+
+
+def step_with_closure(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    closure: Closure,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_norm: float | None,
+) -> Any:
+    """Call ``optimizer.step`` with a closure that leaves unscaled, finite gradients.
+
+    Every evaluation starts without gradients: those from before are dropped. One whose gradients
+    are not finite ends the step; parameters and state of the optimizer are then as they were
+    before. So they are if the closure raises.
+
+    Returns:
+        What ``optimizer.step`` returned, None for a skipped step.
+
+    Raises:
+        CallOrderError: The gradients have been unscaled already; the closure calls ``backward`` on
+            a loss that was not scaled, or ``step`` or ``update``; the optimizer does not call it.
+        TypeError: The closure neither scales a loss nor returns one.
+
+    Sync: one for each evaluation.
+    """
+    record = engine.require_not_stepped(optimizer)
+    if record.stage is not Stage.SCALED or record.blocks is not None:
+        raise CallOrderError(
+            f"step({name(optimizer)}, closure): {Stage.UNSCALED.value} since the last update(), "
+            "and the closure makes new ones. Call unscale_(), clip_grad_norm_() or accumulate() "
+            "in the closure, or step() without a closure"
+        )
+    evaluations = _Evaluations(engine, optimizer, closure, max_norm)
+    undo = Undo(optimizer)
+    result = None
+    try:
+        drop_gradients(optimizer)
+        if "closure" in kwargs:
+            result = optimizer.step(*args, **kwargs | {"closure": evaluations})
+        else:
+            result = optimizer.step(evaluations, *args, **kwargs)
+        if evaluations.last is None:
+            raise CallOrderError(f"step({name(optimizer)}): the optimizer did not call the closure")
+    except UnusableEvaluationError:
+        undo()
+    except BaseException:
+        undo()
+        raise
+    evaluations.finish(record)
+    return result
+
+
+class _Evaluations:
+    """What the optimizer calls in place of the user's closure.
+
+    Each evaluation is an iteration of its own, and joins the one around it when the step is done:
+    a step that raises leaves no trace, and the closure may unscale the gradients every time.
+
+    Attributes:
+        last: The gradients of the last evaluation, None before the first.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        closure: Closure,
+        max_norm: float | None,
+    ) -> None:
+        self.last: Preparation | None = None
+        self._iteration = Iteration()
+        self._earlier: list[Look] = []
+        self._engine = engine
+        self._optimizer = optimizer
+        self._closure = closure
+        self._max_norm = max_norm
+
+    def __call__(self) -> Any:
+        is_first = self.last is None
+        self._forget_last_gradients()
+        around = self._engine.iteration
+        self._iteration = self._engine.iteration = Iteration()
+        try:
+            loss = self._backward()
+            self._unscale(is_first)
+        finally:
+            self._engine.iteration = around
+        return loss
+
+    def finish(self, record: OptimizerRecord) -> None:
+        """Remember the step, and what the closure did, until the next ``update``."""
+        assert self.last is not None
+        found_inf = require_found(self.last, self._optimizer)
+        iteration = self._engine.iteration
+        # With its last gradients the closure leaves the scale that other optimizers divide by.
+        iteration.count_losses_of(self._iteration)
+        for look in [*self._earlier, *self._iteration.looks]:
+            iteration.add(look)
+        self._engine.finish(record, self.last, found_inf)
+
+    def _forget_last_gradients(self) -> None:
+        """Make room for those of the next evaluation; what was found still moves the scale."""
+        looks = self._iteration.looks
+        if self.last is not None and self.last.look is not None:
+            looks.append(self.last.look)
+        self._earlier += [replace(look, gradients=Gradients([], [], [])) for look in looks]
+        self.last = None
+        drop_gradients(self._optimizer)
+
+    @torch.enable_grad()
+    def _backward(self) -> Any:
+        loss = self._closure()
+        record = self._iteration.record(self._optimizer)
+        if self._engine.iteration is not self._iteration or record.stage is Stage.STEPPED:
+            raise CallOrderError(
+                f"step({name(self._optimizer)}, closure): the closure called step() or update(). "
+                "Call update() once, after the step"
+            )
+        if not self._iteration.losses:
+            self._require_no_gradients()
+            if not isinstance(loss, Tensor):
+                raise TypeError(
+                    f"step({name(self._optimizer)}, closure): the closure returned "
+                    f"{type(loss).__name__} and scaled no loss. Return the loss, or call "
+                    "scaler.scale(loss).backward() in the closure"
+                )
+            self._engine.scale(loss, None).backward()
+        return loss.detach() if isinstance(loss, Tensor) else loss
+
+    def _require_no_gradients(self) -> None:
+        if any(param.grad is not None for param in parameters(self._optimizer)):
+            raise CallOrderError(
+                f"step({name(self._optimizer)}, closure): the closure called backward() on a "
+                "loss that was not scaled. Call scaler.scale(loss).backward() in it, or only "
+                "return the loss and leave backward() to step()"
+            )
+
+    def _unscale(self, is_first: bool) -> None:
+        engine, optimizer = self._engine, self._optimizer
+        ready = engine.gather("step", self._iteration.record(optimizer))
+        stepping.refuse_float16(ready, optimizer, engine.names)
+        # The norms are those of steps: inside one, a line search may go far away.
+        norm_limit = engine.steps.norm_limits.of(optimizer) if is_first else None
+        if self._max_norm is None and norm_limit is None:
+            stepping.unscale_(ready)
+        else:
+            stepping.measure(ready)
+            stepping.limit(ready, self._max_norm, norm_limit)
+        found_inf = require_found(ready, optimizer)
+        self.last = ready
+        if ready.read([ready.skip(found_inf)])[0]:
+            raise UnusableEvaluationError
+        stepping.multiply_(ready)
+
+
+class Undo:
+    """Puts an optimizer and its parameters back to where they were when this was made.
+
+    Takes the memory of the parameters and of the optimizer's state once more. Only an optimizer
+    that may evaluate its closure after it has changed something needs that.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._state: dict[Any, Any] = {}
+        self._groups: list[dict[str, Any]] = []
+        if _evaluates_first(optimizer):
+            return
+        self._values = [(param, param.detach().clone()) for param in parameters(optimizer)]
+        memo = {id(param): param for param, _ in self._values}  # parameters are not copied again
+        self._state = {key: copy.deepcopy(value, memo) for key, value in _state(optimizer).items()}
+        self._groups = [
+            {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Restore parameters, state and groups; once."""
+        if not self._values:
+            return
+        for param, value in self._values:
+            param.copy_(value)
+        state = _state(self._optimizer)
+        state.clear()
+        state.update(self._state)
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(values)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return getattr(optimizer, "state", {})  # a wrapper may have none
+
+
+def _evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
+    # Of PyTorch's own optimizers LBFGS alone evaluates the closure after its first change.
+    module = type(optimizer).step.__module__
+    return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Set all gradients of an optimizer to None."""
+    for param in parameters(optimizer):
+        param.grad = None

@@ -1,0 +1,220 @@
+"""Say that steps are being skipped: when, how often, with whose gradients, and what to try."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from halfstep._scaler.checks import checked_count
+from halfstep._scaler.gradients.collecting import Gradients
+from halfstep._scaler.scale.state import Reason
+from halfstep.errors import SkippedStepsError, SkippedStepsWarning
+
+NUM_NAMED = 5
+"""A message names this many parameters and counts the rest."""
+
+WHICH_OP = "with scaler.diagnose(model): around the loop, or halfstep run --diagnose, names the op"
+
+CURES = {
+    Reason.OVERFLOW: (
+        "the scaled gradients overflow. If it goes on: start at a smaller init_scale, look for a "
+        "layer whose gradients explode (outcome.norms), clip, or lower the learning rate"
+    ),
+    Reason.LOSS: (
+        "the loss itself was inf or NaN before backward(), which no scale changes. Look at the "
+        "batch and at the parameters for inf and NaN, keep the loss and the ops before it in "
+        f"float32, and check log(), division and sqrt() at 0. {WHICH_OP}"
+    ),
+    Reason.NON_FINITE: (
+        "the gradients are inf or NaN at the smallest scale too, while the loss is finite: not the "
+        "scale but the backward pass. Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by "
+        f"where() or masked_fill(), and NaN in the parameters. {WHICH_OP}"
+    ),
+    Reason.NORM: (
+        "the norm of the gradients is far above its median. Look at these batches, lower the "
+        "learning rate, or raise the limit (set_norm_limit)"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A parameter whose gradient is inf or NaN.
+
+    Attributes:
+        name: Its name in the watched module, else its place in the optimizer.
+        num_inf: Number of entries that are inf or -inf.
+        num_nan: Number of entries that are NaN.
+        num_entries: Number of all entries.
+        amax: Largest finite magnitude, multiplied by the scale if the gradient still is.
+
+    The numbers are 0 if the gradient was gone before it could be looked at.
+    """
+
+    name: str
+    num_inf: int = 0
+    num_nan: int = 0
+    num_entries: int = 0
+    amax: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.num_entries:
+            return self.name
+        bad = [f"{n} {kind}" for n, kind in ((self.num_inf, "inf"), (self.num_nan, "NaN")) if n]
+        return (
+            f"{self.name}: {' and '.join(bad)} of {self.num_entries} entries, "
+            f"largest finite magnitude {self.amax:.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class SkipReport:
+    """A run of skipped steps; ``str()`` of it is the message.
+
+    Attributes:
+        skipped_in_a_row: How many steps in a row were skipped.
+        since: Number of the first of them, counted from 1 by ``update``.
+        reason: Why the last one was skipped.
+        scale: The scale from now on.
+        culprits: The parameters with inf or NaN in their gradients; empty if these are gone.
+        optimizers: Class names of the optimizers whose last step was skipped; empty if it was taken
+            without some blocks of ``accumulate``.
+        rank: The first rank that found inf or NaN, None if there is one only or all found it.
+    """
+
+    skipped_in_a_row: int
+    since: int
+    reason: Reason
+    scale: float
+    culprits: tuple[Culprit, ...]
+    optimizers: tuple[str, ...]
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        last = self.since + self.skipped_in_a_row - 1
+        steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
+        what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else DROPPED
+        lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {self.scale:g}"]
+        if self.rank is not None:
+            lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
+        if self.culprits:
+            lines.append(f"inf or NaN in the gradients of {len(self.culprits)} parameters:")
+            lines += [f"  {culprit}" for culprit in self.culprits[:NUM_NAMED]]
+            if len(self.culprits) > NUM_NAMED:
+                lines.append(f"  and {len(self.culprits) - NUM_NAMED} more")
+        lines.append(f"What to try: {CURES[self.reason]}.")
+        return "\n".join(lines)
+
+
+OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
+
+
+DROPPED = "skipped or taken without some blocks of accumulate()"
+
+
+@dataclass
+class _Run:
+    """Skipped steps in a row with one scale.
+
+    Attributes:
+        next_length: Speak when there are so many.
+        is_counted: Whether it is among those at the floor.
+        num_at_floor: How many runs came to the floor so far.
+    """
+
+    next_length: int
+    is_counted: bool = False
+    num_at_floor: int = 0
+
+
+class Alarm:
+    """Decides when to speak, so that it is never silent and never says the same every step.
+
+    It speaks when no smaller scale helps (the floor has been reached in vain), and after
+    ``max_consecutive_skips`` in a row; in one run of skips at the first such moment and then each
+    time the run has become twice as long. Single skips at the floor are told by their number: the
+    1st, 2nd, 4th, 8th, ...
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
+        self.max_consecutive_skips = checked_count(
+            "max_consecutive_skips", max_consecutive_skips, at_least=1
+        )
+        if on_skips not in ("warn", "raise") and not callable(on_skips):
+            raise ValueError(
+                f"on_skips is {on_skips!r}: pass 'warn', 'raise', or a function that takes a "
+                "SkipReport"
+            )
+        self.on_skips = on_skips
+        self._runs: weakref.WeakKeyDictionary[object, _Run] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the settings: a copy begins to count anew."""
+        return self.__dict__ | {"_runs": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Take over the settings of another one."""
+        self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
+
+    def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+        """Say whether to speak now of the steps with a scale; call it once an iteration."""
+        if skipped_in_a_row == 0 and scale not in self._runs:
+            return False
+        run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
+        if skipped_in_a_row == 0:
+            run.next_length = self.max_consecutive_skips
+            run.is_counted = False
+            return False
+        is_due = skipped_in_a_row >= run.next_length
+        if at_floor and not run.is_counted:
+            run.is_counted = True
+            run.num_at_floor += 1
+            is_due |= run.num_at_floor.bit_count() == 1
+        if is_due:
+            run.next_length = max(run.next_length, 2 * skipped_in_a_row)
+        return is_due
+
+    def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
+        """Warn, raise or call, as the user chose.
+
+        A step skipped at a scale that never was above the floor is no proof that something is
+        broken: up to ``max_consecutive_skips`` "raise" only warns then; and for blocks that were
+        dropped from steps that were taken.
+
+        Raises:
+            SkippedStepsError: The user chose "raise".
+        """
+        if callable(self.on_skips):
+            self.on_skips(report)
+        elif (
+            self.on_skips == "raise"
+            and report.optimizers
+            and not (began_at_floor and report.skipped_in_a_row < self.max_consecutive_skips)
+        ):
+            raise SkippedStepsError(str(report))
+        else:
+            warnings.warn(str(report), SkippedStepsWarning, stacklevel=4)
+
+
+@torch.no_grad()
+def culprits(gradients: Gradients, names: Iterable[str]) -> list[Culprit]:
+    """Count inf and NaN in every gradient. Slow, and waits for the device: only for a message."""
+    found = []
+    for name, values in zip(names, gradients.values, strict=True):
+        finite = values.isfinite()
+        num_bad = values.numel() - int(finite.sum())
+        if num_bad:
+            num_nan = int(values.isnan().sum())
+            magnitudes = values.abs().where(finite, 0)
+            amax = magnitudes.max().item()
+            found.append(Culprit(name, num_bad - num_nan, num_nan, values.numel(), amax))
+    return found

@@ -1,0 +1,261 @@
+"""How a scale moves: frozen values, one of which a ``ScaleState`` has.
+
+A rule only says by how much and when. What is done with it stands in
+:func:`halfstep._scaler.scale.transition.next_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+from halfstep._scaler.checks import (
+    SMALLEST_SCALE,
+    checked_count,
+    checked_number,
+    float32_bits,
+    round_to_float32,
+)
+
+LARGEST_HEADROOM = 2.0**16
+"""The first power of two that float16 cannot hold."""
+
+
+@dataclass(frozen=True)
+class Static:
+    """The scale never changes by itself.
+
+    What the other rules have as fields is here as it is for a rule that does nothing: torch.amp's
+    state dict wants factors and an interval from every scaler.
+
+    Example:
+        >>> Static().growth_factor, Static().backoff_factor
+        (1.0, 1.0)
+    """
+
+    name: ClassVar[str] = "static"
+    growth_factor: ClassVar[float] = 1.0
+    backoff_factor: ClassVar[float] = 1.0
+    growth_interval: ClassVar[int] = 2000
+    hysteresis: ClassVar[int] = 1
+    refill: ClassVar[Literal["growth", "step"]] = "growth"
+    probe_after: ClassVar[int | None] = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return ``{"name": "static"}``."""
+        return {"name": self.name}
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The scale backs off after overflows and grows after steps without one, as in torch.amp.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2,
+    with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Hysteresis
+    is that of Megatron-LM (``refill="growth"``) and of DeepSpeed's ``consecutive_hysteresis``
+    (``refill="step"``). Probing is ours.
+
+    Attributes:
+        growth_factor: The scale is multiplied by it after ``growth_interval`` steps in a row; >= 1.
+        backoff_factor: The scale is multiplied by it after an overflow; in (0, 1].
+        growth_interval: Number of steps in a row before the scale grows; >= 1.
+        hysteresis: The overflow with this number makes the scale back off; >= 1. The ones before it
+            are forgiven; every one after it backs off too, until the allowance is refilled.
+        refill: When it is: ``"growth"`` after every ``growth_interval`` steps in a row, ``"step"``
+            after every step that is taken.
+        probe_after: So many overflows in a row that made the scale back off are followed by one
+            iteration at ``min_scale``. If that overflows too, no scale helps, and the scale goes
+            back to where it was; >= 1. None: no such iteration; the scale ends at ``min_scale``.
+
+    Raises:
+        TypeError: A value is of the wrong kind.
+        ValueError: A value is out of range; the message names it.
+
+    Example:
+        >>> Dynamic(growth_interval=1000, hysteresis=2).to_dict()["hysteresis"]
+        2
+    """
+
+    name: ClassVar[str] = "dynamic"
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    refill: Literal["growth", "step"] = "growth"
+    probe_after: int | None = 8
+
+    def __post_init__(self) -> None:
+        # Not a change of a frozen value but the end of making it: ints become floats.
+        for name, value in self._checked().items():
+            object.__setattr__(self, name, value)
+
+    def _checked(self) -> dict[str, float | int | None]:
+        growth_factor = checked_number("growth_factor", self.growth_factor)
+        if growth_factor < 1.0:
+            raise ValueError(
+                f"growth_factor is {growth_factor}: it must be >= 1 "
+                "(1 for a scale that never grows)"
+            )
+        backoff_factor = checked_number("backoff_factor", self.backoff_factor)
+        if not 0.0 < backoff_factor <= 1.0:
+            raise ValueError(
+                f"backoff_factor is {backoff_factor}: it must be > 0 and <= 1 "
+                "(1 for a scale that never backs off)"
+            )
+        if self.refill not in ("growth", "step"):
+            raise ValueError(f"refill is {self.refill!r}: it must be 'growth' or 'step'")
+        probe_after = self.probe_after
+        return {
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": checked_count("growth_interval", self.growth_interval, at_least=1),
+            "hysteresis": checked_count("hysteresis", self.hysteresis, at_least=1),
+            "probe_after": None
+            if probe_after is None
+            else checked_count("probe_after", probe_after, at_least=1),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the name of the rule and all its fields."""
+        return {"name": self.name} | asdict(self)
+
+
+class LogMaxStatistics(NamedTuple):
+    """Averages of the log2 of the largest gradient magnitude, float32 numbers.
+
+    Attributes:
+        mean: Their mean.
+        var: Their variance.
+        weight: Sum of the weights: 0 before the first value, then towards 1.
+    """
+
+    mean: float
+    var: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class LogMax(Dynamic):
+    """The scale follows the size of the gradients, and so goes down before they overflow.
+
+    The log2 of the largest magnitude of the unscaled gradients (*amax*) is about normal with mean m
+    and deviation s, exponential averages over the steps that were taken. The scale is
+    ``2 ** floor(log2(headroom) - (m + sigmas * s))``, within ``min_scale`` and ``max_scale``. An
+    amax of 0 says nothing and is left out.
+
+    What overflows first may be a gradient inside the network, larger than those of the parameters.
+    So the headroom moves as the scale does under :class:`Dynamic`: it starts at 65536, shrinks by
+    as much as the scale has backed off in a run of overflows, grows after ``growth_interval``
+    steps in a row, and is never above 65536.
+
+    Source: LogMax of OpenSeq2Seq (Kuchaiev et al., "Mixed-Precision Training for NLP and Speech
+    Recognition with OpenSeq2Seq", 2018, arXiv:1805.10387). The headroom is ours. The averages are
+    those of Finch, "Incremental calculation of weighted mean and variance" (2009), with weights
+    that sum to one from the start. log2 is read off the bits of a float32 number (Mitchell, 1962),
+    up to 0.087 too small, so that it is the same everywhere.
+
+    Attributes:
+        sigmas: So many deviations above the mean must fit; in [0, 100]. With 3.09 one iteration in
+            a thousand overflows.
+        decay: Weight of all earlier steps together against the present one; in [0, 1).
+
+    Example:
+        >>> rule = LogMax()
+        >>> statistics = rule.observe(LogMaxStatistics(0.0, 0.0, 0.0), amax=2.0**-10)
+        >>> rule.scale(LARGEST_HEADROOM, statistics) == 2.0**26
+        True
+    """
+
+    name: ClassVar[str] = "logmax"
+    sigmas: float = 3.09
+    decay: float = 0.99
+
+    def _checked(self) -> dict[str, float | int | None]:
+        decay = checked_number("decay", self.decay)
+        if not 0.0 <= round_to_float32(decay) < 1.0:
+            raise ValueError(f"decay is {decay}: it must be >= 0 and < 1 in float32")
+        sigmas = checked_number("sigmas", self.sigmas, at_least=0.0, at_most=100.0)
+        return super()._checked() | {"sigmas": sigmas, "decay": decay}
+
+    # Each line rounds once, as one op on a device does.
+
+    def observe(self, statistics: LogMaxStatistics, amax: float) -> LogMaxStatistics:
+        """Return the averages with one more step; the same ones for an amax of 0 or NaN."""
+        if not amax > 0.0:
+            return statistics
+        mean, var, weight = statistics
+        newest = round_to_float32(1.0 - self.decay)
+        weight = round_to_float32(weight * round_to_float32(self.decay))
+        weight = round_to_float32(weight + newest)
+        share = round_to_float32(newest / weight)
+        difference = round_to_float32(log2(amax) - mean)
+        step = round_to_float32(share * difference)
+        mean = round_to_float32(mean + step)
+        var = round_to_float32(var + round_to_float32(step * difference))
+        var = round_to_float32(var * round_to_float32(1.0 - share))
+        return LogMaxStatistics(mean, var, weight)
+
+    def scale(self, headroom: float, statistics: LogMaxStatistics) -> float:
+        """Return the power of two that leaves this headroom above almost all steps."""
+        deviations = round_to_float32(math.sqrt(statistics.var))
+        deviations = round_to_float32(deviations * round_to_float32(self.sigmas))
+        largest = round_to_float32(statistics.mean + deviations)
+        exponent = math.floor(round_to_float32(log2(headroom) - largest))
+        return 2.0 ** min(max(exponent, -126), 127)
+
+    def next_headroom(self, headroom: float, backed_off: float, is_growing: bool) -> float:
+        """Return the headroom after a step.
+
+        Args:
+            headroom: The headroom until now.
+            backed_off: The scale after a run of overflows divided by the one before it; else 1.
+            is_growing: Whether this step completes a growth interval.
+        """
+        headroom = round_to_float32(headroom * backed_off)
+        if is_growing:
+            grown = round_to_float32(headroom * self.growth_factor)
+            headroom = grown if math.isfinite(grown) else headroom
+        return min(max(headroom, SMALLEST_SCALE), LARGEST_HEADROOM)
+
+
+Rule: TypeAlias = Static | Dynamic
+"""What a scale state may have as its rule; a :class:`LogMax` is a :class:`Dynamic`."""
+
+RULES: dict[str, type[Static] | type[Dynamic]] = {
+    rule.name: rule for rule in (Static, Dynamic, LogMax)
+}
+
+
+def rule_from_dict(saved: Mapping[str, Any]) -> Rule:
+    """Return the rule that its ``to_dict`` saved.
+
+    Raises:
+        TypeError: A value is of the wrong kind.
+        ValueError: The name is unknown, a key is missing or unknown, or a value is out of range.
+
+    Example:
+        >>> rule_from_dict(LogMax(decay=0.9).to_dict()) == LogMax(decay=0.9)
+        True
+    """
+    name = saved.get("name")
+    if name not in RULES:
+        raise ValueError(f"the name of the rule is {name!r}: it must be one of {list(RULES)}")
+    rule = RULES[name]
+    expected = {"name"} | {field.name for field in fields(rule)}
+    for key in sorted(expected ^ set(saved)):
+        fault = "has no" if key in expected else "has an unknown key"
+        raise ValueError(f"the rule {name!r} {fault} {key!r}")
+    return rule(**{key: value for key, value in saved.items() if key != "name"})
+
+
+def log2(value: float) -> float:
+    """Return log2 of a float32 number >= 0 as its bits show it; -127 for 0.
+
+    Exact for powers of two that are normal numbers, at most 0.087 too small in between: the bits of
+    a float32 number, read as an integer, are its exponent followed by its mantissa.
+
+    Source: Mitchell, "Computer Multiplication and Division Using Binary Logarithms" (1962).
+    """
+    return round_to_float32(round_to_float32(float32_bits(value)) * 2.0**-23 - 127.0)

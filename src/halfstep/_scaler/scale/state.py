@@ -1,0 +1,323 @@
+"""The state of a gradient scaler, in plain Python numbers.
+
+Nothing here needs a tensor or a device. How it goes on is
+:func:`halfstep._scaler.scale.transition.next_state`; the same on a device is
+:class:`halfstep._scaler.scale.device_state.DeviceState`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from halfstep._scaler.checks import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    check_ascending,
+    checked_count,
+    checked_number,
+    checked_scale,
+    round_to_float32,
+)
+from halfstep._scaler.scale.rules import (
+    LARGEST_HEADROOM,
+    Dynamic,
+    Rule,
+    Static,
+    rule_from_dict,
+)
+
+FORMAT_VERSION = 1
+"""Version of what stands under the key ``"halfstep"`` of a state dict."""
+
+# What torch.amp calls the count, and the keys under which it has what is part of a rule here.
+TORCH_TRACKER = "_growth_tracker"
+TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
+TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
+
+COUNTS = {
+    "growth_tracker": 0,
+    "hysteresis_left": 1,
+    "overflows": 0,
+    "skipped_in_a_row": 0,
+    "num_taken": 0,
+    "num_skipped": 0,
+}
+"""The fields that are int32 numbers, with the smallest they can be."""
+
+AVERAGES = {
+    "headroom": (SMALLEST_SCALE, LARGEST_HEADROOM),
+    "log2_mean": (-128.0, 129.0),
+    "log2_var": (0.0, 2.0**16),
+    "log2_weight": (0.0, 2.0),
+}
+"""The fields of ``LogMax``, with more than the range that float32 gradients can give them."""
+
+NO_RUN: dict[str, Any] = {"run_scale": 0.0, "overflows": 0, "resume_scale": 0.0, "held": False}
+
+
+class Reason(StrEnum):
+    """Why a step was skipped.
+
+    Attributes:
+        OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
+        LOSS: The loss was inf or NaN before ``backward``; no scale helps.
+        NON_FINITE: A gradient is inf or NaN, and was so at ``min_scale`` too.
+        NORM: The gradients are finite, but their norm is too large to be believed.
+    """
+
+    OVERFLOW = "overflow"
+    LOSS = "loss"
+    NON_FINITE = "non-finite at any scale"
+    NORM = "norm"
+
+
+@dataclass(frozen=True)
+class ScaleState:
+    """Everything that a gradient scaler remembers from one iteration to the next.
+
+    A *run* is what lies between two steps that are taken, from its first overflow on. In it the
+    scale may be probed: one iteration at ``min_scale`` shows whether any scale would help.
+
+    Attributes:
+        scale: What the loss is multiplied by. Held as a float32 number, as on the device.
+        growth_tracker: Number of steps taken in a row since the scale last changed.
+        min_scale: The scale never goes below it by itself.
+        max_scale: The scale never goes above it by itself.
+        rule: How the scale moves.
+        hysteresis_left: The overflow with this number, counted from now, makes the scale back off.
+        run_scale: The scale at which the run began; 0 when there is none.
+        overflows: Overflows in the run that made the scale back off, since the last probe.
+        resume_scale: The scale to go on with if this iteration, a probe, is taken; 0 if it is none.
+        held: Whether a probe has failed in the run: the scale waits where the run began.
+        skipped_in_a_row: Number of iterations skipped since the last one that was taken.
+        num_taken: Number of iterations whose step was taken.
+        num_skipped: Number of iterations whose step was skipped.
+        headroom: What ``LogMax`` leaves above almost all gradients.
+        log2_mean: Mean of the log2 of the largest gradient magnitude, for ``LogMax``.
+        log2_var: Variance of it.
+        log2_weight: Weight of all steps in the two; 0 before the first.
+
+    Raises:
+        TypeError: A value is not a number of the right kind.
+        ValueError: A value is out of range or does not go with another; the message names it.
+
+    Example:
+        >>> state = ScaleState.first(65536.0, Dynamic())
+        >>> state.min_scale, state.with_scale(0.25).min_scale
+        (1.0, 0.25)
+    """
+
+    scale: float
+    growth_tracker: int
+    min_scale: float
+    max_scale: float
+    rule: Rule
+    hysteresis_left: int = 1
+    run_scale: float = 0.0
+    overflows: int = 0
+    resume_scale: float = 0.0
+    held: bool = False
+    skipped_in_a_row: int = 0
+    num_taken: int = 0
+    num_skipped: int = 0
+    headroom: float = LARGEST_HEADROOM
+    log2_mean: float = 0.0
+    log2_var: float = 0.0
+    log2_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        # Not a change of a frozen value but the end of making it: ints become floats, and the
+        # scale becomes the float32 number that the device will hold.
+        for name, value in self._checked().items():
+            object.__setattr__(self, name, value)
+        check_ascending(min_scale=self.min_scale, scale=self.scale, max_scale=self.max_scale)
+        if self.run_scale:
+            check_ascending(scale=self.scale, run_scale=self.run_scale, max_scale=self.max_scale)
+        if self.resume_scale:
+            # A probe, at the floor.
+            check_ascending(scale=self.scale, min_scale=self.min_scale)
+            check_ascending(
+                min_scale=self.min_scale,
+                resume_scale=self.resume_scale,
+                run_scale=self.run_scale,
+            )
+
+    def _checked(self) -> dict[str, float | int]:
+        if not isinstance(self.rule, Static | Dynamic):
+            raise TypeError(
+                f"rule is {self.rule!r} ({type(self.rule).__name__}): pass Static(), Dynamic() or "
+                "LogMax()"
+            )
+        if not isinstance(self.held, bool):
+            raise TypeError(f"held is {self.held!r} ({type(self.held).__name__}): pass a bool")
+        values: dict[str, float | int] = {}
+        for name in ("scale", "min_scale", "max_scale"):
+            values[name] = checked_scale(name, getattr(self, name))
+        for name in ("run_scale", "resume_scale"):
+            value = getattr(self, name)
+            values[name] = 0.0 if value == 0 else checked_scale(name, value)
+        for name, smallest in COUNTS.items():
+            values[name] = checked_count(name, getattr(self, name), at_least=smallest)
+        for name, (low, high) in AVERAGES.items():
+            number = checked_number(name, getattr(self, name), at_least=low, at_most=high)
+            values[name] = round_to_float32(number)
+        return values
+
+    @classmethod
+    def first(
+        cls,
+        init_scale: float,
+        rule: Rule,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+    ) -> ScaleState:
+        """Return the state that a scaler starts with.
+
+        Args:
+            init_scale: The first scale.
+            rule: How it moves.
+            min_scale: None for ``min(1.0, init_scale)``.
+            max_scale: None for the largest finite float32 number.
+        """
+        scale = checked_scale("init_scale", init_scale)
+        low = floor_under(scale) if min_scale is None else checked_scale("min_scale", min_scale)
+        high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
+        check_ascending(min_scale=low, max_scale=high)
+        check_ascending(min_scale=low, init_scale=scale, max_scale=high)
+        return cls(scale, 0, low, high, rule, hysteresis_left=rule.hysteresis)
+
+    @property
+    def growth_factor(self) -> float:
+        """The growth factor of the rule."""
+        return self.rule.growth_factor
+
+    @property
+    def backoff_factor(self) -> float:
+        """The backoff factor of the rule."""
+        return self.rule.backoff_factor
+
+    @property
+    def growth_interval(self) -> int:
+        """The growth interval of the rule."""
+        return self.rule.growth_interval
+
+    @property
+    def can_amplify(self) -> bool:
+        """Whether unscaling may multiply by more than 1, and so make a finite gradient inf."""
+        return self.min_scale < 1.0
+
+    def with_scale(self, scale: float) -> ScaleState:
+        """Return this state with a scale chosen by the user, inside limits widened to include it.
+
+        A run is over. Under ``LogMax`` the scale holds until the next step that is taken.
+        """
+        scale = checked_scale("scale", scale)
+        return replace(
+            self,
+            scale=scale,
+            min_scale=min(self.min_scale, scale),
+            max_scale=max(self.max_scale, scale),
+            **NO_RUN,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state with the five keys of torch.amp, and the rest under ``"halfstep"``.
+
+        Keys that torch.amp does not know are ignored by its ``load_state_dict``.
+        """
+        ours = {field.name: getattr(self, field.name) for field in fields(self)}
+        theirs = {"scale": ours.pop("scale")}
+        theirs |= {key: getattr(self, key) for key in TORCH_RULE_KEYS}
+        theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
+        rule = {key: value for key, value in self.rule.to_dict().items() if key not in theirs}
+        return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"rule": rule}}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
+        """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
+
+        Args:
+            saved: A state of torch.amp knows the scale, its factors and its interval.
+            first: Gives the rest for it: limits, and the kind and other numbers of the rule.
+                ``Static()`` stays. Left out, they are those of :meth:`first` with ``Dynamic``.
+
+        Raises:
+            ValueError: A key is missing, a value cannot be right, or a newer halfstep wrote it.
+        """
+        missing = [key for key in TORCH_KEYS if key not in saved]
+        if missing:
+            raise ValueError(
+                f"the saved scaler state has no {missing[0]!r} (its keys are {sorted(saved)}): "
+                "pass what the state_dict() of halfstep.GradScaler or torch.amp.GradScaler returned"
+            )
+        ours = dict(saved.get("halfstep") or {})
+        version = ours.pop("version", FORMAT_VERSION)
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"the saved scaler state has 'halfstep' version {version!r}, this halfstep reads "
+                f"version {FORMAT_VERSION}: update halfstep, or delete the key 'halfstep' to load "
+                "the five values that torch.amp knows"
+            )
+        try:
+            return cls._from_parts({key: saved[key] for key in TORCH_KEYS}, ours, first)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the saved scaler state cannot be used: {error}. Correct it in the dict "
+                "(keys: {}), or go on without it to start from init_scale".format(
+                    ", ".join(TORCH_KEYS)
+                )
+            ) from error
+
+    @classmethod
+    def _from_parts(
+        cls, theirs: dict[str, Any], ours: dict[str, Any], first: ScaleState | None
+    ) -> ScaleState:
+        factors = {key: theirs.pop(key) for key in TORCH_RULE_KEYS}
+        tracker = theirs.pop(TORCH_TRACKER)
+        if not ours:
+            alone = cls.first(theirs["scale"], Dynamic(**factors))
+            if first is None:
+                return replace(alone, growth_tracker=tracker)
+            if isinstance(first.rule, Dynamic):
+                first = replace(first, rule=replace(first.rule, **factors))
+            return replace(first.with_scale(alone.scale), growth_tracker=tracker)
+        expected = {field.name for field in fields(cls)} - {"scale", "growth_tracker"}
+        for key in sorted(expected ^ set(ours)):
+            raise ValueError(
+                f"'halfstep' {'has no' if key in expected else 'has an unknown key'} {key!r}"
+            )
+        rule = dict(ours.pop("rule"))
+        if rule.get("name") != Static.name:
+            rule |= factors
+        return cls(growth_tracker=tracker, rule=rule_from_dict(rule), **theirs, **ours)
+
+
+def floor_under(scale: float) -> float:
+    """Return the floor that goes with a scale chosen by the user: ``min(1.0, scale)``.
+
+    At a scale of 1 or more unscaling multiplies by 1 or less, so that what was finite stays finite.
+    Whoever asks for less than 1 gets it, but the scaler does not go below that by itself.
+    """
+    return min(1.0, scale)
+
+
+def reason(
+    state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
+) -> Reason | None:
+    """Return why an iteration is skipped, None if it is not.
+
+    Args:
+        state: The state during the iteration.
+        found_inf: Whether any gradient is inf or NaN.
+        loss_is_finite: Whether the loss is finite, before it is scaled.
+        outlier: Whether the norm of the gradients is too large to be believed.
+    """
+    if not found_inf:
+        return Reason.NORM if outlier else None
+    if not loss_is_finite:
+        return Reason.LOSS
+    no_scale_helps = state.held or state.scale <= state.min_scale
+    return Reason.NON_FINITE if no_scale_helps else Reason.OVERFLOW

@@ -1,0 +1,199 @@
+"""The transition of a scale state on a device, as a table.
+
+Whether nine columns of the row are above their limits says everything about an iteration. With the
+answers read as a binary number, the table says from which slot each column takes its next value.
+So a device needs a dozen small ops and no branch, whatever the rule.
+
+Positive float32 numbers are in the same order when their bits are read as integers; so integers
+are compared throughout.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
+from halfstep._scaler.scale.rules import LARGEST_HEADROOM, LogMax, Rule
+from halfstep._scaler.scale.slots import ROW, SLOT, on_device
+from halfstep._scaler.scale.state import ScaleState
+from halfstep._torch import update_scale_
+
+
+class Answers(NamedTuple):
+    """Which columns of the row are above their limits."""
+
+    found_inf: bool
+    outlier: bool
+    bad_loss: bool
+    scale: bool
+    """Above ``min_scale``."""
+    held: bool
+    resume_scale: bool
+    """The iteration is a probe."""
+    hysteresis_left: bool
+    """An overflow is forgiven."""
+    overflows: bool
+    """With one more overflow a probe is due."""
+    counted: bool
+    """The growth interval is not complete."""
+
+
+STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1} | {
+    "hysteresis_left": -1
+}
+"""What is added to the row to get the next row."""
+
+
+def next_sources(answers: Answers, *, refill: str, probes: bool) -> dict[str, str]:
+    """Return from which slot columns of the row take their next value; the others stay.
+
+    :func:`halfstep._scaler.scale.transition.next_state` in terms of slots.
+
+    Args:
+        answers: What is known of the iteration.
+        refill: As in :class:`halfstep._scaler.scale.rules.Dynamic`.
+        probes: Whether its ``probe_after`` is not None.
+    """
+    ended = dict.fromkeys(("found_inf", "outlier", "bad_loss", "amax"), "0")
+    if not (answers.found_inf or answers.outlier):
+        return ended | _after_step(answers, refill)
+    skipped = ended | {
+        "growth_tracker": "0",
+        "num_skipped": "next num_skipped",
+        "skipped_in_a_row": "next skipped_in_a_row",
+    }
+    if not answers.found_inf or answers.bad_loss:
+        return skipped
+    return skipped | {"run_scale": "run"} | _after_overflow(answers, probes)
+
+
+def _after_overflow(answers: Answers, probes: bool) -> dict[str, str]:
+    if not answers.scale:
+        if not probes:
+            return {}
+        return {"held": "1", "scale": "run", "resume_scale": "0", "overflows": "0"}
+    if answers.hysteresis_left:
+        return {"hysteresis_left": "next hysteresis_left"}
+    if answers.overflows:
+        return {"scale": "min_scale", "resume_scale": "lowered", "overflows": "0"}
+    is_waiting = answers.held and probes
+    return {"overflows": "next overflows"} | ({} if is_waiting else {"scale": "lowered"})
+
+
+def _after_step(answers: Answers, refill: str) -> dict[str, str]:
+    after = dict.fromkeys(("run_scale", "overflows", "resume_scale", "held"), "0")
+    after |= {"num_taken": "next num_taken", "skipped_in_a_row": "0", "headroom": "next headroom"}
+    if refill == "step":
+        after["hysteresis_left"] = "refilled"
+    if answers.resume_scale:
+        return after | {"scale": "resume_scale", "growth_tracker": "0"}
+    if not answers.counted:
+        after["hysteresis_left"] = "refilled"
+    following = {name: f"next {name}" for name in ("log2_mean", "log2_var", "log2_weight")}
+    return after | following | {"scale": "grown", "growth_tracker": "counted"}
+
+
+class Table(NamedTuple):
+    """The transition of some rules, on one device.
+
+    Attributes:
+        sources: int64 ``[2 ** 9, columns]``, the slot of the next value of each column.
+        weights: int32 ``[1, columns]``: summed up over the columns above their limits, they give
+            the row of ``sources``.
+        steps: int32 ``[1, columns]``, what the next row is ahead of the row.
+    """
+
+    sources: Tensor
+    weights: Tensor
+    steps: Tensor
+
+    def choose_(self, slots: Mapping[str, Tensor]) -> None:
+        """Give every column of the row its next value."""
+        answers = slots["row"] > slots["limits"]
+        sources = self.sources.index_select(0, (answers * self.weights).sum(1))
+        slots["row"].copy_(torch.take(slots["bits"], sources))
+
+
+def table_kind(rule: Rule) -> tuple[str, bool]:
+    """Return the arguments of :func:`table` for a rule."""
+    return rule.refill, rule.probe_after is not None
+
+
+@cache
+def table(refill: str, probes: bool, device: torch.device) -> Table:
+    """Return the table of the rules with this ``refill`` that do, or do not, probe."""
+    rows = []
+    for answers in itertools.product((False, True), repeat=len(Answers._fields)):
+        sources = next_sources(Answers(*answers), refill=refill, probes=probes)
+        rows.append([SLOT[sources.get(name, name)] for name in ROW])
+    highest_first = reversed(range(len(Answers._fields)))
+    weight = {name: 2**k for name, k in zip(Answers._fields, highest_first, strict=True)}
+    with torch.inference_mode(False):
+        return Table(
+            on_device(rows, torch.int64, device),
+            on_device([[weight.get(name, 0) for name in ROW]], torch.int32, device),
+            on_device([[STEPS.get(name, 0) for name in ROW]], torch.int32, device),
+        )
+
+
+def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
+    """Fill the slots from which the scale and the counts take their next values.
+
+    Args:
+        slots: What :func:`halfstep._scaler.scale.slots.views` returned for the buffer.
+        state: Gives the rule; and if it has no ``max_scale``, there is none.
+    """
+    slots["grown, counted"].copy_(slots["scale, growth_tracker"])
+    update_scale_(
+        slots["grown"],
+        slots["counted"],
+        slots["found_inf"],
+        state.growth_factor,
+        state.backoff_factor,
+        state.growth_interval,
+    )
+    # After an overflow the kernel has multiplied by the backoff factor.
+    torch.maximum(slots["grown"], slots["min_scale"], out=slots["lowered"])
+    torch.maximum(slots["run_scale"], slots["scale"], out=slots["run"])
+    if state.max_scale < LARGEST_SCALE:
+        too_large = slots["grown"] > slots["max_scale"]
+        torch.where(too_large, slots["scale"], slots["grown"], out=slots["grown"])
+
+
+def logmax_candidates(slots: Mapping[str, Tensor], rule: LogMax) -> None:
+    """Fill the slots from which headroom, statistics and scale take their next values.
+
+    Op by op what :class:`LogMax` does with numbers, each rounded to float32.
+    """
+    headroom, weight = slots["next headroom"], slots["next log2_weight"]
+    torch.maximum(slots["resume_scale"], slots["scale"], out=slots["backed off"])
+    slots["backed off"].div_(slots["run"])
+    torch.mul(slots["headroom"], slots["backed off"], out=headroom)
+    slots["headroom's tracker"].copy_(slots["growth_tracker"])
+    # In a probe, resume_scale is not 0, so that the kernel does not let the headroom grow.
+    args = (slots["headroom's tracker"], slots["resume_scale"], rule.growth_factor, 1.0)
+    update_scale_(headroom, *args, rule.growth_interval)
+    headroom.clamp_(SMALLEST_SCALE, LARGEST_HEADROOM)
+
+    slots["log2s"].copy_(slots["next headroom, amax"]).mul_(2.0**-23).sub_(127.0)
+    torch.mul(slots["log2_weight"], rule.decay, out=weight).add_(1.0 - rule.decay)
+    share = slots["newest"] / weight
+    difference = slots["log2 amax"] - slots["log2_mean"]
+    step = share * difference
+    torch.add(slots["log2_mean"], step, out=slots["next log2_mean"])
+    step.mul_(difference).add_(slots["log2_var"])
+    torch.mul(step, 1.0 - share, out=slots["next log2_var"])
+    seen = slots["amax"] > 0.0
+    torch.where(seen, slots["next statistics"], slots["statistics"], out=slots["next statistics"])
+
+    largest = slots["next log2_var"].sqrt().mul_(rule.sigmas).add_(slots["next log2_mean"])
+    exponent = (slots["log2 headroom"] - largest).floor_().add_(127.0).clamp_(1.0, 254.0)
+    slots["power's bits"].copy_(exponent).mul_(2**23)
+    slots["power"].clamp_(slots["min_scale"], slots["max_scale"])
+    torch.where(weight > 0.0, slots["power"], slots["scale"], out=slots["grown"])

@@ -1,0 +1,135 @@
+"""Steps whose norm is finite but far above the usual: skip them too, if the user asks for it.
+
+Megatron-LM and others skip a step for a huge norm as they do for inf. What is huge is taken from
+the running median here, which a few such steps do not move.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._scaler.checks import checked_count, checked_number
+from halfstep._scaler.scalars import to_float32
+
+
+class NormLimit:
+    """The norms of the last steps of one optimizer, on its device.
+
+    Args:
+        times_median: A norm above this many times the median is an outlier; > 1.
+        window: Number of taken steps that the median looks back.
+
+    Raises:
+        TypeError: A number is not of the right kind.
+        ValueError: A number is out of range.
+
+    Sync: none, but for :meth:`to_list`.
+    """
+
+    def __init__(self, times_median: float, window: int) -> None:
+        self.times_median = checked_number("times_median", times_median)
+        if self.times_median <= 1.0:
+            raise ValueError(f"times_median is {self.times_median}: it must be > 1, such as 10.0")
+        self.window = checked_count("window", window, at_least=2)
+        self._norms: Tensor | None = None
+        self._saved: Sequence[float] = [math.nan] * self.window
+
+    def is_exceeded(self, norm: Tensor) -> Tensor:
+        """Return 1.0 if the norm is an outlier, else 0.0, and remember it if it is none.
+
+        Until half of the window has been seen nothing is an outlier. A norm that is inf or NaN is
+        none either: that is what ``found_inf`` says.
+
+        Args:
+            norm: Norm of the unscaled gradients, a floating scalar on any device.
+        """
+        norm = to_float32(norm.detach())
+        if self._norms is None:
+            self._norms = torch.tensor(self._saved, dtype=torch.float32, device=norm.device)
+        num_seen = self._norms.isfinite().sum()
+        limit = self._norms.nanmedian() * self.times_median
+        exceeded = (norm > limit) & (2 * num_seen >= self.window) & norm.isfinite()
+        # Old ones move up; the place of an outlier is taken by nothing.
+        kept = torch.cat([self._norms[1:], norm.reshape(1)])
+        self._norms.copy_(torch.where(exceeded | ~norm.isfinite(), self._norms, kept))
+        return exceeded.float()
+
+    def to_list(self) -> list[float | None]:
+        """Return the norms, oldest first, None for a free place. Sync: one."""
+        norms = self._saved if self._norms is None else self._norms.tolist()
+        return [None if math.isnan(norm) else norm for norm in norms]
+
+    def load(self, norms: Sequence[Any]) -> None:
+        """Take over what :meth:`to_list` returned.
+
+        Raises:
+            ValueError: It is not a list of ``window`` numbers.
+        """
+        values = [math.nan if norm is None else checked_number("norm", norm) for norm in norms]
+        if len(values) != self.window:
+            raise ValueError(f"{len(values)} norms were saved for a window of {self.window}")
+        self._saved, self._norms = values, None
+
+
+class NormLimits:
+    """The limit of every optimizer, in the order in which they came; none until one is set."""
+
+    def __init__(self) -> None:
+        self._settings: tuple[float, int] | None = None
+        self._limits: list[NormLimit] = []
+        self._position: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._num_seen = 0  # of all optimizers, those that are gone too
+
+    def set(self, times_median: float | None, window: int) -> None:
+        """Set the limit of all optimizers and forget the norms seen; None for no limit.
+
+        Raises:
+            TypeError: A number is not of the right kind.
+            ValueError: A number is out of range.
+        """
+        if times_median is not None:
+            NormLimit(times_median, window)
+        self._settings = None if times_median is None else (times_median, window)
+        self._limits = []
+        self._position.clear()
+        self._num_seen = 0
+
+    def of(self, optimizer: torch.optim.Optimizer) -> NormLimit | None:
+        """Return the limit of an optimizer."""
+        if self._settings is None:
+            return None
+        if optimizer not in self._position:
+            self._position[optimizer] = self._num_seen
+            self._num_seen += 1
+        position = self._position[optimizer]
+        if position == len(self._limits):
+            self._limits.append(NormLimit(*self._settings))
+        return self._limits[position]
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return settings and norms. Sync: one for each optimizer."""
+        if self._settings is None:
+            return None
+        times_median, window = self._settings
+        norms = [limit.to_list() for limit in self._limits]
+        return {"times_median": times_median, "window": window, "norms": norms}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any] | None) -> NormLimits:
+        """Return what :meth:`to_dict` saved. The first optimizer to step gets the first norms."""
+        limits = cls()
+        if saved is not None:
+            limits.set(saved["times_median"], saved["window"])
+            for norms in saved["norms"]:
+                limit = NormLimit(saved["times_median"], saved["window"])
+                limit.load(norms)
+                limits._limits.append(limit)
+        return limits

@@ -1,0 +1,186 @@
+"""The private attributes of torch.amp.GradScaler, which other code reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from halfstep._scaler.engine import Engine
+from halfstep._scaler.steps.iteration import OptimizerRecord, Stage
+from halfstep.errors import CallOrderError
+
+NEVER_CALLED = {
+    "_unscale_grads_": (
+        "float16 gradients need an optimizer that divides by the scale itself "
+        "(_step_supports_amp_scaling); to look at gradients or to change them, override unscale_() "
+        "and call the inherited one"
+    ),
+    "_maybe_opt_step": (
+        "override step() and call the inherited one: outcome(optimizer) says what became of it, "
+        "and process_group= lets several ranks decide together"
+    ),
+}
+"""Methods that PyTorch's scaler calls and ours does not, with what to override instead."""
+
+STAGES = {
+    Stage.SCALED: OptState.READY,
+    Stage.UNSCALED: OptState.UNSCALED,
+    Stage.STEPPED: OptState.STEPPED,
+}
+
+
+def refuse_never_called(cls: type) -> None:
+    """Raise ``TypeError`` if a class, or a base that it mixes in, overrides what nobody calls."""
+    bases = [base for base in cls.__mro__ if base.__module__ != OptState.__module__]
+    for name, cure in NEVER_CALLED.items():
+        if any(name in vars(base) for base in bases):
+            raise TypeError(
+                f"{cls.__name__}.{name}(): torch.amp.GradScaler calls it, halfstep.GradScaler does "
+                f"not. Instead, {cure}"
+            )
+
+
+class OptimizerState(Mapping[str, Any]):
+    """What torch.amp keeps of one optimizer until ``update``, as it is at the moment of asking."""
+
+    def __init__(self, engine: Engine, key: int) -> None:
+        self._engine, self._key = engine, key
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the stage, or whether inf or NaN was found on each device."""
+        record = self._engine.iteration.find(self._key)
+        if name == "stage":
+            is_unscaled = record is not None and record.blocks is not None
+            return OptState.UNSCALED if is_unscaled else STAGES[_stage(record)]
+        if name == "found_inf_per_device":
+            return MappingProxyType({} if record is None else record.found_inf())
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Take what an optimizer found that was given the scaler (``step(grad_scaler=)``)."""
+        record = self._engine.iteration.find(self._key)
+        if name != "found_inf_per_device" or not value or record is None:
+            raise TypeError(
+                f"GradScaler._per_optimizer_states[...][{name!r}] = {value!r}: only an optimizer "
+                "whose step() takes grad_scaler may say what it found. To give an iteration up, "
+                "call scaler.update(new_scale=scaler.get_scale())"
+            )
+        self._engine.report(record, value)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the two names."""
+        return iter(("stage", "found_inf_per_device"))
+
+    def __len__(self) -> int:
+        """Return 2."""
+        return 2
+
+
+class OptimizerStates(dict[int, OptimizerState]):
+    """What torch.amp keeps of each optimizer, by its ``id``: to be read."""
+
+    def __init__(self, engine: Engine) -> None:
+        keys = [id(record.optimizer) for record in engine.iteration.records()]
+        super().__init__({key: OptimizerState(engine, key) for key in keys})
+        self._engine = engine
+
+    def __missing__(self, key: int) -> OptimizerState:
+        """Return the state of an optimizer that nothing has been done for."""
+        return OptimizerState(self._engine, key)
+
+    def clear(self) -> None:
+        """Do nothing if there is nothing."""
+        if self:
+            _refuse()
+
+    def _refuse(self, *args: object) -> NoReturn:
+        _refuse()
+
+    __setitem__ = __delitem__ = pop = popitem = update = setdefault = _refuse
+
+
+def _stage(record: OptimizerRecord | None) -> Stage:
+    return Stage.SCALED if record is None else record.stage
+
+
+def _refuse(*args: object) -> NoReturn:
+    raise TypeError(
+        "GradScaler._per_optimizer_states can only be read. To give an iteration up, call "
+        "scaler.update(new_scale=scaler.get_scale())"
+    )
+
+
+def _scale(scaler: Any) -> Tensor | None:
+    on_device = scaler._engine.scales[None].on_device
+    return None if on_device is None else on_device.scale
+
+
+def _set_scale(scaler: Any, value: Any) -> None:
+    if value is None:
+        raise TypeError("GradScaler._scale = None: make a new GradScaler to begin anew")
+    is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
+    new_scale = value.item() if is_here else value
+    engine = scaler._engine
+    engine.set_scale(engine.scales[None], new_scale, iteration_ends=False)
+
+
+def _growth_tracker(scaler: Any) -> Tensor | None:
+    on_device = scaler._engine.scales[None].on_device
+    return None if on_device is None else on_device.growth_tracker
+
+
+def _set_growth_tracker(scaler: Any, value: Any) -> None:
+    scaler.load_state_dict(scaler.state_dict() | {"_growth_tracker": int(value)})
+
+
+def _set_init_scale(scaler: Any, value: Any) -> None:
+    if scaler._engine.scales.device_type() is not None:
+        raise CallOrderError(
+            f"GradScaler._init_scale = {value!r}: a loss has been scaled already. Call "
+            "scaler.update(new_scale=...)"
+        )
+    scaler._engine.scales.set_first(value)
+
+
+def _set_enabled(scaler: Any, value: Any) -> None:
+    if value and not scaler.is_enabled():
+        raise TypeError(
+            "GradScaler._enabled = True: one that is switched off has no scale. Make a new "
+            "GradScaler()"
+        )
+    if not value and scaler.is_enabled():
+        scaler.update(1.0)  # what is left of gradients goes on without a scale
+        scaler._engine.unused.use()
+        scaler._switch_off()
+
+
+class TorchAttributes:
+    """Reads what is true of ours, and does what is meant where it is written to."""
+
+    _enabled = property(lambda scaler: scaler.is_enabled(), _set_enabled)
+    _scale = property(_scale, _set_scale)
+    _growth_tracker = property(_growth_tracker, _set_growth_tracker)
+    _init_scale = property(lambda scaler: scaler._engine.scales.first.scale, _set_init_scale)
+    _init_growth_tracker = property(
+        lambda scaler: scaler._engine.scales[None].host.growth_tracker, _set_growth_tracker
+    )
+    _growth_factor = property(
+        lambda scaler: scaler.get_growth_factor(),
+        lambda scaler, value: scaler.set_growth_factor(value),
+    )
+    _backoff_factor = property(
+        lambda scaler: scaler.get_backoff_factor(),
+        lambda scaler, value: scaler.set_backoff_factor(value),
+    )
+    _growth_interval = property(
+        lambda scaler: scaler.get_growth_interval(),
+        lambda scaler, value: scaler.set_growth_interval(value),
+    )
+    _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _refuse)
+
+    def _get_growth_tracker(self: Any) -> int:
+        return int(self._engine.scales[None].read().growth_tracker)

@@ -1,0 +1,5 @@
+"""Running a model as if in a lower precision, on a machine that need not have it."""
+
+from halfstep._simulate.simulate import simulate
+
+__all__ = ["simulate"]

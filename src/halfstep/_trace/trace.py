@@ -1,0 +1,134 @@
+"""The context manager that records what runs in its block."""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import _torch
+from halfstep._autocast.kernels import observed_by
+from halfstep._common.force_eager import eager
+from halfstep._trace.recording import Recording
+from halfstep._trace.rows import Row
+from halfstep._trace.tracer import Tracer
+from halfstep.errors import CallOrderError
+
+_EAGER = "compiled code ran eager for the trace: no op of it can be seen when it runs compiled"
+
+
+class trace(Recording):
+    """Record every op of a block: its module, dtypes, rule, casts and time.
+
+    Autocast may be entered inside the block or around it, or not at all. Results and random numbers
+    are those without a trace, bit for bit; every op takes longer. One trace runs at a time in a
+    process. What a row is, what is not seen, and the findings: docs/trace.md.
+
+    Args:
+        model: The model, whose names the rows give.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        CallOrderError: A trace is running already, this one has run before, or it is left in
+            another thread than it was entered in.
+
+    Sync: none in the block; the methods wait for the ops on CUDA.
+
+    Example:
+        >>> import halfstep
+        >>> model, x = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1)), torch.ones(2, 8)
+        >>> with trace(model) as t, halfstep.autocast("cpu", torch.bfloat16):
+        ...     y = model(x)
+        >>> for row in t.rows():
+        ...     print(row["module"], row["op"], row["compute_dtype"], row["rule"])
+        0 addmm bfloat16 linear:lower
+        1 _softmax float32 softmax:fp32-dtype
+        >>> [cast["bytes"] for cast in t.rows()[1]["casts"]]  # 2 x 4 elements, 2 and 4 bytes each
+        [48]
+        >>> t
+        <trace: 2 ops, policy standard>
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names tell "
+                "where an op belongs"
+            )
+        super().__init__((), {})
+        self._is_compiled = any(map(_torch.is_compiled, model.modules()))
+        self._model: nn.Module | None = model
+        self._tracer: Tracer | None = None
+        self._stack, self._thread = ExitStack(), threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self._model is None:
+            raise CallOrderError(
+                "this trace has run; make another: with halfstep.trace(model) as t"
+            )
+        tracer = Tracer(self._model)
+        with ExitStack() as stack:
+            stack.enter_context(observed_by(tracer.observe))
+            stack.enter_context(tracer.modules.watched())
+            stack.enter_context(eager(has_global_hooks=self._is_compiled))
+            stack.enter_context(tracer)
+            self._stack = stack.pop_all()
+        self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            raise CallOrderError(
+                "a trace is left in a thread that did not enter it, and runs on; leave it in the "
+                "thread that it was entered in"
+            )
+        self._stack.close()
+        self._read()
+        self._tracer = None  # and with it the model
+
+    @property
+    def ops(self) -> tuple[Row, ...]:
+        """The ops, each with the tensors it read and wrote as plain data."""
+        self._read()
+        return self._ops
+
+    def _read(self) -> None:
+        if self._tracer is not None:
+            self._ops = self._tracer.rows()
+            policies = list(self._tracer.policies)
+            self.environment = _environment(self._ops, policies)
+            self.notes = tuple(self._notes(policies, self._tracer.modules.have_run))
+
+    def _notes(self, policies: list[str], model_has_run: bool) -> Iterator[str]:
+        if self._is_compiled:
+            yield _EAGER
+        if self._ops and not model_has_run:
+            yield "no module of the model ran: is it the one that was called?"
+        if len(policies) > 1:
+            others = " and ".join(policies[1:])
+            yield f"other policies decided too ({others}): casts() goes on from the first"
+
+
+def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
+    devices = dict.fromkeys(row.device for row in ops)
+    names = {"cpu": platform.machine()}
+    if "cuda" in devices:
+        names["cuda"] = torch.cuda.get_device_name()
+    found = {
+        "halfstep": halfstep.__version__,
+        "torch": torch.__version__,
+        "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
+    }
+    return found | ({"policy": policies[0]} if policies else {})

@@ -1,0 +1,166 @@
+"""A model in lower precision beside the same model in float32, on one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfstep._autocast import Policy
+from halfstep._common.numbers import power, things
+from halfstep._trace.table import aligned
+from halfstep._tune.passes import Comparison, Lowering, bench_for, compare, reference_of
+from halfstep._tune.row import Row, origins
+from halfstep._tune.task import LossFn, Task
+from halfstep._tune.words import HEAD, OUTSIDE, cells, short
+
+MOST_PASSING = 12
+"""So many of the modules that have passed are printed."""
+
+
+def self_check(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    dtype: torch.dtype = torch.float16,
+    policy: Policy | str | None = None,
+    tolerance: float | None = None,
+) -> SelfCheck:
+    """Run a model forward and backward in float32 and in lower precision, and compare.
+
+    Module by module: what it returns, the gradients of that, and the gradients of its parameters.
+    Errors are relative, norm by norm. Both passes start from the same weights, buffers and random
+    numbers (a fixed seed), and afterwards these, and all gradients, are what they were, bit for
+    bit. In float16 the loss is scaled, as in training. How tolerances are chosen, and what a
+    failure says, is in docs/tune.md.
+
+    Args:
+        model: Its parameters are float32. Training or evaluation mode stays as it is.
+        batch: Without ``loss_fn``, what the model is called with: a tensor, a tuple of arguments,
+            or a dictionary of keyword arguments. With it, anything that it takes.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. None: the
+            ``loss`` that the output has; else the output, if it is one number; else the mean of
+            the squares of its floating-point tensors.
+        dtype: The lower precision, float16 or bfloat16.
+        policy: Which op runs in which dtype: a :class:`halfstep.Policy`, or its text; None for
+            ``"standard"``.
+        tolerance: The largest relative error that any module may have. None for tolerances that
+            follow from the dtype and the number of ops in a row.
+
+    Raises:
+        TypeError: An argument, or the loss, is of the wrong kind.
+        ValueError: ``dtype`` is no lower precision, a parameter is not float32, or the loss is not
+            one number.
+
+    Sync: many.
+
+    Example:
+        >>> class Doubles(nn.Module):
+        ...     def forward(self, x):
+        ...         return x.exp2() / 2**20
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Hardtanh(17, 18), Doubles())
+        >>> check = self_check(model, torch.randn(8, 4), policy="standard; exp2:leave")
+        >>> check.passed, check.origins
+        (False, ('2',))
+    """
+    task = Task(model, loss_fn)
+    lowering = lowering_of("self_check", dtype, policy or "standard", "tolerance", tolerance)
+    with bench_for(task, batch, lowering) as bench:
+        return SelfCheck.of(compare(bench, reference_of(bench)), lowering)
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What :func:`self_check` found; ``str()`` of it is a table.
+
+    Attributes:
+        rows: One for each module that ran, the worst first: where a failure begins, then by how
+            far errors are from what they may be.
+        origins: The names of the modules where failures begin: what goes in is within tolerance,
+            and what comes out is not. ``""`` is the model's own ``forward``, or the loss. Empty
+            too if no single module is to blame: errors grow little by little.
+        dtype: The lower precision.
+        scale: What the loss was multiplied by.
+        loss: The loss.
+        loss32: The loss in float32.
+    """
+
+    rows: tuple[Row, ...]
+    origins: tuple[str, ...]
+    dtype: torch.dtype
+    scale: float
+    loss: float
+    loss32: float
+
+    @classmethod
+    def of(cls, comparison: Comparison, lowering: Lowering) -> SelfCheck:
+        """Judge a comparison."""
+        begin = origins(comparison.rows)
+        if not comparison.is_loss_good and not begin:
+            begin = [""]
+        rows = sorted(comparison.rows, key=lambda row: (row.module not in begin, -row.severity))
+        return cls(
+            tuple(rows),
+            tuple(begin),
+            lowering.dtype,
+            comparison.scale,
+            comparison.loss,
+            comparison.loss32,
+        )
+
+    @property
+    def passed(self) -> bool:
+        """Whether all modules are within tolerance, and the loss is finite, in float32 too."""
+        is_loss_good = math.isfinite(self.loss) and math.isfinite(self.loss32)
+        return is_loss_good and all(row.passed for row in self.rows)
+
+    def __str__(self) -> str:
+        failed = [r for r in self.rows if not r.passed or r.module in self.origins]
+        passed = [row for row in self.rows if row not in failed]
+        lines = [HEAD, *(cells(row, self.origins) for row in failed + passed[:MOST_PASSING])]
+        left = passed[MOST_PASSING:]
+        rest = [f"and {things(len(left), 'module')} that passed, with less"] if left else []
+        return "\n".join([*self._summary(failed), "", *aligned(lines, right=()), *rest])
+
+    def _summary(self, failed: Sequence[Row]) -> list[str]:
+        name, num = short(self.dtype), things(len(self.rows), "module")
+        scaled = f" (scaled by {power(self.scale)})" if self.scale != 1 else ""
+        losses = f"loss {self.loss:.6g} in {name}{scaled}, {self.loss32:.6g} in fp32"
+        if not any(row.output_gradient.size or row.parameters.size for row in self.rows):
+            losses += "; nothing requires a gradient, so there are none to compare"
+        if self.passed:
+            return [f"passed: {num} in {name} agree with fp32; {losses}"]
+        begin = ", ".join(origin or OUTSIDE for origin in self.origins) or "no single module"
+        bad = (
+            f"{len(failed)} of {num} in {name} differ too much from fp32" if failed else "the loss"
+        )
+        return [f"FAILED: {bad}; it begins in {begin}; {losses}"]
+
+    def __repr__(self) -> str:
+        return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {len(self.rows)} modules>"
+
+
+def lowering_of(
+    asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
+) -> Lowering:
+    """Check what a user asks for.
+
+    Raises:
+        ValueError: The dtype is no lower precision, the error not above 0, the policy not one.
+        TypeError: One of them is of the wrong kind.
+    """
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{asker}: dtype is torch.float16 or torch.bfloat16, got {dtype!r}")
+    if error is not None:
+        if isinstance(error, bool) or not isinstance(error, (int, float)):
+            raise TypeError(f"{asker}: {name} is a number such as 0.01, or None, got {error!r}")
+        if not 0 < error < float("inf"):
+            raise ValueError(f"{asker}: {name} is above 0 and finite, such as 0.01, got {error}")
+    if not isinstance(policy, (str, Policy)):
+        raise TypeError(f"{asker}: policy is a Policy or its text, got {policy!r}")
+    return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)

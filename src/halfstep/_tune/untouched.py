@@ -1,0 +1,104 @@
+"""Running a model so that nothing of it is changed afterwards."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._autocast.casts import tensors_in
+from halfstep._common.random_states import RandomStates, accelerators
+
+SEED = 0
+"""What every random number generator starts from in each pass."""
+
+
+class Untouched:
+    """A block after which a model, other tensors and the random numbers are what they were.
+
+    Of the model: parameters, buffers, gradients, and its own and its modules' attributes (what is
+    inside of lists and dictionaries among these is not looked at). :meth:`reset` brings all of it
+    back within the block, without gradients, for another pass that is to see the same.
+
+    Args:
+        model: The model.
+        others: Tensors that the model may write to: those of the batch.
+        devices: The device types whose random numbers are kept, besides the CPU's.
+    """
+
+    def __init__(self, model: nn.Module, others: Iterable[Tensor], devices: set[str]) -> None:
+        modules = list(model.modules())
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in modules:
+            held = vars(module)
+            inner = (held["_parameters"], held["_buffers"], held["_modules"])
+            self._attributes += [(each, dict(each)) for each in (held, *inner)]
+        found = [*tensors_in(each for each, _ in self._attributes), *others]
+        distinct = {id(tensor): tensor for tensor in found}.values()
+        self._values = [_Value(tensor) for tensor in distinct]
+        self._gradients = [(tensor, tensor.grad) for tensor in distinct if tensor.is_leaf]
+        self._devices = sorted(devices - {"cpu"})
+
+    def reset(self) -> None:
+        """Bring everything back to the beginning, gradients to None and random numbers to a seed.
+
+        Sync: one for each tensor.
+        """
+        self._restore()
+        for tensor, _ in self._gradients:
+            tensor.grad = None
+        torch.default_generator.manual_seed(SEED)
+        for device in self._devices:
+            torch.get_device_module(device).manual_seed_all(SEED)
+        random.seed(SEED)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(SEED)
+
+    @torch.no_grad()
+    def _restore(self) -> None:
+        for held, before in self._attributes:
+            if list(held) != list(before) or any(held[key] is not before[key] for key in held):
+                held.clear()
+                held.update(before)
+        for value in self._values:
+            value.restore()
+
+    def __enter__(self) -> Self:
+        self._random = RandomStates(accelerators())
+        self.reset()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
+        self._random.restore()
+
+
+class _Value:
+    """What a tensor holds."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._before = tensor, tensor.detach().clone()
+        self._version = _version(tensor)
+
+    def restore(self) -> None:
+        # A tensor that was not written to is not written to here: others may count its versions.
+        same_version = _version(self._tensor) == self._version
+        if not (same_version and torch.equal(self._tensor.detach(), self._before)):
+            self._tensor.detach().copy_(self._before)
+            self._version = _version(self._tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,104 @@
+"""Watching: read what is new, show it, wait, until the run has ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Protocol, Self, TextIO
+
+from halfstep._record.following import Follower, Update
+from halfstep._record.lines import RUNS, newest_in
+from halfstep._watch import words
+from halfstep._watch.lines import end_line, heading, lines
+from halfstep._watch.state import Watched, watched
+
+REFRESH_SECONDS = 0.5
+"""Where ``halfstep run`` puts its records."""
+
+
+class View(Protocol):
+    """Shows a run: a context manager that leaves what is to stay on the screen."""
+
+    def show(self, watched: Watched, update: Update) -> None:
+        """Show how it stands."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def watch(path: Path | None, view: View, say: TextIO) -> None:
+    """Show a run until it has ended, or Ctrl-C is pressed.
+
+    Args:
+        path: Its folder, which need not exist yet; the newest record when None.
+        view: Shows it.
+        say: Where to say that it is waited for.
+
+    Raises:
+        RecordError: What is there is no record.
+    """
+    try:
+        follower, update = _wait_for_record(path, say)
+        with view:
+            known = watched(None, update)
+            view.show(known, update)
+            while not known.run.has_ended:
+                time.sleep(REFRESH_SECONDS)
+                new = follower.read()
+                if new is not None:
+                    known = watched(known, new)
+                    view.show(known, new)
+    except KeyboardInterrupt:  # how one stops looking: no error
+        pass
+
+
+def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
+    has_said = False
+    while True:
+        folder = path or newest_in(RUNS)
+        if folder is not None:
+            follower = Follower(folder)
+            update = follower.read()
+            if update is not None:
+                return follower, update
+        if not has_said:
+            text = f"waiting for {words.missing(path)} ... {words.how_to_start(path)}"
+            print(text, file=say, flush=True)
+            has_said = True
+        time.sleep(REFRESH_SECONDS)
+
+
+class Lines:
+    """Prints what is new as plain lines.
+
+    Args:
+        every: As in :func:`halfstep._watch.lines.lines`.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._last: Watched | None = None
+        self._has_said_silent = False
+
+    def show(self, watched: Watched, update: Update) -> None:
+        """Print what is new."""
+        self._last = watched
+        if update.is_anew:
+            print(heading(watched))
+        for line in lines(watched, update, self._every):
+            print(line)
+        is_silent = watched.silent_for(time.time()) is not None
+        if is_silent and not self._has_said_silent:
+            print(words.state(watched, time.time()))
+        self._has_said_silent = is_silent
+        sys.stdout.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Print how it stands, unless nobody reads it any more."""
+        if self._last is not None and not isinstance(exception[1], BrokenPipeError):
+            print(end_line(self._last, time.time()), flush=True)

@@ -1,0 +1,235 @@
+"""The page in the terminal: a picture of what is known of a run, for rich to print."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, OverflowMethod, RenderResult
+from rich.text import Text
+
+from halfstep._common.numbers import number, percent, power
+from halfstep._common.text import printable
+from halfstep._record.run import Kind
+from halfstep._watch import words
+from halfstep._watch.state import Watched, Worst
+from halfstep._watch.trail import ASCII_BLOCKS, BLOCKS, MARK, Trail, sparkline
+
+MOST_SKIPS = 5
+MOST_LAYERS = 12
+MOST_NOTES = 3
+SKIP = "x"
+LABEL, VALUE, RANGE = 6, 10, 22
+KINDS: Mapping[Kind, str] = {
+    "parameter": "parameter",
+    "parameter_gradient": "gradient",
+    "output": "output",
+    "output_gradient": "output gradient",
+}
+GAP, SHORTEST_NAME = 2, 12
+WIDE = 80
+"""From so many columns on, the curves say from where to where they go."""
+
+
+class Signs(NamedTuple):
+    """What the page is drawn with."""
+
+    blocks: str
+    dot: str
+    arrow: str
+    overflow: OverflowMethod
+
+
+UNICODE = Signs(BLOCKS, " · ", "→", "ellipsis")
+ASCII = Signs(ASCII_BLOCKS, " - ", "->", "crop")
+
+
+class Page:
+    """What is known of a run, as wide as the console is, and on a screen no higher.
+
+    Args:
+        watched: What is known.
+        now: Seconds since the epoch.
+        height: Lines that there are; None where any number will do.
+    """
+
+    def __init__(self, watched: Watched, now: float, height: int | None = None) -> None:
+        self._watched = watched
+        self._now = now
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the parts."""
+        width, signs = options.max_width, ASCII if options.ascii_only else UNICODE
+        top = [*_heading(self._watched, self._now, width, signs), Text()]
+        top += _curves(self._watched, width, signs)
+        left = None if self._height is None else self._height - len(top)
+        for line in [*top, *_below(self._watched, width, left, signs)]:
+            line.no_wrap, line.overflow = True, signs.overflow
+            yield line
+
+
+def _heading(watched: Watched, now: float, width: int, signs: Signs) -> list[Text]:
+    state = words.state(watched, now)
+    is_bad = watched.run.error is not None
+    colour = "red" if is_bad else "yellow" if state.startswith("silent") else "green"
+    name = Text(printable(os.fspath(watched.run.path)), "bold")
+    # The path gives way, so that how it stands is seen; to a long error not all of it.
+    word, _, _ = state.partition(" ")
+    shortest = min(SHORTEST_NAME, width - GAP - cell_len(word) - 1)
+    room = max(shortest, width - GAP - cell_len(state))
+    name.truncate(max(room, 1), overflow=signs.overflow)
+    return [
+        _line(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
+        _line(signs.dot.join(words.how_far(watched))),
+        _line((signs.dot.join(words.what_runs(watched)), "dim")),
+        _line((signs.dot.join(words.where_it_runs(watched)), "dim")),
+    ]
+
+
+def _line(*parts: str | Text | tuple[str, str]) -> Text:
+    return Text.assemble(*parts)
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def _curves(watched: Watched, width: int, signs: Signs) -> list[Text]:
+    room = max(width - LABEL - VALUE - 2 - (RANGE if width >= WIDE else 0), 1)
+    last = watched.last
+    lines = []
+    for label, trail, value, text, missing in (
+        ("loss", watched.loss, last.loss if last else None, number, "not seen"),
+        ("scale", watched.scale, last.scale_after if last else None, power, "no scaler"),
+        ("norm", watched.norm, last.norm if last else None, number, "not measured"),
+    ):
+        columns = trail.columns(room)
+        is_missing = last is not None and all(column is None for column in columns)
+        drawn = missing if is_missing else sparkline(columns, signs.blocks)
+        line = _line(f"{label:<{LABEL}}{text(value):>{VALUE}}  ")
+        line.append(f"{drawn:<{room}}", "dim" if is_missing else "cyan")
+        line.highlight_regex(f"{MARK}+", "bold red")
+        if width >= WIDE:
+            line.append(f"  {_range(trail, text)}", "dim")
+        lines.append(line)
+    marks = "".join(" " if column is None else SKIP for column in watched.skipped.columns(room))
+    label = f"{'skips':<{LABEL}}{watched.num_skipped:>{VALUE},}  "
+    return [*lines, _line(label, (marks, "yellow"))]
+
+
+def _range(trail: Trail, text: Callable[[float | None], str]) -> str:
+    return "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _below(watched: Watched, width: int, height: int | None, signs: Signs) -> list[Text]:
+    """Return what is wrong, skips, layers and notes that fit: layers give way first, then skips."""
+    left = 10**6 if height is None else height
+    diagnosed = watched.diagnosed if left > 0 else None
+    left -= diagnosed is not None
+    notes = min(len(watched.notes), MOST_NOTES, max(0, left // 4))
+    left -= notes + 2 if notes else 0
+    skips = min(len(watched.skips), MOST_SKIPS, max(0, left // 2 - 3))
+    left -= skips + 3 if skips else 0
+    worst = watched.worst()
+    layers = min(len(worst), MOST_LAYERS, max(0, left - 3))
+    lines: list[Text] = []
+    if diagnosed is not None:
+        what = words.what_is_wrong(diagnosed)
+        lines.append(_line((f"step {diagnosed.step:,} went bad: {what}", "red")))
+    if skips:
+        lines += [Text(), *_skips(watched, skips, width, signs)]
+    if layers:
+        lines += [Text(), *_layers(watched, worst[:layers], width, signs)]
+    if notes:
+        lines += [Text(), _line(("notes", "bold")), *_notes(watched, notes)]
+    return lines
+
+
+def _skips(watched: Watched, num: int, width: int, signs: Signs) -> list[Text]:
+    share = percent(watched.num_skipped / watched.num_steps)
+    title = f"{watched.num_skipped:,} of {watched.num_steps:,} steps were skipped ({share})"
+    rows = [
+        [
+            Text(f"{step.step:,}", justify="right"),
+            Text(words.why_skipped(step)),
+            Text(f"{power(step.scale)} {signs.arrow} {power(step.scale_after)}"),
+            Text(printable(watched.began_in.get(step.step, "-"))),
+        ]
+        for step in reversed(list(watched.skips)[-num:])
+    ]
+    titles = ("step", "reason", "scale", "began in")
+    return [_line((title, "bold")), *_table(titles, rows, width, 3, signs)]
+
+
+def _layers(watched: Watched, worst: list[Worst], width: int, signs: Signs) -> list[Text]:
+    assert watched.sample is not None
+    title = f"worst layers in step {watched.sample.step:,} (headroom in bits)"
+    titles = ["layer", "", "headroom", "underflow"]
+    rows = [_layer(each) for each in worst]
+    if any(each.num_non_finite for each in worst):
+        titles.append("NaN, inf")
+        for row, each in zip(rows, worst, strict=True):
+            colour = "red" if each.num_non_finite else ""
+            row.append(Text(f"{each.num_non_finite:,}", colour, justify="right"))
+    return [_line((title, "bold")), *_table(titles, rows, width, 0, signs)]
+
+
+def _layer(each: Worst) -> list[Text]:
+    headroom, lost = each.judged.headroom, each.judged.share_lost
+    return [
+        Text(printable(each.measured.name)),
+        Text(KINDS[each.measured.kind], "dim"),
+        Text(
+            "-" if headroom is None else f"{headroom:.1f}",
+            _colour(headroom, bad=1.0, poor=3.0),
+            justify="right",
+        ),
+        Text(percent(lost), _colour(-lost, bad=-0.1, poor=-0.01), justify="right"),
+    ]
+
+
+def _colour(value: float | None, bad: float, poor: float) -> str:
+    if value is None:
+        return ""
+    return "red" if value < bad else "yellow" if value < poor else ""
+
+
+def _notes(watched: Watched, num: int) -> list[Text]:
+    return [
+        _line(f"step {note.step:,}: {printable(note.text)}") for note in list(watched.notes)[-num:]
+    ]
+
+
+def _table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[Text]],
+    width: int,
+    gives_way: int,
+    signs: Signs,
+) -> list[Text]:
+    """Lay out cells in columns, of which one is cut where the width is too small for all."""
+    head = [
+        Text(title, "dim", justify=cell.justify)
+        for title, cell in zip(titles, rows[0], strict=True)
+    ]
+    lines = [head, *rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+    too_wide = sum(widths) + GAP * (len(widths) - 1) - width
+    widths[gives_way] -= min(max(0, too_wide), max(0, widths[gives_way] - SHORTEST_NAME))
+    return [_row(cells, widths, signs) for cells in lines]
+
+
+def _row(cells: Sequence[Text], widths: Sequence[int], signs: Signs) -> Text:
+    line = _line()
+    for cell, width in zip(cells, widths, strict=True):
+        padded = cell.copy()
+        padded.truncate(width, overflow=signs.overflow)
+        padded.align("right" if cell.justify == "right" else "left", width)
+        line.append_text(padded).append(" " * GAP)
+    line.rstrip()
+    return line

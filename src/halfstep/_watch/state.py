@@ -1,0 +1,160 @@
+"""What the page shows: everything that has been read of a record, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from halfstep._record.following import Update
+from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
+from halfstep._report.layers import Judged, judge, lower_at
+from halfstep._report.summarizing import policies_of
+from halfstep._watch.trail import Trail
+
+KEPT = 50
+"""How many of the last steps, skips and notes are kept."""
+
+SILENT_SECONDS = 30.0
+SILENT_STEPS = 10
+"""A run is silent after so many seconds without an event, or so many steps if these take longer."""
+
+
+class Worst(NamedTuple):
+    """A tensor of the latest sample, and how it does in its format."""
+
+    measured: Measured
+    judged: Judged
+
+    @property
+    def num_non_finite(self) -> int:
+        """How many entries are NaN or inf."""
+        return self.measured.nan + self.measured.inf
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """What the worst come first by.
+
+        NaN and inf; then how close it is to one of the ends of its format: the share of entries
+        that underflow, or amax as a share of the largest value.
+        """
+        headroom = self.judged.headroom
+        used = 0.0 if headroom is None else 2.0**-headroom
+        return self.num_non_finite > 0, max(used, self.judged.share_lost)
+
+
+@dataclass
+class Watched:
+    """What is known of a run so far.
+
+    Attributes:
+        run: The run as it is now; of its steps, samples, culprits, diagnoses and notes only the
+            newest.
+        written: When a rank wrote last, in seconds since the epoch.
+        num_steps: How many steps the optimizers have made.
+        num_skipped: How many of them were skipped.
+        recent: The last steps.
+        skips: The last of those that were skipped.
+        began_in: By step, where the last skips began, as far as it is known.
+        diagnosed: The latest diagnosis.
+        sample: The latest.
+        notes: The last ones.
+        loss: Of all steps.
+        scale: Of all steps.
+        norm: Of all steps; without those of skipped steps that are inf or NaN, which is why they
+            were skipped.
+        skipped: 1 for each step that was skipped.
+    """
+
+    run: Run
+    written: float
+    num_steps: int = 0
+    num_skipped: int = 0
+    recent: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
+    skips: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
+    began_in: dict[int, str] = field(default_factory=dict)
+    diagnosed: Diagnosed | None = None
+    sample: Sample | None = None
+    notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT))
+    loss: Trail = field(default_factory=Trail)
+    scale: Trail = field(default_factory=Trail)
+    norm: Trail = field(default_factory=Trail)
+    skipped: Trail = field(default_factory=Trail)
+
+    def add(self, update: Update) -> None:
+        """Add what is new."""
+        self.run, self.written = update.new, update.written
+        for step in update.new.steps:
+            self._add_step(step)
+        for culprits in update.new.culprits:
+            if culprits.began_in is not None:
+                on_rank = f" on rank {culprits.rank}" if len(self.run.ranks) > 1 else ""
+                self.began_in[culprits.step] = f"{culprits.began_in}{on_rank}"
+        while len(self.began_in) > KEPT:
+            del self.began_in[min(self.began_in)]
+        if update.new.diagnoses:
+            self.diagnosed = update.new.diagnoses[-1]
+        self.notes.extend(update.new.notes)
+        if update.new.samples:
+            self.sample = update.new.samples[-1]
+
+    def _add_step(self, step: Step) -> None:
+        self.num_steps += 1
+        self.recent.append(step)
+        self.loss.add(step.loss)
+        self.scale.add(step.scale)
+        is_why = not step.taken and step.norm is not None and not math.isfinite(step.norm)
+        self.norm.add(None if is_why else step.norm)
+        self.skipped.add(None if step.taken else 1.0)
+        if not step.taken:
+            self.num_skipped += 1
+            self.skips.append(step)
+
+    @property
+    def last(self) -> Step | None:
+        """The last step."""
+        return self.recent[-1] if self.recent else None
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start to the last thing that was recorded."""
+        return self.recent[-1].time if self.recent else 0.0
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean of the last iterations; None with fewer than two."""
+        if not self.recent:
+            return None
+        first, last = self.recent[0], self.recent[-1]
+        num = last.step - first.step
+        return (last.time - first.time) / num if num else None
+
+    def silent_for(self, now: float) -> float | None:
+        """Return for how many seconds nothing has come; None while that is normal.
+
+        Args:
+            now: Seconds since the epoch.
+        """
+        seconds = now - self.written
+        patience = max(SILENT_SECONDS, SILENT_STEPS * (self.seconds_per_step or 0.0))
+        return seconds if seconds > patience and not self.run.has_ended else None
+
+    def worst(self) -> list[Worst]:
+        """Return the tensors of the latest sample, the worst first."""
+        if self.sample is None:
+            return []
+        lower, is_in_force = lower_at(policies_of(self.run), self.sample.step)
+        found = [
+            Worst(measured, judge(measured, lower, is_in_force=is_in_force))
+            for measured in self.sample.tensors
+        ]
+        return sorted(found, key=lambda worst: worst.badness, reverse=True)
+
+
+def watched(before: Watched | None, update: Update) -> Watched:
+    """Return what is known after an update; what was known before is changed."""
+    if before is None or update.is_anew:
+        before = Watched(update.new, update.written)
+    before.add(update)
+    return before

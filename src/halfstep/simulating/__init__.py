@@ -1,5 +1,0 @@
-"""Running a model as if in a lower precision, on a machine that need not have it."""
-
-from halfstep.simulating.simulate import simulate
-
-__all__ = ["simulate"]

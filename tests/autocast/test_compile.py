@@ -1,0 +1,379 @@
+"""Inside and around torch.compile, with the eager result as the reference."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from halfstep import _torch
+from halfstep._autocast import (
+    Policy,
+    Rule,
+    autocast,
+    custom_bwd,
+    custom_fwd,
+    guards,
+    kernels,
+    preset,
+    scopes,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
+GLOBAL_CONTEXT = autocast("cpu", FP16)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    assert scopes.current().outer is None
+    assert scopes._nesting() == 0
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def body(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    hidden = F.linear(x, weight)
+    return hidden, F.softmax(hidden, -1)
+
+
+def agree(
+    function: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    weight: Tensor,
+    backend: str,
+    *,
+    fullgraph: bool = True,
+) -> None:
+    """Compiled and eager: the same dtypes and values, forward and backward."""
+
+    def run(function: Callable[..., tuple[Tensor, ...]]) -> list[Tensor]:
+        outputs = function(x, weight)
+        total = torch.stack([out.float().square().sum() for out in outputs]).sum()
+        return [*outputs, *torch.autograd.grad(total, weight)]
+
+    expected = run(function)
+    compiled = torch.compile(function, backend=backend, fullgraph=fullgraph)
+    for _ in range(2):  # once traced, once from the cache
+        for got, want in zip(run(compiled), expected, strict=True):
+            assert got.dtype == want.dtype
+            # A weight that is cast twice has its gradient summed in another order.
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-5)
+
+
+@backends
+@pytest.mark.parametrize("policy", [None, "torch", LOW_SOFTMAX])
+def test_inside_a_full_graph(
+    x: Tensor, weight: Tensor, backend: str, policy: Policy | str | None
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", BF16, policy=policy):
+            hidden, low = body(x, weight)
+        return hidden, low, F.linear(x, weight), F.softmax(hidden, -1)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_around_a_full_graph(x: Tensor, weight: Tensor, backend: str) -> None:
+    compiled = torch.compile(body, backend=backend, fullgraph=True)
+    with autocast("cpu", BF16):
+        hidden, probabilities = compiled(x, weight)
+    assert (hidden.dtype, probabilities.dtype) == (BF16, FP32)
+
+
+@backends
+def test_a_decorated_function(x: Tensor, weight: Tensor, backend: str) -> None:
+    agree(autocast("cpu", BF16, policy=LOW_SOFTMAX)(body), x, weight, backend)
+
+
+@backends
+def test_nested_inside(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", FP16, policy=LOW_SOFTMAX):
+            with autocast("cpu", enabled=False):
+                first = F.linear(x, weight)
+            with autocast("cpu", BF16):
+                second = F.softmax(F.linear(x, weight), -1)  # the policy outside, in bfloat16
+            with autocast("cpu", BF16, policy="standard"):
+                third = F.softmax(F.linear(x, weight), -1)
+            return first, second, third, F.softmax(F.linear(x, weight), -1)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_a_graph_break_inside_the_block(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", FP16):
+            hidden, probabilities = body(x, weight)
+            torch._dynamo.graph_break()
+            return hidden, probabilities, F.softmax(hidden, -1), F.linear(x, weight)
+
+    agree(function, x, weight, backend, fullgraph=False)
+
+
+@backends
+def test_a_context_made_outside(x: Tensor, weight: Tensor, backend: str) -> None:
+    """torch.compile does not enter it within a full graph, but runs such a block as it is."""
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with GLOBAL_CONTEXT:
+            return body(x, weight)
+
+    agree(function, x, weight, backend, fullgraph=False)
+
+
+@backends
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_an_error_inside_leaves_nothing_behind(
+    x: Tensor, weight: Tensor, backend: str, fullgraph: bool
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+            return F.linear(x, weight[:, :3])
+
+    with pytest.raises(Exception, match=r"size|shape|dim"):
+        torch.compile(function, backend=backend, fullgraph=fullgraph)(x, weight)
+    with torch.autocast("cpu", BF16):
+        assert F.softmax(x.to(BF16), -1).dtype == BF16
+    with autocast("cpu", BF16):
+        assert F.softmax(x.to(BF16), -1).dtype == FP32
+
+
+@backends
+def test_code_compiled_under_one_policy_never_runs_under_another(
+    x: Tensor, weight: Tensor, backend: str
+) -> None:
+    compiled = torch.compile(body, backend=backend, fullgraph=True)
+
+    def softmax_dtype(context: autocast | torch.autocast) -> torch.dtype:
+        with context:
+            return compiled(x, weight)[1].dtype
+
+    for _ in range(2):
+        assert softmax_dtype(autocast("cpu", BF16)) == FP32
+        assert softmax_dtype(autocast("cpu", BF16, policy=LOW_SOFTMAX)) == BF16
+        assert softmax_dtype(torch.autocast("cpu", BF16)) == BF16
+        assert softmax_dtype(autocast("cpu", FP16)) == FP32
+        assert softmax_dtype(autocast("cpu", BF16, policy="torch")) == BF16
+        assert compiled(x, weight)[0].dtype == FP32
+
+
+def test_more_policies_than_the_guard_can_tell_apart(
+    x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "NUM_GUARD_VALUES", 2)
+    monkeypatch.setattr(guards, "_marks", {})
+    compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
+    contexts = [
+        autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))
+        for action in ("lower", "fp32", "leave")
+    ]
+    expected = (BF16, FP32, BF16)
+    for _ in range(2):
+        for context, dtype in zip(contexts, expected, strict=True):
+            with context:
+                assert compiled(x, weight)[1].dtype == dtype
+    with contexts[0]:  # a number that a context outside still holds is not given away
+        for context in contexts[1:]:
+            with context:
+                compiled(x, weight)
+        assert compiled(x, weight)[1].dtype == BF16
+        with contexts[1]:
+            assert compiled(x, weight)[1].dtype == FP32
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_the_cache_on_disk_tells_policies_apart(tmp_path: Path) -> None:
+    """Design's second trap: the first policy of one process is not the first of the next."""
+    code = """
+import sys, torch
+from halfstep import Policy, Rule, autocast, preset
+low = preset("standard") | Rule("softmax", "lower")
+policy = {"low": low, "standard": "standard"}[sys.argv[1]]
+def inside(x):
+    with autocast("cpu", torch.bfloat16, policy=policy):
+        return torch.softmax(x @ x, -1) * 2
+def around(x):
+    return torch.softmax(x @ x, -1) * 2
+with torch.no_grad():
+    print(torch.compile(inside)(torch.ones(8, 8)).dtype)
+    with autocast("cpu", torch.bfloat16, policy=policy):
+        print(torch.compile(around)(torch.ones(8, 8)).dtype)
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for policy, expected in (("low", BF16), ("standard", FP32), ("low", BF16)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, policy], capture_output=True, text=True, env=environment
+        )
+        assert done.stdout.split() == [str(expected)] * 2, done.stderr
+
+
+@backends
+def test_one_context_inside_itself(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        context = autocast("cpu", BF16)
+        with context:
+            with context:
+                first = F.linear(x, weight)
+            second = F.linear(x, weight)
+        return first, second, F.linear(x, weight)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_a_function_decorated_inside(x: Tensor, weight: Tensor, backend: str) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return autocast("cpu", BF16)(body)(x, weight)
+
+    agree(function, x, weight, backend)
+
+
+@backends
+def test_a_custom_function(x: Tensor, weight: Tensor, backend: str) -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu")
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = ctx.saved_tensors
+            # Large enough to be inf in float16: only under the policy's float32 it is not.
+            one = F.softmax((a.to(FP16) + 11.5).exp(), -1).sum().to(FP32) / a.shape[0]
+            return (gradient @ b.t()).to(a.dtype), (a.t() @ gradient).to(b.dtype) * one
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", FP16):
+            return (Product.apply(x, weight),)
+
+    agree(function, x, weight, backend)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_is_refused_rather_than_exported_without_autocast(x: Tensor, strict: bool) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", BF16):
+                return x @ x.t()
+
+    with pytest.raises(Exception, match=r"torch\.export cannot keep a halfstep policy"):
+        torch.export.export(Model(), (x,), strict=strict)
+
+
+def test_programs_recorded_before_autocast_are_refused(x: Tensor) -> None:
+    def inside(x: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return x @ x.t()
+
+    with pytest.raises(RuntimeError, match=r"make_fx\(pre_dispatch=True\) cannot keep a halfstep"):
+        make_fx(inside, pre_dispatch=True)(x)
+    with pytest.raises(Exception, match=r"make_fx\(pre_dispatch=True\) cannot keep a halfstep"):
+        torch.compile(inside, backend="pre_dispatch_eager", fullgraph=True)(x)
+    assert make_fx(inside)(x)(x).dtype == BF16  # recorded after the casts
+    around = torch.compile(lambda x: x @ x.t(), backend="pre_dispatch_eager", fullgraph=True)
+    with autocast("cpu", BF16):
+        assert around(x).dtype == BF16
+
+
+def test_what_runs_without_autocast_can_be_exported(x: Tensor) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", enabled=False):
+                return x @ x.t()
+
+    program = torch.export.export(Model(), (x,), strict=False).module()
+    assert torch.equal(program(x), x @ x.t())
+
+
+def test_the_tag_tells_devices_and_actions_apart() -> None:
+    def tag(**policies: Policy) -> str:
+        active = scopes.NO_POLICIES
+        for device, policy in policies.items():
+            active = active.with_policy(kernels.prepared(kernels.prepare(policy, device)))
+        guards.follow(active)
+        found: str = torch.compiler.config.cache_key_tag
+        guards.follow(scopes.NO_POLICIES)
+        assert torch.compiler.config.cache_key_tag == ""
+        return found
+
+    lower, fp32 = Policy([Rule("sin", "lower")]), Policy([Rule("sin", "fp32")])
+    tags = [tag(cpu=lower), tag(cpu=fp32), tag(cuda=lower), tag(cpu=lower, cuda=fp32)]
+    tags.append(tag(cpu=lower, cuda=lower))
+    assert len(set(tags)) == 5
+    assert lower.fingerprint != fp32.fingerprint
+
+
+def test_a_module_with_checkpoints(x: Tensor) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return F.softmax(self.linear(x), -1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with autocast("cpu", BF16):
+                out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+                return out
+
+    torch.manual_seed(0)
+    block = Block()
+    block(x).sum().backward()
+    expected = block.linear.weight.grad
+    block.zero_grad()
+    out = torch.compile(block, backend="aot_eager", fullgraph=True)(x)
+    assert out.dtype == FP32
+    out.sum().backward()
+    torch.testing.assert_close(block.linear.weight.grad, expected)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_with_inductor(x: Tensor, weight: Tensor) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        with autocast("cpu", BF16, policy=LOW_SOFTMAX):
+            return body(x, weight)
+
+    agree(function, x, weight, "inductor")
+    compiled = torch.compile(body, fullgraph=True)
+    with autocast("cpu", BF16):
+        assert compiled(x, weight)[1].dtype == FP32
+    with autocast("cpu", BF16, policy="torch"):
+        assert compiled(x, weight)[1].dtype == BF16
+
+
+def test_importing_halfstep_does_not_import_torch_compile() -> None:
+    code = "import sys, halfstep.casting; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

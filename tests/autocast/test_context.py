@@ -1,0 +1,547 @@
+import asyncio
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep import _torch
+from halfstep._autocast import Policy, Rule, autocast, preset, scopes
+from halfstep._autocast.context import default_device
+from halfstep._autocast.region import current_policy
+from halfstep.errors import CallOrderError
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KEEP_SOFTMAX_LOW = preset("standard") | Rule("softmax", "lower")
+
+
+def linear() -> torch.dtype:
+    """Return the dtype that a product of float32 tensors comes out in."""
+    return F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype
+
+
+def softmax() -> torch.dtype:
+    return F.softmax(torch.ones(2, dtype=BF16), 0).dtype
+
+
+def test_a_block_runs_in_lower_precision_and_the_rest_does_not() -> None:
+    assert linear() == FP32
+    with autocast("cpu", BF16):
+        assert linear() == BF16
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == BF16
+    assert linear() == FP32
+    assert softmax() == BF16
+
+
+def test_contexts_nest_and_restore() -> None:
+    with autocast("cpu", BF16):
+        with autocast("cpu", FP16, policy=KEEP_SOFTMAX_LOW):
+            assert (linear(), softmax()) == (FP16, FP16)
+            with autocast("cpu", enabled=False):
+                assert (linear(), softmax()) == (FP32, BF16)
+                with autocast("cpu"):
+                    assert softmax() == FP16  # dtype and policy of the context outside
+            assert (linear(), softmax()) == (FP16, FP16)
+        assert (linear(), softmax()) == (BF16, FP32)
+    assert (linear(), softmax()) == (FP32, BF16)
+
+
+def test_one_weight_in_two_dtypes() -> None:
+    """Fact A14: PyTorch's cache hands the bfloat16 weight to the float16 product."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(2, 2)
+    with autocast("cpu", BF16):
+        assert F.linear(x, weight).dtype == BF16
+        with autocast("cpu", FP16):
+            assert F.linear(x, weight).dtype == FP16
+        assert F.linear(x, weight).dtype == BF16
+
+
+def test_everything_is_restored_after_an_exception() -> None:
+    before = _torch.autocast_switches("cpu")
+    outer = autocast("cpu", FP16, cache_enabled=False)
+    with pytest.raises(KeyError), outer, autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+        raise KeyError
+    assert _torch.autocast_switches("cpu") == before
+    assert current_policy("cpu") is None
+    with torch.autocast("cpu", BF16):
+        assert softmax() == BF16
+
+
+def test_an_instance_can_be_entered_again_while_it_is_active() -> None:
+    context = autocast("cpu", BF16)
+    with context:
+        with context:
+            assert linear() == BF16
+        assert linear() == BF16
+    assert linear() == FP32
+
+
+def test_a_plain_autocast_inside_keeps_the_policy() -> None:
+    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+        with torch.autocast("cpu", dtype=FP16):
+            assert (linear(), softmax()) == (FP16, FP16)
+        with torch.autocast("cpu", enabled=False):
+            assert linear() == FP32
+        assert (linear(), softmax()) == (BF16, BF16)
+
+
+def test_as_a_decorator() -> None:
+    @autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW)
+    def dtypes(offset: int, *, name: str) -> tuple[torch.dtype, torch.dtype, int, str]:
+        """Say the dtypes."""
+        return linear(), softmax(), offset, name
+
+    assert dtypes.__doc__ == "Say the dtypes."
+    assert dtypes(1, name="a") == (BF16, BF16, 1, "a")
+    assert linear() == FP32
+
+
+def test_a_decorated_method_may_call_itself() -> None:
+    class Model(nn.Module):
+        @autocast("cpu", BF16)
+        def forward(self, depth: int) -> torch.dtype:
+            return linear() if depth == 0 else self(depth - 1)
+
+    assert Model()(3) == BF16
+    assert linear() == FP32
+
+
+def test_state_is_per_thread() -> None:
+    seen: dict[str, object] = {}
+
+    def work() -> None:
+        seen["dtype"], seen["policy"] = linear(), current_policy("cpu")
+        with autocast("cpu", FP16):
+            entered.set()
+            main_checked.wait()
+            seen["inside"] = linear()
+
+    entered, main_checked = threading.Event(), threading.Event()
+    with autocast("cpu", BF16):
+        thread = threading.Thread(target=work)
+        thread.start()
+        entered.wait()
+        assert linear() == BF16
+        main_checked.set()
+        thread.join()
+    assert seen == {"dtype": FP32, "policy": None, "inside": FP16}
+
+
+def test_replicas_in_threads_get_the_gradients_of_one_replica() -> None:
+    """As nn.DataParallel: autocast in the forward of each replica, one backward for all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+
+    def loss(chunk: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            out: Tensor = model(chunk)
+            return out.float().sum()
+
+    (loss(x[:2]) + loss(x[2:])).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    losses: list[Tensor] = []
+    threads = [
+        threading.Thread(target=lambda c=chunk: losses.append(loss(c))) for chunk in x.split(2)
+    ]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    sum(losses, torch.zeros(())).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_the_device_is_inferred() -> None:
+    assert default_device() == ("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.accelerator.is_available():
+        with autocast(dtype=FP16):
+            assert linear() == FP16
+
+
+def test_the_dtype_defaults_to_pytorchs() -> None:
+    with autocast("cpu"):
+        assert linear() == torch.get_autocast_dtype("cpu") == BF16
+
+
+def test_float32_lowers_nothing() -> None:
+    with autocast("cpu", FP32):
+        assert linear() == FP32
+        assert F.linear(torch.ones(2, 2, dtype=BF16), torch.ones(2, 2, dtype=BF16)).dtype == FP32
+
+
+def test_the_cache_switch_reaches_pytorch_and_comes_back() -> None:
+    assert torch.is_autocast_cache_enabled()
+    with autocast("cpu", cache_enabled=False):
+        assert not torch.is_autocast_cache_enabled()
+        with autocast("cpu"):
+            assert not torch.is_autocast_cache_enabled()
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_the_cache_switch_of_outside_comes_back() -> None:
+    torch.set_autocast_cache_enabled(False)
+    with autocast("cpu", cache_enabled=True):
+        assert torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+
+
+def test_pytorchs_cache_ends_with_the_outermost_context() -> None:
+    """PyTorch's kernels use it in a plain torch.autocast for another device, for one."""
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with autocast("cuda", enabled=False), torch.autocast("cpu", BF16):
+        F.linear(x, weight)
+    with torch.no_grad():
+        weight.add_(1)
+    with torch.autocast("cpu", BF16):
+        assert F.linear(x, weight).tolist() == [[4, 4]]
+
+
+def test_each_device_has_its_own_policy() -> None:
+    with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("xpu", BF16):
+        assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+        assert current_policy("xpu") == preset("standard")
+        assert softmax() == BF16
+
+
+def test_a_disabled_context_registers_and_activates_nothing() -> None:
+    with autocast("cpu", enabled=False):
+        assert current_policy("cpu") is None
+
+
+def test_the_policy_in_force_can_be_asked_for() -> None:
+    assert current_policy("cpu") is None
+    with autocast("cpu"):
+        assert current_policy("cpu") == preset("standard")
+        assert current_policy("cuda") is None
+        with autocast("cpu", policy=KEEP_SOFTMAX_LOW):
+            assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+        with autocast("cpu", policy="torch"):
+            assert current_policy("cpu") == preset("torch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"device_type": torch.device("cpu")}, TypeError, r"device type.*pass device\.type"),
+        ({"device_type": 0}, TypeError, r"takes a device type such as 'cuda' or 'cpu', got 0"),
+        ({"device_type": "cup"}, ValueError, r"no autocast for 'cup'; it has for cpu, cuda"),
+        ({"device_type": "meta"}, ValueError, r"no autocast for 'meta'; it has for cpu, cuda"),
+        ({"device_type": "xla"}, ValueError, r"no autocast for 'xla'; it has for cpu, cuda"),
+        ({"device_type": ""}, ValueError, r"no autocast for ''; it has for cpu, cuda"),
+        ({"device_type": "ipu", "enabled": False}, ValueError, r"no autocast for 'ipu'"),
+        ({"dtype": torch.int8}, ValueError, r"float16 or torch\.bfloat16, got dtype=torch\.int8"),
+        ({"dtype": torch.float64}, ValueError, r"autocast\(enabled=False\)"),
+        ({"dtype": "bfloat16", "enabled": False}, ValueError, r"got dtype='bfloat16'"),
+        ({"enabled": "no"}, TypeError, r"enabled is True or False, got 'no'"),
+        ({"cache_enabled": "no"}, TypeError, r"cache_enabled is True or False"),
+        ({"policy": "fast"}, ValueError, r"starts with a preset.*not with 'fast'"),
+        ({"policy": ["softmax"]}, TypeError, r"a Policy or its text, such as"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        autocast(**arguments)  # type: ignore[arg-type]
+    assert linear() == FP32
+
+
+@pytest.mark.parametrize("device", ["mtia", "xla", "maia"])
+def test_off_is_possible_for_devices_whose_kernels_are_out_of_reach(device: str) -> None:
+    torch.set_autocast_enabled(device, True)
+    try:
+        with autocast(device, enabled=False), autocast("cpu"):
+            assert not torch.is_autocast_enabled(device)
+            assert linear() == BF16
+        assert torch.is_autocast_enabled(device)
+    finally:
+        torch.set_autocast_enabled(device, False)
+    with pytest.raises(ValueError, match=f"no autocast for '{device}'; it has for cpu, cuda"):
+        autocast(device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_cuda_without_cuda_is_an_error_not_a_warning() -> None:
+    with pytest.raises(ValueError, match=r"no CUDA device here; leave device_type out"):
+        autocast("cuda")
+    with autocast("cuda", enabled=False):
+        assert linear() == FP32
+
+
+def test_only_functions_can_be_decorated() -> None:
+    with pytest.raises(TypeError, match=r"to run a block: with autocast"):
+        autocast("cpu")(torch.ones(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", [None, "torch", KEEP_SOFTMAX_LOW])
+def test_a_pickled_context_is_the_same_context(policy: Policy | str | None) -> None:
+    for copied in (
+        pickle.loads(pickle.dumps(autocast("cpu", FP16, policy=policy))),
+        copy.deepcopy(autocast("cpu", FP16, policy=policy)),
+    ):
+        with copied:
+            assert linear() == FP16
+            inside = current_policy("cpu")
+        with autocast("cpu", FP16, policy=policy):
+            assert inside == current_policy("cpu")
+        with autocast("cpu", policy="torch-cuda"), copied:  # one without a policy inherits
+            assert current_policy("cpu") == (inside if policy else preset("torch-cuda"))
+
+
+def test_an_index_of_the_device_does_not_matter() -> None:
+    with autocast("cpu:0", FP16):
+        assert linear() == FP16
+
+
+def test_any_dtype_will_do_where_autocast_is_off() -> None:
+    with autocast("cpu", torch.float64, enabled=False):
+        assert linear() == FP32
+        with autocast("cpu"):
+            assert linear() == BF16
+
+
+@pytest.mark.parametrize("autocast", [torch.autocast, autocast])
+def test_what_code_reads_of_a_context(autocast: Any) -> None:
+    with autocast("cpu", dtype=FP16, cache_enabled=False):
+        context = autocast("cpu", dtype=BF16, cache_enabled=True)
+        assert not hasattr(context, "prev")
+        with context as entered:
+            assert entered is context
+            assert (context.device, context.fast_dtype) == ("cpu", BF16)
+            assert (context._enabled, context._cache_enabled) == (True, True)
+            outside = context.prev, context.prev_fastdtype, context.prev_cache_enabled
+            assert outside == (True, FP16, False)
+    assert autocast("cpu", enabled=False)._enabled is False
+
+
+@pytest.mark.parametrize("name", ["fast_dtype", "device", "_enabled", "_cache_enabled", "prev"])
+def test_a_write_to_a_context_says_what_to_do(name: str) -> None:
+    context = autocast("cpu", BF16)
+    with pytest.raises(AttributeError, match=r"make another one, autocast\(device_type, dtype"):
+        setattr(context, name, False)
+    with context:
+        assert linear() == BF16
+
+
+# --- out of order ---------------------------------------------------------------------------------
+
+OUTSIDE = [_torch.autocast_switches(device) for device in ("cpu", "ipu")]
+
+
+def assert_nothing_is_left() -> None:
+    assert [_torch.autocast_switches(device) for device in ("cpu", "ipu")] == OUTSIDE
+    assert scopes.current().outer is None
+    assert scopes._nesting() == 0
+
+
+def test_the_mark_for_compiled_code_goes_with_the_last_context() -> None:
+    torch.set_autocast_dtype("ipu", FP32)
+    with autocast("cpu", BF16):
+        with autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
+            assert torch.is_autocast_enabled("ipu")
+        assert torch.is_autocast_enabled("ipu")
+    assert (torch.get_autocast_dtype("ipu"), torch.is_autocast_enabled("ipu")) == (FP32, False)
+    torch.set_autocast_dtype("ipu", FP16)
+    assert_nothing_is_left()
+
+
+def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
+    context = autocast("cpu", BF16)
+    with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
+        context.__exit__(None, None, None)
+    with autocast("cpu", FP16):
+        with pytest.raises(CallOrderError, match=r"left in a thread that did not enter it"):
+            context.__exit__(None, None, None)
+        assert linear() == FP16
+    assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        autocast("cpu", FP16),
+        autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW),
+        autocast("cpu", enabled=False),
+        autocast("xpu", BF16),
+    ],
+    ids=repr,
+)
+def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast) -> None:
+    with inner:
+        alone = _torch.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+    outer = autocast("cpu", BF16)
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(CallOrderError) as caught:
+        outer.__exit__(None, None, None)
+    assert str(caught.value).startswith(f"{outer!r} is left while {inner!r}, entered after it, is")
+    assert "asyncio.to_thread" in str(caught.value)
+    # The inner one goes on as if there had been no other.
+    now = _torch.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+    assert now == alone
+    inner.__exit__(None, None, None)
+    assert_nothing_is_left()
+
+
+def test_contexts_that_do_the_same_may_take_turns() -> None:
+    """Nobody sees a difference, and in the end they are all left."""
+
+    async def task(num_turns: int) -> set[torch.dtype]:
+        seen = set()
+        with autocast("cpu", BF16):
+            for _ in range(num_turns):
+                seen.add(linear())
+                await asyncio.sleep(0)
+        return seen
+
+    async def tasks() -> list[set[torch.dtype]]:
+        return await asyncio.gather(task(1), task(3), task(2), task(2))
+
+    assert asyncio.run(tasks()) == [{BF16}] * 4
+    assert_nothing_is_left()
+
+
+def test_a_policy_is_not_taken_from_under_a_context_in_silence() -> None:
+    outer, inner = autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW), autocast("cpu", BF16)
+    outer.__enter__()
+    inner.__enter__()
+    assert current_policy("cpu") == KEEP_SOFTMAX_LOW
+    with pytest.raises(CallOrderError, match="is left while"):
+        outer.__exit__(None, None, None)
+    assert current_policy("cpu") == preset("standard")
+    inner.__exit__(None, None, None)
+    assert_nothing_is_left()
+
+
+def test_tasks_that_take_turns_in_different_contexts_are_told() -> None:
+    async def task(dtype: torch.dtype, num_turns: int) -> torch.dtype:
+        with autocast("cpu", dtype):
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            return linear()
+
+    async def tasks() -> list[torch.dtype | BaseException]:
+        return await asyncio.gather(task(BF16, 1), task(FP16, 3), return_exceptions=True)
+
+    first, second = asyncio.run(tasks())
+    assert isinstance(first, CallOrderError)  # it ran under the other's
+    assert second == FP16
+    assert_nothing_is_left()
+
+
+def test_a_generator_that_waits_inside_its_context_is_told_of() -> None:
+    def generator() -> Iterator[torch.dtype]:
+        with autocast("cpu", FP16):
+            yield linear()
+
+    waiting = generator()
+    told = pytest.raises(CallOrderError, match="generators that wait inside their contexts")
+    with told, autocast("cpu", BF16):
+        next(waiting)
+    waiting.close()
+    assert_nothing_is_left()
+
+
+def test_an_error_that_is_on_its_way_is_not_hidden() -> None:
+    outer, inner = autocast("cpu", BF16), autocast("cpu", FP16)
+    outer.__enter__()
+    inner.__enter__()
+    assert outer.__exit__(KeyError, KeyError(), None) is None
+    inner.__exit__(None, None, None)
+    assert_nothing_is_left()
+
+
+# --- with the rest of PyTorch ---------------------------------------------------------------------
+
+
+def test_attention() -> None:
+    x = torch.randn(3, 5, 8)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    with autocast("cpu", BF16):
+        out, weights = attention(x, x, x)
+        assert (out.dtype, weights.dtype) == (BF16, FP32)  # softmax in float32, as on CUDA
+        out, _ = attention(x, x, x, need_weights=False)
+        assert out.dtype == BF16
+
+
+@pytest.mark.parametrize("policy", ["standard", "torch"])
+@pytest.mark.parametrize("layer", [nn.LSTM(8, 4, 2), nn.GRU(8, 4), nn.RNN(8, 4)])
+def test_recurrent_layers_do_what_they_do_under_torch_autocast(
+    layer: nn.Module, policy: str
+) -> None:
+    x = torch.randn(3, 5, 8)
+
+    def run(context: object) -> list[Tensor]:
+        layer.zero_grad()
+        with context:  # type: ignore[attr-defined]
+            result = layer(x)[0]
+        result.float().sum().backward()
+        return [result, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+    result, *gradients = run(autocast("cpu", BF16, policy=policy))
+    expected, *rounded = run(torch.autocast("cpu", BF16))
+    assert torch.equal(result, expected)
+    assert result.dtype == expected.dtype
+    for got, want in zip(gradients, rounded, strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-8)  # PyTorch's: in bfloat16
+
+
+def test_a_recurrent_cell_runs_in_lower_precision_as_on_cuda() -> None:
+    with autocast("cpu", BF16):
+        assert nn.LSTMCell(8, 4)(torch.randn(3, 8))[0].dtype == BF16
+
+
+def test_transformer_layer_in_evaluation() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad(), autocast("cpu", BF16):
+        assert layer(x).isfinite().all()
+
+
+def test_functional_gradients() -> None:
+    weight, x = torch.randn(4, 4), torch.randn(2, 4)
+
+    def loss(weight: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return F.softmax(F.linear(x, weight), -1).square().sum()
+
+    leaf = weight.clone().requires_grad_()
+    loss(leaf).backward()
+    assert torch.equal(torch.func.grad(loss)(weight), leaf.grad)  # type: ignore[arg-type]
+
+
+def test_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    with torch.inference_mode(), autocast("cpu", BF16):
+        assert model(torch.randn(2, 4)).dtype == FP32
+    with torch.inference_mode():
+        inference_weight = torch.randn(4, 4)
+        with autocast("cpu", BF16):
+            assert F.linear(torch.ones(2, 4), inference_weight).dtype == BF16
+
+
+def test_gradients_equal_those_of_casting_by_hand() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    with autocast("cpu", BF16):
+        hidden = F.linear(x, weight)
+        loss = (F.softmax(hidden, -1) * F.linear(hidden, weight)).sum()
+    got = torch.autograd.grad(loss, (weight, x))
+
+    hidden = F.linear(x.to(BF16), weight.to(BF16))
+    product = F.linear(hidden, weight.to(BF16))
+    loss = (F.softmax(hidden, -1, dtype=FP32) * product).sum(dtype=FP32)
+    expected = torch.autograd.grad(loss, (weight, x))
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,376 @@
+"""The table of docs/autocast.md: what PyTorch still does, beside what halfstep does.
+
+When PyTorch mends one, its half is skipped with a message: a notice, not a failure.
+"""
+
+import asyncio
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halfstep._autocast import Policy, Rule, autocast, preset
+from halfstep.errors import CallOrderError
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DIFFERENCES: dict[str, Any] = {}
+
+
+def difference(row: str) -> Callable[[Any], Any]:
+    """Note a row of the table: a class with the functions ``pytorch`` and ``halfstep``."""
+
+    def note(case: Any) -> Any:
+        DIFFERENCES[row] = case
+        return case
+
+    return note
+
+
+def after_a_change_inside(context: Any) -> float:
+    weight, x = nn.Parameter(torch.ones(1, 1)), torch.ones(1, 1)
+    with context("cpu", dtype=BF16):
+        F.linear(x, weight)
+        with torch.no_grad():
+            weight.fill_(2)
+        return F.linear(x, weight).item()
+
+
+@difference("A13")
+class AWeightChangedInPlace:
+    @staticmethod
+    def pytorch() -> None:
+        assert after_a_change_inside(torch.autocast) == 1
+
+    @staticmethod
+    def halfstep() -> None:
+        assert after_a_change_inside(autocast) == 2
+
+
+def one_weight_in_two_dtypes(context: Any) -> torch.dtype:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    with context("cpu", dtype=BF16):
+        F.linear(x, weight)
+        with context("cpu", dtype=FP16):
+            return F.linear(x, weight).dtype
+
+
+@difference("A14")
+class OneWeightInTwoDtypes:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            one_weight_in_two_dtypes(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert one_weight_in_two_dtypes(autocast) == FP16
+
+
+def batched(context: Any) -> set[torch.dtype]:
+    x = torch.ones(2, 3, 4)
+    with context("cpu", dtype=BF16):
+        return {torch.vmap(layer)(x).dtype for layer in (nn.Linear(4, 2), nn.Conv1d(3, 2, 1))}
+
+
+@difference("A15")
+class InsideVmap:
+    @staticmethod
+    def pytorch() -> None:
+        assert batched(torch.autocast) == {FP32}
+
+    @staticmethod
+    def halfstep() -> None:
+        assert batched(autocast) == {BF16}
+
+
+def written_by_index(context: Any) -> torch.dtype:
+    x = torch.zeros(2, 2)
+    with context("cpu", dtype=BF16):
+        x[torch.tensor([0, 1])] = F.linear(torch.ones(2, 2), torch.ones(2, 2))
+    return x.dtype
+
+
+@difference("A16")
+class WritingByIndex:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            written_by_index(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert written_by_index(autocast) == FP32
+
+
+def cat_mixed(context: Any) -> torch.dtype:
+    with context("cpu", dtype=BF16):
+        return torch.cat([torch.ones(1, dtype=FP16), torch.ones(1)]).dtype
+
+
+@difference("A17")
+class CatOfAMix:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            cat_mixed(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert cat_mixed(autocast) == FP32
+
+
+def float64_and_float32(context: Any) -> list[torch.dtype]:
+    x, weight = torch.ones(2, 2, dtype=torch.float64), torch.ones(2, 2)
+    with context("cpu", dtype=BF16):
+        return [F.linear(x, weight).dtype, (weight @ x).dtype]
+
+
+@difference("A18")
+class Float64AndFloat32:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="same dtype"):
+            float64_and_float32(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert float64_and_float32(autocast) == [torch.float64, torch.float64]
+
+
+def overflows(context: Any) -> list[bool]:
+    with context("cpu", dtype=FP16):
+        results = (
+            torch.tensor(12.0, dtype=FP16).exp(),
+            torch.tensor(300.0, dtype=FP16).pow(2),
+            torch.ones(70000, dtype=FP16).sum(),
+        )
+    return [bool(result.isinf()) for result in results]
+
+
+@difference("A19")
+class OverflowOnTheCpu:
+    @staticmethod
+    def pytorch() -> None:
+        assert overflows(torch.autocast) == [True, True, True]
+
+    @staticmethod
+    def halfstep() -> None:
+        assert overflows(autocast) == [False, False, False]
+
+
+@difference("A20")
+class ChangingARule:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(TypeError, match="policy"):
+            torch.autocast("cpu", policy="mine")
+
+    @staticmethod
+    def halfstep() -> None:
+        with autocast("cpu", policy=Policy([Rule("linear", "leave")])):
+            assert F.linear(torch.ones(1, 1), torch.ones(1, 1)).dtype == FP32
+
+
+def gradient(context: Any, *, compiled: bool) -> Tensor:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8)
+
+    def loss() -> Tensor:
+        with context("cpu", dtype=BF16):
+            hidden = F.linear(x, weight)
+            with context("cpu", enabled=False):
+                hidden = F.linear(hidden.float(), weight)
+            return F.linear(hidden, weight).float().square().sum()
+
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    run().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+@difference("A21")
+class OneWeightUsedTwice:
+    @staticmethod
+    def pytorch() -> None:
+        eager, compiled = (gradient(torch.autocast, compiled=c) for c in (False, True))
+        assert not torch.equal(eager, compiled)
+
+    @staticmethod
+    def halfstep() -> None:
+        eager, compiled = (gradient(autocast, compiled=c) for c in (False, True))
+        assert torch.equal(eager, compiled)
+
+
+@difference("C1")
+class WithoutADevice:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(TypeError, match="device_type"):
+            torch.autocast()
+
+    @staticmethod
+    def halfstep() -> None:
+        with autocast():
+            assert torch.is_autocast_enabled("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@difference("C2")
+class WhatCannotBe:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.warns(UserWarning, match="Disabling autocast"):
+            torch.autocast("cpu", dtype=torch.int8)
+
+    @staticmethod
+    def halfstep() -> None:
+        with pytest.raises(ValueError, match="lowers to"):
+            autocast("cpu", torch.int8)
+
+
+def stays_on_after_entering_twice(context: Any) -> bool:
+    before = torch.is_autocast_enabled("cpu")
+    with context, context:
+        pass
+    stays_on = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", before)
+    return stays_on
+
+
+@difference("C3")
+class OneInstanceTwice:
+    @staticmethod
+    def pytorch() -> None:
+        assert stays_on_after_entering_twice(torch.autocast("cpu"))
+
+    @staticmethod
+    def halfstep() -> None:
+        assert not stays_on_after_entering_twice(autocast("cpu"))
+
+
+@difference("C4")
+class BceInBfloat16:
+    @staticmethod
+    def pytorch() -> None:
+        """On CUDA only, where nothing here can run it: its list is asked instead."""
+        assert preset("torch").action("binary_cross_entropy.default", "cuda", BF16) == "refuse"
+
+    @staticmethod
+    def halfstep() -> None:
+        with autocast("cpu", BF16):
+            assert F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2)).isfinite()
+        with autocast("cpu", FP16), pytest.raises(RuntimeError, match="with_logits"):
+            F.binary_cross_entropy(torch.full((2,), 0.5), torch.ones(2))
+
+
+def determinant(context: Any) -> torch.Tensor:
+    with context("cpu", dtype=BF16):
+        return torch.linalg.det(F.linear(torch.eye(2), torch.eye(2)))
+
+
+@difference("C5")
+class WithoutAKernelInLowerPrecision:
+    @staticmethod
+    def pytorch() -> None:
+        with pytest.raises(RuntimeError, match="not implemented for 'BFloat16'"):
+            determinant(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert determinant(autocast) == 1
+
+
+def lstm(context: Any) -> torch.Tensor:
+    with context("cpu", dtype=FP16):
+        return nn.LSTM(8, 6)(torch.ones(2, 8))[0]
+
+
+@difference("C6")
+class LstmInFloat16OnTheCpu:
+    @staticmethod
+    def pytorch() -> None:
+        """On a CPU that computes in float16 it works."""
+        with pytest.raises(RuntimeError, match="could not create a primitive"):
+            lstm(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        assert lstm(autocast).isfinite().all()
+
+
+def bce_gradient(context: Any) -> float:
+    p = torch.tensor([1e-5], dtype=FP16, requires_grad=True)
+    with context("cpu", dtype=FP16):
+        F.binary_cross_entropy(p, torch.ones(1)).backward()
+    assert p.grad is not None
+    return p.grad.item()
+
+
+@difference("C7")
+class BceInFloat16OnTheCpu:
+    @staticmethod
+    def pytorch() -> None:
+        assert bce_gradient(torch.autocast) == -math.inf
+
+    @staticmethod
+    def halfstep() -> None:
+        with pytest.raises(RuntimeError, match="binary_cross_entropy_with_logits"):
+            bce_gradient(autocast)
+        allowed = partial(autocast, policy="standard; binary_cross_entropy:fp32")
+        assert bce_gradient(allowed) == -math.inf
+
+
+def is_on_after_taking_turns(context: Any) -> bool:
+    async def task(dtype: torch.dtype, num_turns: int) -> None:
+        with context("cpu", dtype=dtype):
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+
+    async def tasks() -> None:
+        await asyncio.gather(task(BF16, 1), task(FP16, 2))
+
+    before = torch.is_autocast_enabled("cpu")
+    try:
+        asyncio.run(tasks())
+        return torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+
+
+@difference("C8")
+class TasksThatTakeTurns:
+    @staticmethod
+    def pytorch() -> None:
+        assert is_on_after_taking_turns(torch.autocast)
+
+    @staticmethod
+    def halfstep() -> None:
+        with pytest.raises(CallOrderError, match="asyncio tasks"):
+            is_on_after_taking_turns(autocast)
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("row", DIFFERENCES)
+def test_halfstep(row: str) -> None:
+    DIFFERENCES[row].halfstep()
+
+
+@pytest.mark.parametrize("row", DIFFERENCES)
+def test_pytorch_still_has_it(row: str) -> None:
+    try:
+        DIFFERENCES[row].pytorch()
+    except (AssertionError, pytest.fail.Exception):
+        pytest.skip(f"PyTorch {torch.__version__} has mended {row}: update docs/autocast.md")
+
+
+def test_the_table_in_the_docs_has_these_rows() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "autocast.md").read_text(encoding="utf-8")
+    table = page.partition("## Where it differs")[2].partition("## How it works")[0]
+    assert set(re.findall(r"^\| ([A-Z]\d+) ", table, re.M)) == set(DIFFERENCES)

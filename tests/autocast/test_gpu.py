@@ -1,0 +1,192 @@
+"""The same on CUDA. Run with ``make test-gpu``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils.checkpoint import checkpoint
+
+from halfstep._autocast import Policy, Rule, autocast, hold_casts, preset
+from halfstep._autocast.kernels import only_our_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*deprecated")]
+HALVES = [torch.float16, torch.bfloat16]
+LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 8), nn.Softmax(-1)
+    ).cuda()
+
+
+def gradients(run: nn.Module, context: object) -> list[Tensor]:
+    torch.manual_seed(1)
+    run.zero_grad()
+    x = torch.randn(32, 64, device="cuda")
+    with context:  # type: ignore[attr-defined]
+        out = run(x)
+    out.float().square().sum().backward()
+    return [out, *(p.grad for p in run.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("policy", ["standard", "torch"])
+@pytest.mark.parametrize("ours", [False, True], ids=["native", "ours"])
+def test_training_equals_torch_autocast(dtype: torch.dtype, policy: str, ours: bool) -> None:
+    if ours:
+        with only_our_kernels():
+            context = autocast("cuda", dtype, policy=policy)
+    else:
+        context = autocast("cuda", dtype, policy=policy)
+    run = model()
+    expected = gradients(run, torch.autocast("cuda", dtype))
+    for got, want in zip(gradients(run, context), expected, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("group", ["torch_fp16", "torch_fp32", "nn_fp16", "nn_fp32"])
+def test_the_op_lists_with_our_kernels(dtype: torch.dtype, group: str) -> None:
+    with only_our_kernels():
+        context = autocast("cuda", dtype)
+    for op, args, *rest in getattr(AutocastTestLists(torch.device("cuda")), group):
+        kwargs = rest[0] if rest and isinstance(rest[0], dict) else {}
+        function = getattr(torch._C._nn if group.startswith("nn") else torch, op, None)
+        if function is None or op == "einsum" or True in rest:
+            continue
+        with context:
+            got = function(*args, **kwargs)
+        with torch.autocast("cuda", dtype):
+            want = function(*args, **kwargs)
+        if isinstance(want, Tensor):
+            assert got.dtype == want.dtype, op
+            torch.testing.assert_close(got, want, msg=op)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_under_the_policy(reentrant: bool) -> None:
+    """On CUDA the backward pass runs in a thread of its own."""
+    seen: list[torch.dtype] = []
+
+    def run(x: Tensor) -> Tensor:
+        y = F.softmax(x.bfloat16(), -1)
+        seen.append(y.dtype)
+        return y.exp().sum()
+
+    x = torch.randn(4, device="cuda", requires_grad=True)
+    with autocast("cuda", torch.bfloat16, policy=LOW_SOFTMAX):
+        loss = checkpoint(run, x, use_reentrant=reentrant)
+    loss.backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("policy", ["standard", LOW_SOFTMAX])
+def test_compiled(policy: Policy | str) -> None:
+    run = model()
+    expected = gradients(run, autocast("cuda", torch.bfloat16, policy=policy))
+    compiled = torch.compile(run, fullgraph=True)
+    for got, want in zip(
+        gradients(compiled, autocast("cuda", torch.bfloat16, policy=policy)), expected, strict=True
+    ):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
+def test_the_device_is_inferred() -> None:
+    with autocast(dtype=torch.float16):
+        assert (torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")).dtype == (
+            torch.float16
+        )
+
+
+# --- the cache of weight casts --------------------------------------------------------------------
+
+
+def product(weight: nn.Parameter) -> Tensor:
+    with autocast("cuda", torch.float16):
+        return F.linear(torch.ones(1, weight.shape[1], device="cuda"), weight)
+
+
+def kept_weight() -> tuple[nn.Parameter, hold_casts]:
+    weight = nn.Parameter(torch.ones(64, 64, device="cuda"))
+    held = hold_casts(nn.ParameterList([weight]))
+    for _ in range(3):
+        product(weight)
+    assert held.info()[:5] == (1, 1, 2 * 64 * 64, 2, 1)
+    return weight, held
+
+
+def test_a_cast_is_kept_and_a_change_is_seen() -> None:
+    weight, _ = kept_weight()
+    with torch.no_grad():
+        weight.fill_(3)
+    assert product(weight)[0, 0].item() == 192
+    weight.data.fill_(3.5)
+    assert product(weight)[0, 0].item() == 224
+    weight.data.fill_(3)
+    weight.grad = torch.full_like(weight, -1.0)
+    torch.optim.SGD([weight], lr=1.0, fused=True).step()
+    assert product(weight)[0, 0].item() == 256
+
+
+def test_a_capturable_optimizer_in_a_graph() -> None:
+    weight, _ = kept_weight()
+    optimizer = torch.optim.Adam([weight], lr=0.5, capturable=True)
+    weight.grad = torch.ones_like(weight)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            product(weight)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product(weight)
+        optimizer.step()
+    for _ in range(3):
+        before = weight.detach().half().sum(1)[0].item()
+        graph.replay()
+        assert out[0, 0].item() == pytest.approx(before, rel=1e-2)
+        now = weight.detach().half().sum(1)[0].item()
+        assert product(weight)[0, 0].item() == pytest.approx(now, rel=1e-2)
+
+
+def test_another_stream_makes_its_own_cast() -> None:
+    weight, held = kept_weight()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        product(weight)
+    assert held.info().hits == 2
+    torch.cuda.synchronize()
+
+
+def test_clearing_frees_memory() -> None:
+    weight, held = kept_weight()
+    before = torch.cuda.memory_allocated()
+    held.release()
+    assert before - torch.cuda.memory_allocated() >= weight.numel() * 2
+
+
+# --- modules and torch.func -----------------------------------------------------------------------
+
+
+def test_rules_for_modules() -> None:
+    run, x = model(), torch.ones(2, 64, device="cuda")
+    with autocast("cuda", torch.float16, policy="standard; softmax@4:lower", module=run):
+        assert run(x).dtype == torch.float16
+    with autocast("cuda", torch.float16, policy="standard; @3:fp32", module=run):
+        assert run[:4](x).dtype == torch.float32
+
+
+def test_inside_vmap() -> None:
+    layer, x = nn.Linear(8, 4).cuda(), torch.randn(5, 3, 8, device="cuda")
+    with autocast("cuda", torch.float16):
+        batched = torch.vmap(layer)(x)
+        torch.testing.assert_close(batched, torch.stack([layer(each) for each in x]))
+    assert batched.dtype == torch.float16

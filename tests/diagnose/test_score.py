@@ -1,0 +1,30 @@
+"""Diagnoses of injected faults: one of each fault, and clean steps.
+
+``HALFSTEP_FUZZ=1`` diagnoses all cases; ``python -m tests.diagnose.score`` prints a table.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+from tests.diagnose.faults import FAULTS, clean_cases
+from tests.diagnose.score import COLUMNS, diagnose, judge
+from tests.diagnose.test_faults import SEED, some_of
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named_judged_and_cured(fault: str):
+    for case in some_of(fault):
+        judgement = judge(case)
+        wrong = [name for name in COLUMNS if getattr(judgement, name) is False]
+        assert not wrong, f"{case}: {case.truth}\n{judgement.said}"
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_clean_steps_raise_no_alarm(part: int):
+    for training in islice(clean_cases(SEED), part, 40, 4):
+        diagnosis, untouched = diagnose(training)
+        assert diagnosis.verdict == "none", f"{training.setting}: {diagnosis}"
+        assert diagnosis.bad is None
+        assert untouched

@@ -1,0 +1,264 @@
+"""Nothing that a diagnosis does changes the training: everything is bit for bit what it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import halfstep
+from halfstep._diagnose.undo import Undo
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, a buffer that it replaces, a list that it appends to, a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(16, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.calls, self.outputs = 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        out = self.last(hidden) * (1 + 0.1 * random.random())
+        self.calls += 1
+        self.seen = self.seen + out.detach().float().mean(0)
+        self.outputs.append(out)
+        return out
+
+
+class Training:
+    """A loop in the middle of its work, with everything that could be changed."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        self.model, self.x = Net(), torch.randn(4, 8)
+        self.average = [p.detach().clone() for p in self.model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.scaler = halfstep.GradScaler(init_scale=256.0)
+        self.generator = torch.Generator().manual_seed(3)
+        self.num_skipped = 0
+        for _ in range(2):
+            self.step()
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        noise = torch.randn(self.x.shape, generator=self.generator) * 0.01
+        with halfstep.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(self.model(self.x + noise), torch.arange(4))
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        with torch.no_grad():
+            for mean, p in zip(self.average, self.model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        return loss.detach()
+
+    def state(self) -> dict[str, Any]:
+        params = list(self.model.parameters())
+        adam = [self.optimizer.state[p] for p in params]
+        return {
+            "parameters": [p.detach().clone() for p in params],
+            "versions": [p._version for p in params],
+            "gradients": [None if p.grad is None else p.grad.clone() for p in params],
+            "gradient objects": [id(p.grad) for p in params],
+            "buffers": [b.clone() for b in self.model.buffers()],
+            "buffer objects": [id(b) for b in self.model.buffers()],
+            "adam": [{k: v.clone() for k, v in state.items()} for state in adam],
+            "lr": [group["lr"] for group in self.optimizer.param_groups],
+            "schedule": {k: str(v) for k, v in self.schedule.state_dict().items()},
+            "scaler": str(self.scaler.state_dict()),
+            "history": len(self.scaler.history()),
+            "average": [mean.clone() for mean in self.average],
+            "torch random": torch.get_rng_state(),
+            "python random": random.getstate(),
+            "generator": self.generator.get_state(),
+            "calls": self.model.calls,
+            "outputs": [id(out) for out in self.model.outputs],
+            "training": [m.training for m in self.model.modules()],
+            "classes": [type(m) for m in self.model.modules()],
+        }
+
+
+def assert_same(one: Any, other: Any, path: str = "") -> None:
+    assert type(one) is type(other), path
+    if isinstance(one, torch.Tensor):
+        flat = [each.reshape(-1).view(torch.uint8) for each in (one, other)]
+        assert torch.equal(*flat), path
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), path
+        for index, (a, b) in enumerate(zip(one, other, strict=True)):
+            assert_same(a, b, f"{path}/{index}")
+    else:
+        assert one == other, path
+
+
+def break_forward(training: Training) -> None:
+    with torch.no_grad():
+        training.model.first.weight.mul_(1e6)
+
+
+def break_batch(training: Training) -> None:
+    training.x[1, 2] = float("nan")
+
+
+def scale_too_much(training: Training) -> None:
+    training.scaler.update(new_scale=2.0**40)
+
+
+@pytest.mark.parametrize(
+    ("damage", "verdict"),
+    [
+        (lambda _: None, "none"),
+        (break_forward, "range"),
+        (break_batch, "data"),
+        (scale_too_much, "scale"),
+    ],
+)
+def test_a_diagnosis_changes_nothing(damage: Callable[[Training], None], verdict: str) -> None:
+    training = Training()
+    damage(training)
+    before = training.state()
+    found = halfstep.diagnose(training.step, model=training.model)
+    assert_same(training.state(), before)
+    assert found.verdict == verdict, str(found)
+
+
+def test_training_goes_on_as_if_there_had_been_no_diagnosis() -> None:
+    plain = Training()
+    losses = [plain.step() for _ in range(3)]
+    diagnosed = Training()
+    again = []
+    for _ in range(3):
+        halfstep.diagnose(diagnosed.step)  # the model is found by itself
+        again.append(diagnosed.step())
+    assert_same(again, losses)
+    assert_same(
+        [p.detach().clone() for p in diagnosed.model.parameters()],
+        [p.detach().clone() for p in plain.model.parameters()],
+    )
+
+
+def test_a_step_that_raises_or_is_interrupted_is_undone() -> None:
+    training = Training()
+    before = training.state()
+
+    def interrupted() -> None:
+        training.step()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        halfstep.diagnose(interrupted)
+    assert_same(training.state(), before)
+
+    def failing() -> None:
+        training.step()
+        raise RuntimeError("of the user")
+
+    with pytest.raises(RuntimeError, match="of the user"):
+        halfstep.diagnose(failing)
+    assert_same(training.state(), before)
+    assert training.step().isfinite()
+
+
+def test_accumulated_gradients_are_kept() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    before = [grad.clone() for grad in gradients if grad is not None]
+
+    def step() -> None:
+        (model(x) * float("inf")).sum().backward()
+
+    assert halfstep.diagnose(step).verdict != "none"
+    assert [id(p.grad) for p in model.parameters()] == [id(grad) for grad in gradients]
+    assert_same([p.grad.clone() for p in model.parameters() if p.grad is not None], before)
+
+
+def test_a_graph_from_before_can_still_be_used() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    running = torch.zeros(3)
+    product = weight * running  # autograd has saved `running`, and looks at its version
+    model = nn.Linear(3, 3)
+
+    def step() -> None:
+        running.add_(1)
+        model(running).sum().backward()
+
+    halfstep.diagnose(step)
+    product.sum().backward()
+    assert torch.equal(running, torch.zeros(3))
+
+
+def test_checkpointing_and_hooks_of_the_user_see_the_same() -> None:
+    block, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), torch.randn(2, 4)
+    seen: list[float] = []
+    block[0].register_forward_hook(lambda m, a, out: seen.append(out.sum().item()))
+
+    def step() -> None:
+        checkpoint(block, x, use_reentrant=False).sum().backward()
+
+    torch.manual_seed(1)
+    step()
+    first = list(seen)
+    seen.clear()
+    torch.manual_seed(1)
+    halfstep.diagnose(step)
+    assert seen[: len(first)] == first
+    assert all(p.grad is not None for p in block.parameters())
+
+
+def test_undo_keeps_memory_and_not_only_the_view_that_was_written_to() -> None:
+    whole = torch.arange(12.0).view(3, 4)
+    undo = Undo()
+    undo.note_write(whole[1])
+    whole[1] = 7
+    whole.t()[0] = 9
+    undo.restore()
+    assert torch.equal(whole, torch.arange(12.0).view(3, 4))
+
+
+def test_what_the_function_can_reach_is_kept_though_nobody_called_it_yet() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.other = nn.Linear(4, 4), nn.Linear(4, 4).eval()
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+            self.x = torch.randn(2, 4)
+
+        def step(self, x: torch.Tensor) -> None:
+            for param in self.model.parameters():
+                param.grad = None
+            self.other.train()
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+            self.optimizer.state[self.model.weight]["seen"] = 1
+            self.other(self.model(x)).sum().backward()
+
+    trainer = Trainer()
+    trainer.model(trainer.x).sum().backward()
+    gradients = [param.grad for param in trainer.model.parameters()]
+    for step in (lambda: trainer.step(trainer.x), partial(trainer.step, trainer.x)):
+        halfstep.diagnose(step)
+        assert [id(p.grad) for p in trainer.model.parameters()] == [id(g) for g in gradients]
+        assert not trainer.other.training
+        assert trainer.optimizer.param_groups[0]["lr"] == 0.1
+        assert not trainer.optimizer.state

@@ -1,0 +1,347 @@
+"""Training loops that are watched: which steps are diagnosed, and what is replayed of them."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import halfstep
+from halfstep._diagnose import watch as watching
+from halfstep._diagnose.watch import START_SKIPS, Watch
+from halfstep.errors import DiagnosisWarning
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Overflows in ``last`` if a batch is large; has batch norm, dropout and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(8, 16), nn.BatchNorm1d(16)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(16, 4)
+        self.is_large = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.norm(self.first(x)).relu())
+        if self.is_large:
+            hidden = hidden * 1e5
+        return self.last(hidden)
+
+
+class Loop:
+    """A training loop with a scaler."""
+
+    def __init__(self, loss: Losses = F.cross_entropy, **options: Any) -> None:
+        self.model, self.loss = Net(), loss
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.scaler = halfstep.GradScaler(**{"init_scale": 256.0} | options)
+        self.told: list[tuple[int, str]] = []
+        self.x, self.y = torch.randn(4, 8), torch.arange(4)
+
+    def step(self, *, large: bool = False, num_batches: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for index in range(num_batches):
+            self.model.is_large = large and index == num_batches - 1
+            with halfstep.autocast("cpu", torch.float16):
+                loss = self.loss(self.model(self.x), self.y) / num_batches
+            self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def watched(self) -> Watch:
+        def tell(found: object, step: int) -> None:
+            self.told.append((step, found.verdict))  # type: ignore[attr-defined]
+
+        return self.scaler.diagnose(self.model, tell)
+
+
+def large_steps(loop: Loop, large: Iterable[bool]) -> Watch:
+    with loop.watched() as watch:
+        for is_large in large:
+            loop.step(large=is_large)
+    return watch
+
+
+LOSSES: list[Losses] = [
+    F.cross_entropy,
+    lambda out, y: F.cross_entropy(out.float(), y),
+    lambda out, y: F.cross_entropy(out.view(-1, 4), y) * 0.5,
+    nn.CrossEntropyLoss(),
+    lambda out, y: (out.float() - 1).square().mean(),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_bad_step_is_replayed_with_its_loss(loss: Losses) -> None:
+    loop = Loop(loss)
+    watch = large_steps(loop, [False, False, True, False])
+    (found,) = watch.found
+    assert loop.told == [(3, "range")]
+    assert found.bad is not None
+    assert (found.bad.op, found.bad.module) == ("mul", "")
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert found.num_replays > 0
+
+
+def test_training_is_what_it_is_without_a_watch() -> None:
+    def run(watched: bool) -> list[Tensor]:
+        loop = Loop()
+        random.seed(0)
+        torch.manual_seed(1)
+        steps = [False, True, False, True, True, False]
+        if watched:
+            assert len(large_steps(loop, steps).found) == 1
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for is_large in steps:
+                    loop.step(large=is_large)
+        tensors = [*loop.model.parameters(), *loop.model.buffers(), torch.get_rng_state()]
+        tensors += [p.grad for p in loop.model.parameters() if p.grad is not None]
+        return [tensor.detach().clone() for tensor in tensors]
+
+    with_watch, without = run(True), run(False)
+    assert len(with_watch) == len(without)
+    for one, other in zip(with_watch, without, strict=True):
+        flat = [each.reshape(-1).view(torch.uint8) for each in (one, other)]
+        assert torch.equal(*flat)
+
+
+def test_each_batch_of_an_accumulation_is_replayed() -> None:
+    loop = Loop()
+    with loop.watched() as watch:
+        loop.step(num_batches=3)
+        loop.step(large=True, num_batches=3)
+    (found,) = watch.found
+    assert found.verdict == "range"
+
+
+def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "START_STEPS", 1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    scaler = halfstep.GradScaler(init_scale=4096.0)
+    with scaler.diagnose(model, tell=lambda *_: None) as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for target in (1.0, 1000.0):
+            optimizer.zero_grad()
+            with halfstep.autocast("cpu", torch.float16):
+                loss = F.mse_loss(model(torch.ones(5, 4)), torch.full((5, 1), target))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert (found.verdict, found.scale) == ("scale", 4096.0)
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert found.cure.scale is not None
+    assert found.cure.scale < 4096
+
+
+class Pair(tuple[Tensor, ...]):
+    """Is not made from an iterable, as a tuple is."""
+
+    def __new__(cls, one: Tensor, other: Tensor) -> Pair:
+        return super().__new__(cls, (one, other))
+
+
+class Named(list[Tensor]):
+    def __init__(self, items: Iterable[Tensor], name: str) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [lambda x: Pair(x, x), lambda x: Named([x], "a"), lambda x: [x], lambda x: (x, None)],
+)
+def test_batches_in_containers_of_the_user(batch: Callable[[Tensor], Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, given: Any) -> Tensor:
+            out: Tensor = self.layer(given[0])
+            return out
+
+    model = Model()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
+    with scaler.diagnose(model, tell=lambda *_: None) as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (1.0, math.inf):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(batch(torch.full((2, 4), value))), torch.ones(2, 1))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert found.verdict == "data"
+
+
+def test_a_scale_that_finds_its_place_is_no_fault() -> None:
+    loop = Loop(init_scale=2.0**24, growth_interval=4)
+    with loop.watched() as watch:
+        for _ in range(30):
+            loop.step()
+    skipped = [entry for entry in loop.scaler.history() if not entry.taken]
+    assert skipped  # at the start, and after the scale has grown
+    assert watch.found == []
+
+
+def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -> None:
+    class SquareRoot(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) * 0).sqrt().sum()
+
+    model = SquareRoot()
+    optimizer, scaler = torch.optim.SGD(model.parameters()), halfstep.GradScaler(init_scale=16.0)
+    with scaler.diagnose(tell=lambda *_: None) as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(START_SKIPS + 2):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (found,) = watch.found
+    assert found.bad is not None
+    assert (found.verdict, found.bad.phase, found.bad.forward_op) == ("maths", "backward", "sqrt")
+
+
+def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    x[1, 1] = math.nan
+    with Watch(tell=lambda *_: None) as watch:
+        for batch in (torch.ones(2, 4), x):
+            optimizer.zero_grad()
+            with halfstep.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(model(batch), torch.zeros(2, 1))
+            loss.backward()
+            optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "data"
+    # The parameters were good when it was replayed: the batch is named, not a parameter.
+    assert found.tensor not in dict(model.named_parameters())
+    assert any("the loss of step 1 was finite" in note for note in found.notes)
+
+
+def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
+    loop = Loop()
+
+    def overwrite(original: Callable[..., Any]) -> Callable[..., Any]:
+        def loss(out: Tensor, y: Tensor) -> Tensor:
+            result = original(out, y)
+            with torch.no_grad():
+                loop.x.mul_(1)  # the batch is not what it was
+            return result
+
+        return loss
+
+    loop.loss = overwrite(F.cross_entropy)
+    watch = large_steps(loop, [False, True, True, False])
+    (found,) = watch.found
+    assert loop.told == [(3, "range")]
+    assert found.num_replays == 0
+    assert found.bad is not None
+    assert found.bad.op == "mul"
+    assert found.bad.line is not None
+    assert "hidden * 1e5" in found.bad.line.text
+    assert any("live" in note for note in found.notes)
+    assert any("written to in place" in note for note in found.notes)
+
+
+def test_live_tracing_leaves_the_modes_of_the_user_alone() -> None:
+    class Counting(TorchDispatchMode):
+        num = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counting.num += 1
+            return func(*args, **(kwargs or {}))
+
+    loop = Loop(lambda out, y: F.cross_entropy(out, y))
+    with Counting(), loop.watched() as watch:
+        loop.step()
+        loop.x.requires_grad_(False)
+        loop.step(large=True)
+    assert Counting.num > 0
+    assert len(watch.found) == 1
+
+
+def test_modes_for_functions_are_seen_by_replays_too() -> None:
+    class Doubling(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    loop = Loop()
+    with Doubling():
+        assert len(large_steps(loop, [False, True]).found) == 1
+
+
+def test_a_place_is_told_once() -> None:
+    loop = Loop()
+    large_steps(loop, [False, True, False, True, True])
+    assert loop.told == [(2, "range")]
+
+
+def test_it_is_a_warning_if_nobody_else_is_told() -> None:
+    loop = Loop()
+    loop.step()
+    with pytest.warns(DiagnosisWarning, match=r"step 1 went bad\nrange of float16: mul"):
+        watched_step(loop)
+
+
+def watched_step(loop: Loop) -> None:
+    with loop.scaler.diagnose(loop.model):
+        loop.step(large=True)
+
+
+def test_after_the_block_everything_is_as_before() -> None:
+    names = [(nn.Module, "__call__"), (F, "cross_entropy"), (torch.autograd, "backward")]
+    before = [getattr(owner, name) for owner, name in names]
+    loop = Loop()
+    large_steps(loop, [False, True])
+    assert [getattr(owner, name) for owner, name in names] == before
+
+
+def test_a_disabled_scaler_can_be_watched() -> None:
+    scaler = halfstep.GradScaler(enabled=False)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scaler.diagnose(model, tell=lambda *_: None) as watch:
+        scaler.scale(F.mse_loss(model(torch.full((2, 4), math.inf)), torch.zeros(2, 1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert [found.verdict for found in watch.found] == ["data"]
+
+
+def test_evaluation_between_steps_is_not_replayed() -> None:
+    loop = Loop()
+    with loop.watched() as watch:
+        loop.step()
+        with torch.no_grad():
+            loop.model.eval()(torch.full((2, 8), math.nan))
+        loop.model.train()
+        loop.step(large=True)
+    (found,) = watch.found
+    assert found.verdict == "range"

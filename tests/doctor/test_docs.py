@@ -1,0 +1,98 @@
+"""docs/doctor.md has a section for every id; its wrong example is found, its right one is not."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfstep
+from halfstep._doctor.catalog import CATALOG
+from halfstep._doctor.source import check_source
+
+PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |^# [A-Z]|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+EXAMPLES = [
+    pytest.param(id, kind, block, id=f"{id}-{kind}")
+    for id, section in SECTIONS.items()
+    for kind, block in re.findall(r"```py\n# (\w+)\n(.*?)```", section, re.DOTALL)
+]
+PREAMBLE = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+import halfstep
+from halfstep import GradScaler, autocast
+"""
+
+
+def test_every_id_has_its_section_in_the_order_of_the_catalog() -> None:
+    assert list(SECTIONS) == list(CATALOG)
+    for id, section in SECTIONS.items():
+        prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL).strip()
+        assert 2 <= len(prose.splitlines()) <= 6, id
+
+
+def test_all_but_the_process_have_examples() -> None:
+    ids = [example.values[0] for example in EXAMPLES]
+    assert sorted(set(ids)) == sorted(
+        set(CATALOG) - {"reduced-precision-sums", "tf32-off", "onednn-off", "source-not-read"}
+    )
+    assert all(ids.count(id) == 2 for id in ids)
+
+
+def ids_found(block: str) -> list[str]:
+    if "halfstep.doctor(" in block:
+        namespace = names()
+        exec(block, namespace)
+        return [finding.id for finding in namespace["found"]]
+    return [finding.id for finding in check_source(PREAMBLE + block)]
+
+
+def names() -> dict[str, object]:
+    """What the examples use without making it."""
+    namespace: dict[str, object] = {}
+    exec(PREAMBLE, namespace)
+    model = torch.nn.Linear(4, 1)
+    x, y = torch.ones(2, 4), torch.ones(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler("cpu")
+
+    def loss_fn() -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(x), y)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn()
+        scaler.scale(loss).backward()
+        return loss
+
+    return namespace | {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10),
+        "scaler": scaler,
+        "batches": [(x, y), (x, y)],
+        "x": x,
+        "y": y,
+        "device": "cpu",
+        "loss_fn": loss_fn,
+        "closure": closure,
+    }
+
+
+@pytest.mark.parametrize(("id", "kind", "block"), EXAMPLES)
+def test_an_example_has_what_it_is_for_and_nothing_else(id: str, kind: str, block: str) -> None:
+    assert ids_found(block) == ([id] if kind == "wrong" else [])
+
+
+@pytest.mark.parametrize(
+    ("id", "block"),
+    [
+        pytest.param(id, block, id=id)
+        for id, kind, block in (example.values for example in EXAMPLES)
+        if kind == "right" and id != "closure-not-unscaled"
+    ],
+)
+def test_what_is_right_runs(id: str, block: str) -> None:
+    exec(block, names())

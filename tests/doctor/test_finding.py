@@ -1,0 +1,79 @@
+"""Findings and checkups as values."""
+
+import json
+
+import pytest
+
+from halfstep._common.text import SEVERITIES
+from halfstep._doctor.catalog import CATALOG
+from halfstep._doctor.finding import Checkup, Finding
+
+BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
+EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
+WARNING = Finding("sum-loss", "seen", "cure", file="a.py", line=1)
+NOTICE = Finding("torch-scaler", "seen", "cure")
+
+
+def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
+    assert (BAD.severity, BAD.docs) == ("bad", "docs/doctor.md#clip-before-unscale")
+    assert BAD.place == "b.py:7"
+    assert NOTICE.place == ""
+
+
+def test_an_unknown_id_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'sum-los' is no id of a finding: .*sum-loss"):
+        Finding("sum-los", "", "")
+
+
+def test_every_severity_of_the_catalog_is_one() -> None:
+    assert set(CATALOG.values()) <= set(SEVERITIES) - {"good"}
+
+
+@pytest.mark.parametrize("finding", [BAD, EARLIER, WARNING, NOTICE])
+def test_json_and_back(finding: Finding) -> None:
+    values = json.loads(json.dumps(finding.to_json()))
+    assert values["severity"] == finding.severity
+    assert values["docs"] == finding.docs
+    assert Finding.from_json(values) == finding
+
+
+def test_a_checkup_is_a_sequence_with_the_worst_first_each_once() -> None:
+    checkup = Checkup([NOTICE, WARNING, BAD, EARLIER, BAD])
+    assert list(checkup) == [EARLIER, BAD, WARNING, NOTICE]
+    assert (len(checkup), checkup[0], checkup[-1]) == (4, EARLIER, NOTICE)
+    assert list(checkup[1:3]) == [BAD, WARNING]
+    assert repr(checkup[2:]) == "Checkup(sum-loss, torch-scaler)"
+
+
+@pytest.mark.parametrize(
+    ("findings", "worst", "is_well"),
+    [
+        ([], "good", True),
+        ([NOTICE], "notice", True),
+        ([NOTICE, WARNING], "warning", False),
+        ([WARNING, BAD], "bad", False),
+    ],
+)
+def test_the_worst(findings: list[Finding], worst: str, is_well: bool) -> None:
+    checkup = Checkup(findings)
+    assert (checkup.worst, checkup.is_well) == (worst, is_well)
+    assert json.loads(checkup.to_json())["worst"] == worst
+
+
+def test_the_text_has_place_id_cure_code_and_docs() -> None:
+    assert str(Checkup([BAD, NOTICE])).splitlines() == [
+        "bad: b.py:7: seen [clip-before-unscale]",
+        "    cure: cure",
+        "        a = 1",
+        "        b = 2",
+        "notice: seen [torch-scaler]",
+        "    cure: cure",
+        "see docs/doctor.md#clip-before-unscale, docs/doctor.md#torch-scaler",
+    ]
+    assert str(Checkup()) == "good: nothing found"
+
+
+def test_what_a_terminal_would_obey_is_not_printed() -> None:
+    finding = Finding("sum-loss", "a\x1b[2Jb\nc", "d\re", file="f.py", line=1)
+    assert "\x1b" not in str(finding)
+    assert len(str(finding).splitlines()) == 2

@@ -1,0 +1,199 @@
+"""What is found in models, optimizers, scalers and schedules."""
+
+import ast
+
+import pytest
+import torch
+from torch import nn
+
+import halfstep
+from halfstep import doctor
+from halfstep._doctor.finding import Checkup
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+def ids(checkup: Checkup) -> list[str]:
+    for finding in checkup:
+        ast.parse(finding.code)
+        assert finding.cure
+    return [finding.id for finding in checkup]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_sound_training_has_no_finding() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    scaler = halfstep.GradScaler("cpu")
+    found = doctor(model, optimizer, scaler, scheduler, dtype=FP16)
+    assert (list(found), str(found)) == ([], "good: nothing found")
+    assert ids(doctor(model, optimizer, None, scheduler, dtype=BF16)) == []
+    assert ids(doctor()) == []
+
+
+# --- scaler and dtype -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scaler", "dtype", "wanted"),
+    [
+        (None, FP16, ["fp16-without-scaler"]),
+        (None, BF16, []),
+        (None, None, []),
+        (halfstep.GradScaler(enabled=False), FP16, ["fp16-without-scaler"]),
+        (halfstep.GradScaler(enabled=False), BF16, []),
+        (halfstep.GradScaler("cpu"), FP16, []),
+        (halfstep.GradScaler("cpu"), BF16, ["scaler-with-bf16"]),
+        (halfstep.GradScaler("cpu", 1.0, rule=halfstep.Static()), BF16, []),
+        (torch.amp.GradScaler("cpu"), FP16, ["torch-scaler"]),
+        (torch.amp.GradScaler("cpu"), BF16, ["scaler-with-bf16", "torch-scaler"]),
+        (torch.amp.GradScaler("cpu", enabled=False), None, []),
+    ],
+)
+def test_scaler_and_dtype(scaler: object, dtype: torch.dtype | None, wanted: list[str]) -> None:
+    assert ids(doctor(scaler=scaler, dtype=dtype)) == wanted
+
+
+def test_the_dtype_of_a_model_in_bfloat16_is_known() -> None:
+    model = nn.Linear(4, 1).to(BF16)
+    assert ids(doctor(model, scaler=halfstep.GradScaler("cpu"))) == ["scaler-with-bf16"]
+
+
+# --- parameters in lower precision ----------------------------------------------------------------
+
+
+def test_parameters_in_float16_are_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).half())
+    (finding,) = doctor(model, sgd(model))
+    assert (finding.id, finding.severity) == ("half-parameters", "bad")
+    assert finding.names == ("1.weight", "1.bias")
+    assert "SGD updates 2 parameters in float16 (1.weight, 1.bias)" in finding.text
+    assert ids(doctor(model, sgd(model[0]))) == ["untrained-parameters"]
+
+
+def test_parameters_in_bfloat16_are_a_notice() -> None:
+    model = nn.Linear(4, 1).to(BF16)
+    found = doctor(model, sgd(model))
+    assert (ids(found), found.worst) == (["bf16-parameters"], "notice")
+
+
+@pytest.mark.parametrize(
+    ("make", "is_lost"),
+    [
+        (lambda params: torch.optim.Adam(params), True),
+        (lambda params: torch.optim.Adam(params, foreach=True), True),
+        (lambda params: torch.optim.Adam(params, fused=True), False),
+        (lambda params: torch.optim.Adam(params, eps=1e-4), False),
+        (lambda params: torch.optim.Adagrad(params), True),
+        (lambda params: torch.optim.RMSprop(params), True),
+    ],
+)
+def test_eps_of_an_optimizer_is_judged_by_what_a_step_does(make, is_lost: bool) -> None:
+    param = nn.Parameter(torch.ones(4, dtype=FP16))
+    optimizer = make([param])
+    assert ("eps-underflow" in ids(doctor(optimizer=optimizer))) == is_lost
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert param.isnan().any().item() == is_lost
+    in_float32 = make([nn.Parameter(torch.ones(4))])
+    assert ids(doctor(optimizer=in_float32)) == []
+
+
+NORMS = [
+    lambda eps: nn.LayerNorm(4, eps=eps),
+    lambda eps: nn.GroupNorm(2, 4, eps=eps),
+    lambda eps: nn.RMSNorm(4, eps=eps),
+    lambda eps: nn.BatchNorm1d(4, eps=eps),
+    lambda eps: nn.LayerNorm(4, eps=eps, elementwise_affine=False),
+]
+
+
+@pytest.mark.parametrize("make", NORMS)
+@pytest.mark.parametrize("eps", [1e-12, 1e-5])
+def test_eps_of_a_norm_is_judged_by_its_gradient(make, eps: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make(eps)).half()
+    found = doctor(model)
+    assert ids(found) == (["eps-underflow"] if eps == 1e-12 else [])
+    x = torch.zeros(3, 4, dtype=FP16, requires_grad=True)
+    y = model[1](x)
+    y.backward(
+        torch.tensor([1.0, -2.0, 3.0, 1.0], dtype=FP16).expand(3, 4) * torch.ones(3, 1).half()
+    )
+    assert x.grad.isfinite().all().item() == (eps == 1e-5)
+    if found:
+        assert found[0].names == ("1",)
+    assert ids(doctor(nn.Sequential(nn.Linear(4, 4), make(eps)))) == []
+
+
+def test_the_cure_of_a_norm_runs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps=1e-12)).half()
+    (finding,) = doctor(model)
+    exec(finding.code, {"halfstep": halfstep, "model": model})
+    x = torch.zeros(3, 4, dtype=FP16, requires_grad=True)
+    model(x).float().square().sum().backward()
+    assert x.grad.isfinite().all()
+    assert list(doctor(model)) == []
+
+
+# --- which parameters are where -------------------------------------------------------------------
+
+
+def test_a_parameter_in_two_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    adam = torch.optim.Adam(model[1].parameters())
+    found = doctor(model, [sgd(model), adam])
+    assert ids(found) == ["shared-parameter"]
+    assert found[0].names == ("1.weight", "1.bias")
+    assert "SGD and Adam" in found[0].text
+    assert ids(doctor(model, [sgd(model[0]), adam])) == []
+
+
+def test_parameters_that_were_replaced() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = sgd(model)
+    model[1] = nn.Linear(4, 1)
+    found = doctor(model, optimizer)
+    assert ids(found) == ["replaced-parameters"]
+    assert found[0].names == ("1.weight", "1.bias")
+    assert ids(doctor(model, sgd(model))) == []
+
+
+def test_a_new_head_of_another_shape_is_untrained_only() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = sgd(model)
+    model[1] = nn.Linear(4, 7)
+    assert ids(doctor(model, optimizer)) == ["untrained-parameters"]
+    model[1].requires_grad_(False)
+    assert ids(doctor(model, optimizer)) == []
+
+
+def test_an_optimizer_may_have_more_than_the_model() -> None:
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    assert ids(doctor(model, both)) == []
+
+
+def test_state_that_is_not_where_its_parameters_are() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert ids(doctor(model, optimizer)) == []
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].to("meta")
+    found = doctor(model, optimizer)
+    assert ids(found) == ["optimizer-before-move"]
+    assert found[0].names == ("weight", "bias")
+
+
+def test_a_schedule_of_another_optimizer() -> None:
+    model = nn.Linear(4, 1)
+    first, second = sgd(model), sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(first)
+    assert ids(doctor(optimizer=second, scheduler=scheduler)) == ["scheduler-of-another"]
+    assert ids(doctor(optimizer=first, scheduler=scheduler)) == []
+    assert ids(doctor(scheduler=scheduler)) == []

@@ -1,0 +1,720 @@
+"""What is found in source, and what is not: each rule with programs that it is and is not about."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from halfstep._doctor.catalog import CATALOG
+from halfstep._doctor.source import check_file, check_source
+
+ROOT = Path(__file__).parents[2]
+
+IMPORTS = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from halfstep import GradScaler, autocast
+"""
+
+
+def found(source: str, imports: str = IMPORTS) -> list[str]:
+    """Return ``id:line`` of all findings, lines counted from the first after the imports."""
+    offset = imports.count("\n")
+    findings = check_source(imports + source)
+    for finding in findings:
+        ast.parse(finding.code)
+        assert finding.file == "<source>"
+    return [f"{finding.id}:{finding.line - offset}" for finding in findings]
+
+
+def cases(*table: tuple[str, str, str]) -> pytest.MarkDecorator:
+    """Parametrize with a title, the findings in one string, and a program."""
+    params = [pytest.param(wanted.split(), source, id=title) for title, wanted, source in table]
+    return pytest.mark.parametrize(("wanted", "source"), params)
+
+
+# --- clipping -------------------------------------------------------------------------------------
+
+
+@cases(
+    (
+        "in one function",
+        "clip-before-unscale:2",
+        "scaler.scale(loss).backward()\n"
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\n"
+        "scaler.update()\n",
+    ),
+    (
+        "unscaled before",
+        "",
+        "scaler.scale(loss).backward()\n"
+        "scaler.unscale_(optimizer)\n"
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\n",
+    ),
+    (
+        "unscaled too late",
+        "clip-before-unscale:2",
+        "scaler.scale(loss).backward()\n"
+        "nn.utils.clip_grad_value_(model.parameters(), 1.0)\n"
+        "scaler.unscale_(optimizer)\n"
+        "scaler.step(optimizer)\n",
+    ),
+    (
+        "clipped by the scaler, by the step, by accelerate",
+        "",
+        "scaler.scale(loss).backward()\n"
+        "scaler.clip_grad_norm_(optimizer, 1.0)\n"
+        "accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer, max_norm=1.0)\n",
+    ),
+    (
+        "only where nothing is scaled",
+        "",
+        "if use_amp:\n"
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "else:\n"
+        "    loss.backward()\n"
+        "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    optimizer.step()\n",
+    ),
+    (
+        "two ifs with one condition",
+        "",
+        "if scaler is None:\n"
+        "    loss.backward()\n"
+        "else:\n"
+        "    scaler.scale(loss).backward()\n"
+        "if scaler is not None:\n"
+        "    scaler.unscale_(optimizer)\n"
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "if scaler:\n"
+        "    scaler.step(optimizer)\n",
+    ),
+    (
+        "two ifs, and nobody unscales",
+        "clip-before-unscale:5",
+        "if use_amp:\n"
+        "    scaler.scale(loss).backward()\n"
+        "else:\n"
+        "    loss.backward()\n"
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "if use_amp:\n"
+        "    scaler.step(optimizer)\n"
+        "else:\n"
+        "    optimizer.step()\n",
+    ),
+    (
+        "after an early return",
+        "",
+        "def step():\n"
+        "    if not use_amp:\n"
+        "        loss.backward()\n"
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        optimizer.step()\n"
+        "        return\n"
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n",
+    ),
+    (
+        "in a function of the file",
+        "clip-before-unscale:2",
+        "def clip(model):\n"
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "def step():\n"
+        "    scaler.scale(loss).backward()\n"
+        "    clip(model)\n"
+        "    scaler.step(optimizer)\n",
+    ),
+    (
+        "unscaled in a method of the class",
+        "",
+        "class Trainer:\n"
+        "    def unscale(self):\n"
+        "        self.scaler.unscale_(self.optimizer)\n"
+        "    def step(self):\n"
+        "        self.scaler.scale(loss).backward()\n"
+        "        self.unscale()\n"
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        self.scaler.step(self.optimizer)\n",
+    ),
+    (
+        "the second of two optimizers",
+        "clip-before-unscale:6",
+        "scaler.scale(d_loss).backward()\n"
+        "scaler.unscale_(d_optimizer)\n"
+        "nn.utils.clip_grad_norm_(d.parameters(), 1.0)\n"
+        "scaler.step(d_optimizer)\n"
+        "scaler.scale(g_loss).backward()\n"
+        "nn.utils.clip_grad_norm_(g.parameters(), 1.0)\n"
+        "scaler.step(g_optimizer)\n",
+    ),
+    (
+        "in a window of accumulation, the scaled loss in a variable",
+        "clip-before-unscale:5",
+        "for i, batch in enumerate(batches):\n"
+        "    loss = scaler.scale(model(batch))\n"
+        "    loss.backward()\n"
+        "    if (i + 1) % 4 == 0:\n"
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "        scaler.step(optimizer)\n"
+        "        scaler.update()\n",
+    ),
+    (
+        "by a scaler that is off",
+        "",
+        "scaler = GradScaler(enabled=False)\n"
+        "scaler.scale(loss).backward()\n"
+        "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\n",
+    ),
+)
+def test_clipping(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+# --- the other calls of an iteration --------------------------------------------------------------
+
+
+@cases(
+    (
+        "stepped by itself",
+        "scaler-bypassed:2",
+        "scaler.scale(loss).backward()\noptimizer.step()\n",
+    ),
+    ("one of several", "", "scaler.scale(loss).backward()\nscaler.step(optimizer)\n"),
+    ("something else that scales", "", "layer.scale(loss).backward()\noptimizer.step()\n"),
+    (
+        "another loss, not scaled",
+        "",
+        "scaler.scale(d_loss).backward()\n"
+        "scaler.step(d_optimizer)\n"
+        "g_loss.backward()\n"
+        "g_optimizer.step()\n",
+    ),
+    (
+        "in the other arm",
+        "",
+        "if fp16:\n"
+        "    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n"
+        "else:\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n",
+    ),
+    (
+        "behind an early return",
+        "",
+        "def step():\n"
+        "    if use_amp:\n"
+        "        scaler.scale(loss).backward()\n"
+        "        return\n"
+        "    optimizer.step()\n",
+    ),
+    (
+        "in opposite conditions",
+        "",
+        "if scaler is not None:\n"
+        "    scaler.scale(loss).backward()\n"
+        "if scaler is None:\n"
+        "    optimizer.step()\n",
+    ),
+    (
+        "unscaled by hand",
+        "",
+        "scaler.scale(loss).backward()\n"
+        "for p in model.parameters():\n"
+        "    p.grad.div_(scaler.get_scale())\n"
+        "optimizer.step()\n",
+    ),
+)
+def test_a_step_past_the_scaler(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+@cases(
+    (
+        "never",
+        "update-missing:4",
+        "scaler = GradScaler()\n"
+        "for batch in batches:\n"
+        "    scaler.scale(model(batch)).backward()\n"
+        "    scaler.step(optimizer)\n",
+    ),
+    (
+        "in a method",
+        "",
+        "class Trainer:\n"
+        "    def __init__(self):\n"
+        "        self.scaler = GradScaler()\n"
+        "    def step(self):\n"
+        "        self.scaler.scale(loss).backward()\n"
+        "        self.scaler.step(optimizer)\n"
+        "    def end(self):\n"
+        "        self.scaler.update()\n",
+    ),
+    (
+        "by somebody else",
+        "",
+        "scaler = GradScaler()\nscaler.step(optimizer)\nfinish_iteration(scaler)\n",
+    ),
+    ("under another name", "", "s = scaler = GradScaler()\nt = scaler\nscaler.step(optimizer)\n"),
+    (
+        "by a class that is written elsewhere",
+        "",
+        "class Trainer(Base):\n    def __init__(self):\n        self.scaler = GradScaler()\n"
+        "    def step(self):\n        self.scaler.step(self.optimizer)\n",
+    ),
+    ("of a scaler made elsewhere", "", "def step(scaler):\n    scaler.step(optimizer)\n"),
+)
+def test_update(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+@cases(
+    (
+        "positional, PyTorch's",
+        "closure-not-unscaled:2",
+        "scaler = torch.cuda.amp.GradScaler()\nscaler.step(optimizer, closure)\nscaler.update()\n",
+    ),
+    ("ours", "", "scaler = GradScaler()\nscaler.step(optimizer, closure)\nscaler.update()\n"),
+    ("not known whose", "", "scaler.step(optimizer, closure)\n"),
+)
+def test_closures(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+LOOP = "for batch in batches:\n    scaler.scale(f(batch)).backward()\n    scaler.step(optimizer)\n"
+
+
+@cases(
+    ("beside the step", "scheduler-ungated:4", f"{LOOP}    scheduler.step()\n"),
+    ("once an epoch", "", f"for epoch in epochs:\n    {LOOP.replace(chr(10), chr(10) + '    ')}"
+     "scheduler.step()\n"),
+    ("waiting for the scale", "", f"{LOOP}    if scaler.get_scale() >= before:\n"
+     "        scheduler.step()\n"),
+    ("our call", "", f"{LOOP}    scaler.step_scheduler(scheduler)\n"),
+    ("if there is one", "scheduler-ungated:5", f"{LOOP}    if scheduler is not None:\n"
+     "        scheduler.step()\n"),
+    ("told a loss", "", f"{LOOP}    scheduler.step(loss)\n"),
+    ("without a scaler", "", "for batch in batches:\n    optimizer.step()\n    scheduler.step()\n"),
+    ("by its class", "scheduler-ungated:5",
+     f"decay = torch.optim.lr_scheduler.StepLR(optimizer, 3)\n{LOOP}    decay.step()\n"),
+)  # fmt: skip
+def test_schedules(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+@cases(
+    (
+        "inside",
+        "backward-in-autocast:3",
+        "with autocast('cpu', torch.bfloat16):\n    loss = f(x)\n    loss.backward()\n",
+    ),
+    ("behind", "", "with autocast('cpu', torch.bfloat16):\n    loss = f(x)\nloss.backward()\n"),
+    (
+        "autocast off, or off inside",
+        "",
+        "with autocast('cpu', enabled=False):\n"
+        "    loss.backward()\n"
+        "with autocast('cpu'):\n"
+        "    with autocast('cpu', enabled=False):\n"
+        "        loss.backward()\n",
+    ),
+    (
+        "in a variable, perhaps",
+        "backward-in-autocast:3",
+        "context = torch.autocast('cpu') if lower else nullcontext()\n"
+        "with torch.enable_grad(), context:\n"
+        "    loss.backward()\n",
+    ),
+    (
+        "a decorator",
+        "autocast-around-backward:4",
+        "@autocast('cpu', torch.bfloat16)\ndef step(x):\n    loss = f(x)\n    loss.backward()\n",
+    ),
+    (
+        "around a call",
+        "autocast-around-backward:2",
+        "def step(x):\n"
+        "    f(x).backward()\n"
+        "def train():\n"
+        "    with autocast('cpu', torch.bfloat16):\n"
+        "        for x in batches:\n"
+        "            step(x)\n",
+    ),
+    (
+        "backward of a function of autograd",
+        "",
+        "class Double(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    @torch.autocast('cpu')\n"
+        "    def backward(ctx, grad):\n"
+        "        return Inner.backward(ctx, grad)\n",
+    ),
+)
+def test_backward_and_autocast(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+@cases(
+    (
+        "in the loop",
+        "weights-cast-in-loop:3",
+        "with torch.no_grad():\n"
+        "    for x in batches:\n"
+        "        with torch.autocast('cuda'):\n"
+        "            model(x)\n",
+    ),
+    (
+        "no_grad in the loop too",
+        "weights-cast-in-loop:2",
+        "for x in batches:\n    with torch.inference_mode(), torch.cuda.amp.autocast():\n"
+        "        model(x)\n",
+    ),
+    (
+        "a decorated function in the loop",
+        "weights-cast-in-loop:1",
+        "@torch.autocast('cuda')\n"
+        "def predict(x):\n"
+        "    return model(x)\n"
+        "@torch.no_grad()\n"
+        "def evaluate():\n"
+        "    return [predict(x) for x in batches]\n",
+    ),
+    (
+        "ours",
+        "",
+        "with torch.no_grad():\n    for x in batches:\n        with autocast('cpu'):\n"
+        "            model(x)\n",
+    ),
+    (
+        "around the loop",
+        "",
+        "with torch.no_grad():\n    with torch.autocast('cuda'):\n        for x in batches:\n"
+        "            model(x)\n",
+    ),
+    (
+        "around loops of its own",
+        "",
+        "with torch.no_grad():\n    for epoch in epochs:\n        with torch.autocast('cuda'):\n"
+        "            for x in batches:\n                model(x)\n",
+    ),
+    (
+        "around loops of its own and more",
+        "",
+        "with torch.no_grad():\n    for epoch in epochs:\n        with torch.autocast('cuda'):\n"
+        "            batches = draw()\n            for x in batches:\n                model(x)\n",
+    ),
+    (
+        "inside one that is open",
+        "",
+        "with torch.no_grad(), torch.autocast('cuda'):\n    for x in batches:\n"
+        "        with torch.autocast('cuda'):\n            model(x)\n",
+    ),
+    (
+        "a target network, whose weights change",
+        "",
+        "for x in batches:\n    with torch.no_grad(), torch.autocast('cuda'):\n"
+        "        target = average(x)\n    f(x, target).backward()\n",
+    ),
+    (
+        "with gradients",
+        "",
+        "for x in batches:\n    with torch.autocast('cuda'):\n        loss = model(x)\n",
+    ),
+)
+def test_casts_in_loops(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+TRAIN = "with {}:\n    loss = F.mse_loss(model(x), y)\nloss.backward()\noptimizer.step()\n"
+
+
+@cases(
+    ("float16", "fp16-without-scaler:1", TRAIN.format("autocast('cpu', torch.float16)")),
+    ("half", "fp16-without-scaler:1", TRAIN.format("autocast('cpu', dtype=torch.half)")),
+    ("the default of CUDA", "fp16-without-scaler:1", TRAIN.format("torch.autocast('cuda')")),
+    ("its older name", "fp16-without-scaler:1", TRAIN.format("torch.cuda.amp.autocast()")),
+    ("the default of the CPU", "", TRAIN.format("torch.autocast('cpu')")),
+    ("bfloat16", "", TRAIN.format("torch.autocast('cuda', torch.bfloat16)")),
+    ("off", "", TRAIN.format("torch.autocast('cuda', enabled=False)")),
+    ("a device that is not known", "", TRAIN.format("torch.autocast(device)")),
+    ("a dtype that is not known", "", "dtype = find()\n" + TRAIN.format("autocast('cpu', dtype)")),
+    (
+        "a dtype of two",
+        "",
+        "dtype = torch.float16 if old else torch.bfloat16\n"
+        + TRAIN.format("autocast('cpu', dtype)"),
+    ),
+    (
+        "a variable",
+        "fp16-without-scaler:2",
+        "dtype = torch.float16\n" + TRAIN.format("autocast('cpu', dtype)"),
+    ),
+    (
+        "a parameter of a function that is called once",
+        "fp16-without-scaler:2",
+        "def train(dtype):\n    with autocast('cpu', dtype):\n        loss = f(x)\n"
+        "    loss.backward()\n    optimizer.step()\n"
+        "train(torch.float16)\n",
+    ),
+    (
+        "one that is called twice",
+        "",
+        "def train(dtype):\n    with autocast('cpu', dtype):\n        loss = f(x)\n"
+        "    loss.backward()\n    optimizer.step()\n"
+        "train(torch.float16)\ntrain(torch.bfloat16)\n",
+    ),
+    (
+        "a decorated forward",
+        "fp16-without-scaler:2",
+        "class Net(nn.Module):\n    @torch.autocast('cuda', dtype=torch.float16)\n"
+        "    def forward(self, x):\n        return self.body(x)\n"
+        "def train():\n    Net()(x).sum().backward()\n    optimizer.step()\n",
+    ),
+    (
+        "a scaler from elsewhere",
+        "",
+        "loss_scaler = make()\n" + TRAIN.format("autocast('cpu', torch.float16)"),
+    ),
+    (
+        "scaled by hand",
+        "",
+        "with autocast('cpu', torch.float16):\n    loss = f(x)\n(loss * 1024).backward()\n"
+        "optimizer.step()\n",
+    ),
+    (
+        "evaluation",
+        "",
+        "with torch.no_grad(), autocast('cpu', torch.float16):\n    f(x)\nloss.backward()\n"
+        "optimizer.step()\n",
+    ),
+    (
+        "gradients without an optimizer",
+        "",
+        "with autocast('cpu', torch.float16):\n    loss = f(x)\nloss.backward()\n",
+    ),
+)
+def test_float16_without_a_scaler(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+def test_a_framework_may_scale_elsewhere() -> None:
+    source = TRAIN.format("autocast('cpu', torch.float16)")
+    assert found(source) == ["fp16-without-scaler:1"]
+    assert found(source, IMPORTS + "from accelerate import Accelerator\n") == []
+
+
+BF16 = "autocast('cpu', torch.bfloat16)"
+STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()\n"
+
+
+@cases(
+    (
+        "both",
+        "scaler-with-bf16:1",
+        f"scaler = GradScaler()\nwith autocast('cpu', torch.bfloat16):\n    loss = f(x)\n{STEP}",
+    ),
+    (
+        "switched by a variable",
+        "",
+        f"scaler = GradScaler(enabled=fp16)\nwith {BF16}:\n    f(x)\n{STEP}",
+    ),
+    (
+        "off",
+        "",
+        f"scaler = GradScaler(enabled=False)\nwith {BF16}:\n    f(x)\n{STEP}",
+    ),
+    (
+        "another autocast in float16",
+        "",
+        f"scaler = GradScaler()\nwith autocast('cpu', torch.bfloat16):\n    f(x)\n"
+        f"with autocast('cpu', torch.float16):\n    f(x)\n{STEP}",
+    ),
+)
+def test_a_scaler_with_bfloat16(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+ADAM = "optimizer = torch.optim.AdamW(model.parameters())\n"
+
+
+@cases(
+    ("half before", "half-parameters:1", f"model.half()\n{ADAM}"),
+    ("half after", "half-parameters:2", f"{ADAM}model.half()\n"),
+    ("to", "half-parameters:1", f"model = Net().to(device, dtype=torch.float16)\n{ADAM}"),
+    ("in a chain", "half-parameters:1", f"model = Net().cuda().half().train()\n{ADAM}"),
+    ("bfloat16", "bf16-parameters:1", f"model.bfloat16()\n{ADAM}"),
+    ("and back", "", f"model.half()\nmodel.float()\n{ADAM}"),
+    ("another model", "", f"teacher.half()\n{ADAM}"),
+    ("an input", "", f"x = x.half()\n{ADAM}"),
+    (
+        "parameters in groups",
+        "half-parameters:2",
+        "groups = [{'params': model.parameters()}]\nmodel.half()\n"
+        "optimizer = torch.optim.SGD(groups, lr=0.1)\n",
+    ),
+    (
+        "copies in float32",
+        "",
+        "model.half()\nmasters = [p.clone().float() for p in model.parameters()]\n"
+        "optimizer = torch.optim.SGD(masters, lr=0.1)\n",
+    ),
+    ("an optimizer with masters of its own", "", "model.half()\nFusedAdam(model.parameters())\n"),
+)
+def test_low_parameters(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+@cases(
+    ("then moved", "optimizer-before-move:2", f"{ADAM}model.to(device)\noptimizer.step()\n"),
+    (
+        "moved and assigned",
+        "optimizer-before-move:2",
+        f"{ADAM}model = model.cuda()\noptimizer.step()\n",
+    ),
+    ("moved first", "", f"model.to(device)\n{ADAM}optimizer.step()\n"),
+    ("moved when all is done", "", f"{ADAM}optimizer.step()\nmodel.to('cpu')\n"),
+    ("an input", "", f"{ADAM}x = x.to(device)\noptimizer.step()\n"),
+    (
+        "in another arm",
+        "",
+        f"if a:\n    {ADAM}else:\n    model.to(device)\noptimizer.step()\n",
+    ),
+    ("a new model", "", f"{ADAM}model = Net().cuda()\noptimizer.step()\n"),
+    (
+        "a function called twice",
+        "",
+        "def train():\n    model = Net()\n    model.to(device)\n"
+        f"    {ADAM}    optimizer.step()\ntrain()\ntrain()\n",
+    ),
+)
+def test_moves(wanted: list[str], source: str) -> None:
+    assert found(source) == wanted
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+FP16 = "with autocast('cpu', torch.float16):\n    {}\n" + STEP
+
+
+@cases(
+    ("a function", "sum-loss:2", FP16.format("loss = F.mse_loss(m(x), y, reduction='sum')")),
+    ("divided", "", FP16.format("loss = F.mse_loss(m(x), y, reduction='sum') / len(x)")),
+    (
+        "a module",
+        "sum-loss:3",
+        "criterion = nn.MSELoss(reduction='sum')\n" + FP16.format("loss = criterion(m(x), y)"),
+    ),
+    (
+        "part of a loss",
+        "sum-loss:2",
+        FP16.format("a = F.l1_loss(m(x), y, reduction='sum')\n    loss = a + b"),
+    ),
+    (
+        "divided later",
+        "",
+        FP16.format("loss = F.l1_loss(m(x), y, reduction='sum')\n    loss = loss / 8"),
+    ),
+    ("times something", "", FP16.format("loss = share * F.l1_loss(m(x), y, reduction='sum')")),
+    ("half of it", "sum-loss:2", FP16.format("loss = 0.5 * F.l1_loss(m(x), y, reduction='sum')")),
+    ("the method", "sum-loss:2", FP16.format("loss = (m(x) - y).square().sum()")),
+    ("over a dimension", "", FP16.format("loss = m(x).sum(-1).mean()")),
+    ("for the log", "", FP16.format("total = F.l1_loss(m(x), y, reduction='sum').item()")),
+    ("a sum that is not the loss", "", FP16.format("count = mask.sum()\n    loss = f(x)")),
+    (
+        "in bfloat16",
+        "",
+        FP16.format("loss = F.mse_loss(m(x), y, reduction='sum')").replace("float16", "bfloat16"),
+    ),
+    (
+        "in the call of backward",
+        "sum-loss:3",
+        "with autocast('cpu', torch.float16):\n    out = m(x)\n"
+        "scaler.scale((out - y).square().sum()).backward()\n",
+    ),
+)
+def test_sums(wanted: list[str], source: str) -> None:
+    assert [each for each in found(source) if not each.startswith("scaler-")] == wanted
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("imports", "autocast"),
+    [
+        ("import torch", "torch.autocast('cuda', torch.float16)"),
+        ("import torch as t", "t.amp.autocast('cuda', dtype=t.float16)"),
+        ("import torch\nimport torch.amp as amp", "amp.autocast('cuda', torch.float16)"),
+        ("from torch.cuda.amp import autocast as ac", "ac()"),
+        ("from torch.cuda import amp", "amp.autocast()"),
+        ("import torch.cuda.amp", "torch.cuda.amp.autocast(True)"),
+        ("import halfstep, torch", "halfstep.autocast(dtype=torch.half)"),
+        ("import halfstep as hs\nfrom torch import half", "hs.autocast('cpu', half)"),
+        ("from torch import autocast, float16\nac = autocast", "ac('cpu', float16)"),
+        ("def f():\n    from torch.cuda.amp import autocast", "autocast()"),
+    ],
+)
+def test_names_are_known_however_they_are_imported(imports: str, autocast: str) -> None:
+    source = f"with {autocast}:\n    loss = f(x)\nloss.backward()\noptimizer.step()\n"
+    assert found(source, imports + "\n") == ["fp16-without-scaler:1"]
+
+
+def test_other_things_of_these_names_are_left_alone() -> None:
+    source = (
+        "with autocast('cpu', float16):\n    loss = f(x)\n    loss.backward()\noptimizer.step()\n"
+    )
+    assert found(source, "from mxnet.amp import autocast, float16\n") == []
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def test_a_comment_takes_a_finding_back() -> None:
+    line = "scaler.scale(loss).backward()\noptimizer.step()"
+    assert found(line) == ["scaler-bypassed:2"]
+    assert found(f"{line}  # halfstep: allow") == []
+    assert found(f"{line}  # halfstep: allow sum-loss, scaler-bypassed") == []
+    assert found(f"{line}  # halfstep: allow sum-loss") == ["scaler-bypassed:2"]
+
+
+def test_a_finding_that_is_reached_twice_is_told_once() -> None:
+    source = (
+        "def step():\n    scaler.scale(loss).backward()\n    optimizer.step()\nstep()\nstep()\n"
+    )
+    assert found(source) == ["scaler-bypassed:3"]
+
+
+def test_functions_that_call_each_other_end() -> None:
+    source = "".join(
+        f"def f{n}():\n" + "".join(f"    f{m}()\n" for m in range(9)) for n in range(9)
+    )
+    assert found(source + "loss.backward()\nf0()\n") == []
+
+
+PATHS = [
+    *(ROOT / "examples").rglob("*.py"),
+    *(ROOT / "benchmarks").rglob("*.py"),
+    *(ROOT / "src").rglob("*.py"),
+]
+
+
+def test_there_is_no_false_alarm_in_our_own_code() -> None:
+    assert len(PATHS) > 150
+    alarms = [
+        str(finding)
+        for path in PATHS
+        for finding in check_file(path)
+        if CATALOG[finding.id] != "notice"
+    ]
+    assert alarms == []

@@ -1,0 +1,506 @@
+"""What a record holds, and that recording changes nothing."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tests.record.training import Net, train
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+import halfstep
+from halfstep._record.reading import read_run
+from halfstep._record.run import Run
+from halfstep._scaler.observers import OBSERVERS
+
+
+def tensors(run: Run, number: int = 0) -> dict[tuple[str, str], object]:
+    return {(t.kind, t.name): t for t in run.samples[number].tensors}
+
+
+def make(scale: float = 2.0**10, **kwargs: object) -> tuple[Net, halfstep.GradScaler]:
+    torch.manual_seed(0)
+    return Net(), halfstep.GradScaler("cpu", init_scale=scale, **kwargs)  # type: ignore[arg-type]
+
+
+# --- nothing changes ------------------------------------------------------------------------------
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 6)), nn.TransformerEncoder(layer, 2), nn.Flatten())
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("make_model", [Net, transformer], ids=["net", "transformer"])
+@pytest.mark.parametrize("is_scaled", [True, False], ids=["fp16", "bf16"])
+def test_training_is_the_same_bit_for_bit(make_model, is_scaled, tmp_path: Path) -> None:
+    def run(is_recorded: bool) -> tuple[list[float], list[torch.Tensor], torch.Tensor]:
+        torch.manual_seed(0)
+        model = make_model()
+        scaler = halfstep.GradScaler("cpu", init_scale=2.0**24) if is_scaled else None
+        dtype = torch.float16 if is_scaled else torch.bfloat16
+        if is_recorded:
+            with halfstep.record(tmp_path, every=1):
+                losses = train(model, dtype=dtype, scaler=scaler, max_norm=1.0)
+        else:
+            losses = train(model, dtype=dtype, scaler=scaler, max_norm=1.0)
+        model.eval()
+        with torch.no_grad():
+            out = model(torch.ones(2, 6))
+        return losses, [*model.state_dict().values(), out], torch.get_rng_state()
+
+    plain, recorded = run(False), run(True)
+    assert plain[0] == recorded[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], recorded[1], strict=True))
+    assert torch.equal(plain[2], recorded[2])
+    assert len(read_run(tmp_path).samples) == 6
+
+
+def test_evaluation_inside_a_sampled_step_keeps_its_fast_path(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = layer(x)
+        with halfstep.record(tmp_path, layer, every=1):
+            assert torch.equal(layer(x), expected)
+
+
+def test_everything_is_put_back_after_an_error(tmp_path: Path) -> None:
+    backward, norm = torch.autograd.backward, nn.utils.clip_grad._get_total_norm
+    model, scaler = make()
+
+    def fail(step: int) -> None:
+        if step == 2:
+            raise ZeroDivisionError("a\nb")
+
+    with pytest.raises(ZeroDivisionError), halfstep.record(tmp_path, every=1):
+        train(model, 2, scaler=scaler, before_step=fail)
+    assert torch.autograd.backward is backward
+    assert nn.utils.clip_grad._get_total_norm is norm
+    assert not OBSERVERS
+    assert not nn_module._global_forward_hooks
+    assert not nn_module._global_forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert read_run(tmp_path).error == "ZeroDivisionError: a\nb"
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_the_scaler(tmp_path: Path) -> None:
+    model, scaler = make(2.0**30)
+    with halfstep.record(tmp_path, scaler=scaler, every=0) as record:
+        losses = train(model, 20, scaler=scaler, max_norm=1.0)
+    run, history = read_run(tmp_path), scaler.history()
+    assert record.num_steps == len(run.steps) == 20
+    assert 0 < record.num_skipped == len(run.skipped) < 20
+    for step, entry in zip(run.steps, history, strict=True):
+        assert (step.optimizer, step.taken) == (entry.optimizer, entry.taken)
+        assert (step.reason, step.scale) == (entry.reason, entry.scale)
+        if entry.taken:
+            assert math.isfinite(step.norm)
+    assert [step.loss for step in run.steps] == pytest.approx(losses, rel=1e-6)
+    assert [step.scale_after for step in run.steps[:-1]] == [s.scale for s in run.steps[1:]]
+    assert [step.step for step in run.steps] == [*range(1, 21)]
+    assert run.has_ended
+    assert run.error is None
+
+
+def test_the_norm_is_that_of_clipping_whoever_clips(tmp_path: Path) -> None:
+    model, scaler = make()
+    norms = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path):
+        for how in ("step", "torch", "none"):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 6)).square().mean()).backward()
+            if how == "torch":
+                scaler.unscale_(optimizer)
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            scaler.step(optimizer, max_norm=1.0 if how == "step" else None)
+            scaler.update()
+            if how == "step":
+                norms.append(scaler.outcome(optimizer).norm)
+    steps = read_run(tmp_path).steps
+    assert [step.norm for step in steps[:2]] == pytest.approx(norms)
+
+
+def test_without_a_scaler_each_step_of_an_optimizer_counts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    with halfstep.record(tmp_path, every=4) as record:
+        losses = train(model, 5, dtype=torch.bfloat16, max_norm=1.0)
+    run = read_run(tmp_path)
+    assert (record.num_steps, record.num_skipped) == (5, 0)
+    assert [step.loss for step in run.steps] == pytest.approx(losses)
+    assert all(step.norm is not None and step.scale is None for step in run.steps)
+    assert [sample.step for sample in run.samples] == [1, 4]
+    assert [sample.scale for sample in run.samples] == [1.0, 1.0]
+
+
+def test_a_disabled_scaler_is_none(tmp_path: Path) -> None:
+    scaler = halfstep.GradScaler(enabled=False)
+    with halfstep.record(tmp_path, scaler=scaler):
+        losses = train(Net(), 3, dtype=torch.bfloat16, scaler=scaler)
+    steps = read_run(tmp_path).steps
+    assert [step.loss for step in steps] == pytest.approx(losses)
+    assert steps[0].scale is None
+
+
+def test_the_loss_of_an_accumulated_step_is_the_sum(tmp_path: Path) -> None:
+    model, scaler = make()
+    with halfstep.record(tmp_path):
+        losses = train(model, 3, scaler=scaler, micro_batches=4)
+    assert [step.loss for step in read_run(tmp_path).steps] == pytest.approx(losses)
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_the_loss_of_a_closure_is_that_of_its_last_evaluation(is_scaled, tmp_path: Path) -> None:
+    model, scaler = make(rule=halfstep.Static())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        (scaler.scale(loss) if is_scaled else loss).backward()
+        seen.append(loss.item())
+        return loss
+
+    model.eval()
+    with halfstep.record(tmp_path):
+        if is_scaled:
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer, closure)
+            scaler.update()
+        else:
+            optimizer.step(closure)
+    (step,) = read_run(tmp_path).steps
+    assert len(seen) > 1
+    assert step.loss == pytest.approx(seen[-1])
+
+
+def test_only_the_given_scaler_counts(tmp_path: Path) -> None:
+    (model, scaler), (other, others_scaler) = make(), make()
+    with halfstep.record(tmp_path, scaler=scaler):
+        train(other, 3, scaler=others_scaler)
+        train(model, 2, scaler=scaler)
+    assert len(read_run(tmp_path).steps) == 2
+
+
+# --- skipped steps --------------------------------------------------------------------------------
+
+
+def test_a_skipped_step_names_where_it_began(tmp_path: Path) -> None:
+    model, scaler = make()
+
+    def overflow(step: int) -> None:
+        if step == 3:  # what an overflow in the block's backward pass leaves
+            for name, parameter in model.named_parameters():
+                if name.startswith(("first", "block")):
+                    parameter.grad.fill_(math.inf)
+
+    with halfstep.record(tmp_path, model=model):
+        train(model, 4, scaler=scaler, before_step=overflow)
+    (culprits,) = read_run(tmp_path).culprits
+    assert (culprits.step, culprits.optimizer, culprits.began_in) == (3, "SGD", "block.0")
+    assert culprits.parameters == ("first.weight", "first.bias", "block.0.weight", "block.0.bias")
+    assert culprits.num_parameters == 4
+
+
+def test_messages_of_the_scaler_have_names_too(tmp_path: Path) -> None:
+    model, scaler = make(max_consecutive_skips=2)
+
+    def overflow(step: int) -> None:
+        model.norm.bias.grad.fill_(math.inf)
+
+    with halfstep.record(tmp_path), pytest.warns(UserWarning, match=r"\n  norm\.bias: 16 inf"):
+        train(model, 3, scaler=scaler, before_step=overflow)
+
+
+def test_a_bad_loss_began_nowhere_in_the_model(tmp_path: Path) -> None:
+    model, scaler = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path):
+        scaler.scale(model(torch.full((2, 6), math.nan)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    run = read_run(tmp_path)
+    assert run.steps[0].reason == "loss"
+    assert math.isnan(run.steps[0].loss)
+    assert run.culprits[0].began_in is None
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+def test_a_sampled_step_is_what_is_in_the_tensors(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 2), nn.ReLU()), torch.randn(5, 3)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, every=1):
+        with halfstep.autocast("cpu", torch.float16):
+            out = model(x)
+        scaler.scale(out.float().sum()).backward()
+        gradient = model[0].weight.grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+    run = read_run(tmp_path)
+    found = tensors(run)
+    assert run.samples[0].scale == 8.0
+    weight = found["parameter_gradient", "0.weight"]
+    assert weight.amax == gradient.abs().max().item()
+    assert weight.square_sum == pytest.approx(gradient.square().sum().item())
+    assert found["output", "0"].dtype == "float16"
+    assert found["output_gradient", "0"].amax == 8.0  # the scale
+    assert found["parameter", "0.weight"].size == 6
+    # The container returns what its last module does, and is not told a second time.
+    assert ("output", "(model)") not in found
+
+
+def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
+    model, scaler = make()
+    with halfstep.record(tmp_path):
+        train(model, 1, scaler=scaler)
+    run = read_run(tmp_path)
+    assert run.header.device == "cpu"
+    assert "thread" in run.header.machine
+    (event,) = run.models
+    assert event.name == "Net"
+    assert event.parameters == sum(p.numel() for p in model.parameters())
+    assert event.modules[:3] == ("first", "block.0", "block.1")
+    assert event.modules[-2:] == ("head", "")
+    (policy,) = run.policies
+    assert (policy.device, policy.dtype, policy.text) == ("cpu", "float16", "standard")
+    kinds = {kind for kind, _ in tensors(run)}
+    assert kinds == {"parameter", "parameter_gradient", "output", "output_gradient"}
+
+
+def test_which_steps_are_sampled(tmp_path: Path) -> None:
+    model, scaler = make()
+    with halfstep.record(tmp_path, every=3):
+        train(model, 7, scaler=scaler)
+    assert [sample.step for sample in read_run(tmp_path).samples] == [1, 3, 6]
+
+
+def test_evaluation_and_recomputation_are_not_measured(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, model, every=1):
+        with torch.no_grad():
+            model(torch.full((9, 3), 1e4))
+        x = torch.ones(2, 3)
+        x = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False)
+        model[1](x).sum().backward()
+        optimizer.step()
+    found = tensors(read_run(tmp_path))
+    assert found["output", "0"].size == 6
+    assert found["output", "0"].amax < 100
+
+
+def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, every=1):
+        for value in (1.0, 2.0, 4.0):
+            model(torch.full((1, 1), value)).sum().backward()
+        optimizer.step()
+    found = tensors(read_run(tmp_path))
+    assert found["parameter_gradient", "weight"].amax == 7.0
+    assert found["output", "(model)"].size == 3
+
+
+def test_a_second_model_has_a_prefix(tmp_path: Path) -> None:
+    generator, critic = nn.Linear(2, 2), Net()
+    critic.first = nn.Linear(2, 16)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (generator, critic)]
+    with halfstep.record(tmp_path):
+        critic(generator(torch.ones(1, 2))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    run = read_run(tmp_path)
+    assert [model.name for model in run.models] == ["Linear", "Net"]
+    assert run.models[0].modules == ("",)
+    assert "Net[1].block.0" in run.models[1].modules
+    assert ("parameter", "weight") in tensors(run)
+    assert ("parameter", "Net[1].head.weight") in tensors(run)
+
+
+def test_a_model_that_is_gone_is_freed(tmp_path: Path) -> None:
+    import gc
+    import weakref
+
+    model, scaler = make()
+    ref = weakref.ref(model.head.weight)
+    with halfstep.record(tmp_path):
+        train(model, 2, scaler=scaler)
+        del model
+        gc.collect()
+        assert ref() is None
+
+
+# --- compiled models ------------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """A part of a model that can be compiled: PyTorch does not compile its own modules alone."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it, recorded or not
+@pytest.mark.parametrize("how", ["torch.compile", "in place", "part"])
+def test_compiled_models_are_not_compiled_again(how: str, tmp_path: Path) -> None:
+    compilations = 0
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> object:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: nn.Module = Net().eval()
+    if how == "torch.compile":
+        model = torch.compile(model, backend=backend, fullgraph=True)
+    elif how == "in place":
+        model.compile(backend=backend, fullgraph=True)
+    else:
+        model.block, model.head = Part(model.block), Part(model.head)
+        model.block.compile(backend=backend)
+        model.head.compile(backend=backend)
+    given = model if how == "in place" else None
+    with halfstep.record(tmp_path, given, every=2):
+        train(model, 6, dtype=torch.bfloat16)
+    assert compilations == (2 if how == "part" else 1)
+    run = read_run(tmp_path)
+    found = tensors(run, 1)
+    head = "head.layer.weight" if how == "part" else "head.weight"
+    assert ("parameter_gradient", head) in found
+    assert (("output", "first") in found) == (how == "part")
+    assert "compiled" in run.notes[0].text
+    assert len(run.steps) == 6
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), SystemExit(0)])
+def test_how_a_run_ended(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), halfstep.record(tmp_path):
+        raise error
+    expected = {KeyboardInterrupt: "KeyboardInterrupt", SystemExit: "SystemExit: 3"}[type(error)]
+    assert read_run(tmp_path).error == (None if error.args == (0,) else expected)
+
+
+KILLED = """
+import os, signal, sys, torch, halfstep
+from tests.record.training import Net, train
+def kill(step):
+    if step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+def slow(step):
+    import time
+    time.sleep(0.3)
+    kill(step)
+with halfstep.record(sys.argv[1], every=5):
+    train(Net(), 20, scaler=halfstep.GradScaler("cpu"), before_step=slow)
+"""
+
+
+def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], cwd=root, capture_output=True, check=False
+    )
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+    run = read_run(tmp_path)
+    assert len(run.steps) == 7
+    assert [sample.step for sample in run.samples] == [1, 5]
+    assert not run.has_ended
+    with halfstep.record(tmp_path):
+        train(Net(), 2, scaler=halfstep.GradScaler("cpu"))
+    assert [step.step for step in read_run(tmp_path).steps] == [*range(1, 10)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
+    model, scaler = make()
+    with halfstep.record(tmp_path) as record:
+        train(model, 2, scaler=scaler)
+        child = os.fork()
+        if child == 0:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(1, 6)).sum().backward()
+            optimizer.step()
+            record.__exit__(None, None, None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        train(model, 1, scaler=scaler)
+    run = read_run(tmp_path)
+    assert len(run.steps) == 3
+    assert run.has_ended
+
+
+def test_the_rank_comes_from_the_environment(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with halfstep.record(tmp_path):
+        pass
+    run = read_run(tmp_path)
+    assert run.ranks == (2,)
+    assert run.header.world_size == 4
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
+    model, scaler = make()
+    with halfstep.record(tmp_path) as record, open("/dev/full", "wb", buffering=0) as full:
+        train(model, 1, scaler=scaler)
+        record._recorder._writer._file.close()
+        record._recorder._writer._file = full
+        with pytest.warns(UserWarning, match=r"cannot write any more: .*No space") as warned:
+            train(model, 70, scaler=scaler)
+    assert record.num_steps == 71
+    assert len(warned) == 1
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"record\(model=str\): pass a torch.nn.Module"):
+        halfstep.record(tmp_path, model="net")
+    with pytest.raises(TypeError, match=r"torch.amp.grad_scaler.GradScaler.*halfstep.GradScaler"):
+        halfstep.record(tmp_path, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=r"every=-1"):
+        halfstep.record(tmp_path, every=-1)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_record_is_entered_once(tmp_path: Path) -> None:
+    with halfstep.record(tmp_path) as record:
+        pass
+    with pytest.raises(halfstep.CallOrderError, match="make another one"):
+        record.__enter__()
+
+
+def test_a_record_inside_another(tmp_path: Path) -> None:
+    model, scaler = make()
+    with halfstep.record(tmp_path / "a", every=2):
+        with halfstep.record(tmp_path / "b", every=1):
+            train(model, 2, scaler=scaler)
+        train(model, 1, scaler=scaler)
+    assert len(read_run(tmp_path / "a").steps) == 3
+    assert len(read_run(tmp_path / "b").steps) == 2

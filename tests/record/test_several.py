@@ -1,0 +1,102 @@
+"""Records of two real ranks, of which one goes bad, and what the report says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.ranks.pool import Pool, RankFailedError
+from tests.record import several
+
+from halfstep._record.following import Follower
+from halfstep._record.reading import read_run
+from halfstep._report.checking import Limits, violations
+from halfstep._report.sentences import sentences
+from halfstep._report.summarizing import summarize
+from halfstep._watch.lines import lines
+from halfstep._watch.state import watched
+
+
+def said(folder: Path) -> str:
+    return "\n".join(sentence.text for sentence in sentences(summarize(read_run(folder))))
+
+
+def test_inf_in_a_shard_of_rank_1(pool: Pool, tmp_path: Path) -> None:
+    pool.run(several.run, str(tmp_path), "fsdp")
+    run = read_run(tmp_path)
+    (skipped,) = run.skipped
+    assert (skipped.step, skipped.rank, skipped.reason) == (several.BAD, 1, "overflow")
+    assert [(c.rank, c.parameters) for c in run.culprits] == [(1, ("0.weight",))]
+    (origin,) = summarize(run).origins
+    assert (origin.module, origin.ranks, origin.steps) == ("0", (1,), (several.BAD,))
+    assert "step 12); it began in `0` on rank 1 (`0.weight`)." in said(tmp_path)
+    assert watched(None, Follower(tmp_path).read()).began_in == {several.BAD: "0 on rank 1"}
+    (line,) = violations(summarize(run), Limits(skipped=0.0))
+    assert "step 12, which began in 0 on rank 1" in line
+    # Each rank has measured what it holds, and together that is the model, each part once.
+    sizes = {t.name: t.size for t in run.samples[0].tensors if t.kind == "parameter"}
+    assert sizes["0.weight"] == 16
+
+
+def test_a_loss_that_only_the_last_stage_has(pool: Pool, tmp_path: Path) -> None:
+    pool.run(several.run, str(tmp_path), "pipeline")
+    for rank in range(2):  # a stage without a loss has each step once
+        lines = (tmp_path / f"rank{rank}.jsonl").read_text().splitlines()
+        steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+        assert [step["step"] for step in steps] == [*range(1, several.NUM_STEPS + 1)]
+        assert [step["step"] for step in steps if not step["taken"]] == [several.BAD]
+    run = read_run(tmp_path)
+    good = [step for step in run.steps if step.step != several.BAD]
+    assert [step.loss for step in good] == pytest.approx([1 / step.step for step in good])
+    assert [step.step for step in run.steps if step.bad_losses == (1,)] == [several.BAD]
+    assert [model.rank for model in run.models] == [None, 1]
+    text = said(tmp_path)
+    assert "The loss became inf or NaN at step 12 on rank 1" in text
+    (line, *_) = violations(summarize(run), Limits(allow_unfinished=True))
+    assert "first in step 12 on rank 1" in line
+    (beginning,) = summarize(run).origins
+    assert beginning.ranks == (1,)  # though the gradients of both stages are NaN
+
+
+def test_a_rank_that_raised_is_named(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError):
+        pool.run(several.run, str(tmp_path), "dies")
+    text = said(tmp_path)
+    assert "with an error on rank 1: `ValueError: rank 1 has had enough`" in text
+    limits = Limits(allow_nan=True)
+    assert "on rank 1: ValueError" in violations(summarize(read_run(tmp_path)), limits)[0]
+
+
+def test_a_rank_that_was_killed_is_named(pool: Pool, tmp_path: Path) -> None:
+    pool.run(several.run, str(tmp_path), "fsdp")
+    file = tmp_path / "rank1.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    assert "There is no end of the record on rank 1" in said(tmp_path)
+    found = violations(summarize(read_run(tmp_path)), Limits())
+    assert any("the record has no end on rank 1" in line for line in found)
+
+
+def test_a_step_is_shown_when_all_ranks_have_it(pool: Pool, tmp_path: Path) -> None:
+    """As the file of the last stage, with the loss, grows a little later."""
+    pool.run(several.run, str(tmp_path), "pipeline")
+    later = tmp_path / "rank1.jsonl"
+    whole = later.read_text()
+    first_step = next(n for n, line in enumerate(whole.splitlines()) if '"event":"step"' in line)
+    head = "".join(whole.splitlines(keepends=True)[: first_step + 1])
+    later.write_text(head)
+    follower = Follower(tmp_path)
+    update = follower.read()
+    assert [step.loss for step in update.new.steps] == [1.0]
+    with later.open("a") as file:
+        file.write(whole.removeprefix(head))
+    state = watched(watched(None, update), update := follower.read())
+    assert [step.step for step in update.new.steps] == [*range(2, several.NUM_STEPS + 1)]
+    (skip,) = (line for line in lines(state, update, 1) if line.startswith("skip 12 "))
+    assert skip.endswith("parameters 2  rank 1")
+
+
+def test_a_norm_that_lies_on_several_ranks_is_left_alone(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(several.clip_with_pytorch, str(tmp_path)) == [16.0, 16.0]
+    for rank in range(2):
+        assert len(read_run(tmp_path / str(rank)).steps) == 3

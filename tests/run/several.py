@@ -1,0 +1,70 @@
+"""What each of two ranks does for tests of the runner."""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from contextlib import redirect_stderr
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from halfstep import preset
+from halfstep._run.once import show_once
+from halfstep._run.replacements import replaced
+from halfstep._run.script import execute
+from halfstep.errors import RanksError
+
+
+def sharded(rank: int) -> tuple[list[bool], float]:
+    """Plain gradients, of which only rank 1 sees inf: PyTorch's default group is the world."""
+    taken = []
+    with replaced(preset("standard")):
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        scaler = ShardedGradScaler("cpu", init_scale=8.0)
+        weight = torch.full((2,), float(rank + 1), requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale((weight * (rank + 1)).sum()).backward()
+            if step == rank == 1:
+                weight.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            taken.append(scaler.outcome(optimizer).taken)
+    return taken, scaler.get_scale()
+
+
+def shown(rank: int, text: str) -> str:
+    """An error that ends the script of each rank: what Python would print."""
+    hook, err = sys.excepthook, io.StringIO()
+    error = RanksError(text)
+    try:
+        show_once(error)
+        distributed.barrier()
+        with redirect_stderr(err):
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.excepthook = hook
+    return err.getvalue()
+
+
+def shown_own(rank: int) -> str:
+    """The same of errors that have nothing in common."""
+    return shown(rank, f"error of rank {rank}")
+
+
+def script(rank: int, path: str) -> str:
+    """Run a script that knows nothing of halfstep, or return what it raises."""
+    argv = sys.argv
+    try:
+        with replaced(preset("standard")):
+            execute(path, [], is_module=False)
+    except RanksError:
+        return traceback.format_exc()
+    finally:
+        sys.argv = argv
+    return Path(path).name

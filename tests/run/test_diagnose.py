@@ -1,0 +1,61 @@
+"""``halfstep run --diagnose``: a script whose loss is bad in one step."""
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from halfstep._cli import main
+from halfstep._record.reading import read_run
+
+SCRIPT = Path(__file__).with_name("scripts") / "overflow.py"
+
+
+@pytest.fixture
+def done(halfstep_run, tmp_path):
+    done = halfstep_run("--diagnose", "-o", "out", "--every", "1", SCRIPT)
+    assert done.code == 0, done.err
+    return done
+
+
+def test_the_step_the_op_the_line_and_the_cure_are_printed(done):
+    first, second, *facts, last = done.err.splitlines()
+    assert first == "halfstep: step 4 went bad:"
+    assert second.startswith("range of float16: linear")
+    assert " in up, forward needs a wider dtype" in second
+    assert any("overflow.py:19 in forward: large = self.up(x)" in fact for fact in facts)
+    assert "cure (replayed: finite):" in facts
+    assert any("linear@up:fp32" in fact for fact in facts)
+    assert last == "halfstep: 6 steps recorded, 1 skipped, 1 diagnosis: halfstep report out"
+
+
+def test_the_record_the_report_and_the_check_have_it(done, tmp_path, capsys):
+    (only,) = read_run(tmp_path / "out").diagnoses
+    rank, step, found = only.rank, only.step, only.diagnosis
+    assert (rank, step, found.verdict) == (0, 4, "range")
+    assert str(found).partition("\n")[0] in done.err
+    assert main(["report", str(tmp_path / "out"), "--json"]) == 0
+    (place,) = json.loads(capsys.readouterr().out)["bad_places"]
+    assert (place["steps"], place["diagnosis"]["bad"]["module"]) == ([4], "up")
+    assert main(["check", str(tmp_path / "out"), "--max-skipped", "50%"]) == 1
+    assert "step 4 went bad: range of float16: linear" in capsys.readouterr().out
+
+
+def test_the_training_and_the_rest_of_the_record_are_the_same(done, halfstep_run, tmp_path):
+    alone = halfstep_run("-o", "alone", "--every", "1", SCRIPT)
+    assert alone.out == done.out
+    first, second = read_run(tmp_path / "out"), read_run(tmp_path / "alone")
+    # As text, in which NaN is NaN.
+    assert str([replace(s, time=0) for s in first.steps]) == str(
+        [replace(s, time=0) for s in second.steps]
+    )
+    assert str(first.samples) == str(second.samples)
+    assert second.diagnoses == ()
+
+
+def test_without_a_scaler_the_step_has_the_same_number(halfstep_run, tmp_path):
+    done = halfstep_run("-q", "--diagnose", "-o", "out", SCRIPT, "unscaled")
+    assert (done.code, done.err) == (0, "")
+    first, *_ = read_run(tmp_path / "out").diagnoses
+    assert (first.step, first.diagnosis.verdict) == (4, "range")

@@ -1,0 +1,52 @@
+"""Frameworks that make autocast and the scaler themselves."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+def both(script: str, folder: Path) -> tuple[str, str, str]:
+    """Return what a script prints alone and under the runner, and stderr of the latter."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *before, SCRIPTS / script],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for before in ([], ["-m", "halfstep", "run", "--policy", "torch"])
+    ]
+    (alone, error_alone), (under, error_under) = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], error_alone + error_under
+    return alone, under, error_under
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+def test_lightning(tmp_path):
+    alone, under, error = both("lightning_script.py", tmp_path)
+    assert under == alone
+    assert "torch.bfloat16\n" in under
+    assert "torch.float16\n" in under
+    assert error.count("policy: torch\n") == 2
+    assert "scaler: halfstep._run.stand_ins\n" in error
+    assert "halfstep: 8 steps recorded, 1 skipped" in error  # the first scale is too large for fp16
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+def test_the_trainer_of_transformers(tmp_path):
+    alone, under, error = both("transformers_script.py", tmp_path)
+
+    def numbers(out: str) -> list[str]:
+        return [line for line in out.splitlines() if "train_runtime" not in line]
+
+    assert numbers(under) == numbers(alone)
+    assert "torch.bfloat16\n" in under
+    assert error.count("policy: torch\n") == 4
+    assert "halfstep: 4 steps recorded, 0 skipped" in error

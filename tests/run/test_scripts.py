@@ -1,0 +1,149 @@
+"""Training scripts that do not know of halfstep; PyTorch alone is the reference."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).with_name("scripts")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gpt_trainer(dtype, halfstep_run, python):
+    arguments = (SCRIPTS / "gpt_trainer.py", SCRIPTS / "small_settings.py", f"--dtype={dtype}")
+    alone = python(*arguments)
+    done = halfstep_run("--policy", "torch", *arguments)
+    assert done.code == 0, done.err
+    assert done.out == alone.out.replace("torch.amp.grad_scaler", "halfstep._run.stand_ins")
+    assert "halfstep._run.stand_ins" in done.out
+    assert "halfstep: 4 steps recorded, 0 skipped: halfstep report runs/gpt_trainer-" in done.err
+
+
+def test_the_policy_of_the_command_line_holds(halfstep_run):
+    """Where PyTorch has no rule on the CPU, ours runs the softmax of the attention in fp32."""
+    arguments = (SCRIPTS / "gpt_trainer.py", "--num_steps=1")
+    as_torch = halfstep_run("-q", "--policy", "torch", *arguments)
+    fp32 = halfstep_run("-q", "--policy", "fp32", *arguments)
+    assert "torch.bfloat16" in as_torch.out
+    assert "torch.float32" in fp32.out
+    assert as_torch.err == fp32.err == ""
+
+
+def test_a_compiled_model(halfstep_run):
+    arguments = (SCRIPTS / "gpt_trainer.py", "--num_steps=1", "--compiled=True")
+    done = halfstep_run("-q", "--policy", "fp32", *arguments)
+    assert done.code == 0, done.err
+    assert "torch.float32" in done.out
+
+
+def test_the_old_recipe_on_a_machine_without_cuda(halfstep_run, python, tmp_path):
+    """It trains in fp32, and is told so."""
+    alone = python(SCRIPTS / "recipe.py")
+    done = halfstep_run(SCRIPTS / "recipe.py")
+    assert done.code == 0, done.err
+    assert done.out == alone.out
+    assert "recipe.py:10: UserWarning: GradScaler for 'cuda', but PyTorch sees no CUDA" in done.err
+    assert "recipe.py:13: UserWarning: autocast('cuda'), but PyTorch sees no CUDA" in done.err
+
+
+def test_compiled_and_recomputed_code_runs_by_the_policy(tmp_path):
+    """torch.compile and torch.utils.checkpoint look up PyTorch's names too.
+
+    In a process of its own: torch.compile must be imported while the names are replaced.
+    """
+    policy = ["--policy", "standard; softmax:lower", SCRIPTS / "compiled.py"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "halfstep", "run", "-q", "-o", tmp_path, *policy],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("inside", "by_the_old_name", "by_the_long_name", "made_outside", "around"):
+        assert f"{name} bfloat16 bfloat16 float32\n" in done.stdout
+    assert "island float32 bfloat16 float32\n" in done.stdout
+    assert done.stdout.count("recomputed bfloat16 bfloat16 float32\n") == 2
+
+
+TRAIN = """
+import torch
+
+def train(steps):
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        optimizer.step()
+"""
+
+
+def events(folder: Path) -> list[dict]:
+    (file,) = folder.glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "error"),
+    [
+        ("", 0, None),
+        ("raise SystemExit(0)", 0, None),
+        ("raise SystemExit(4)", 4, "SystemExit: 4"),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("import os; os.kill(os.getpid(), 2)", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_the_record_is_complete_however_it_ends(end, code, error, halfstep_run, tmp_path):
+    (tmp_path / "train.py").write_text(f"{TRAIN}\ntrain(3)\n{end}\n")
+    done = halfstep_run("-o", "record", "train.py", "--lr", "1")
+    assert done.code == code
+    assert done.err.endswith("halfstep: 3 steps recorded, 0 skipped: halfstep report record\n")
+    first, *_, last = events(tmp_path / "record")
+    assert (first["event"], first["command"]) == ("run", ["train.py", "--lr", "1"])
+    assert (last["event"], last["steps"], last["error"]) == ("end", 3, error)
+
+
+def test_what_trains_after_the_last_line_is_recorded_too(halfstep_run, tmp_path):
+    """In a thread, and in a function called at the end; with our autocast still in place."""
+    (tmp_path / "train.py").write_text(
+        TRAIN + "import atexit, threading, time\n"
+        "def late():\n    time.sleep(0.2); train(2); print(torch.autocast.__module__)\n"
+        "threading.Thread(target=late).start()\natexit.register(late)\ntrain(1)\n"
+    )
+    done = halfstep_run("-o", "record", "train.py")
+    assert done.out == "halfstep._run.stand_ins\n" * 2
+    assert "halfstep: 5 steps recorded" in done.err
+    assert events(tmp_path / "record")[-1]["steps"] == 5
+
+
+def test_children_do_not_record(halfstep_run, tmp_path):
+    """Forked by hand, or by multiprocessing; they end without a word too."""
+    (tmp_path / "train.py").write_text(
+        TRAIN + "import multiprocessing, os, sys\n"
+        "train(1)\n"
+        "if os.fork() == 0:\n    train(300)\n    sys.exit()\n"
+        "os.wait()\n"
+        "child = multiprocessing.get_context('fork').Process(target=train, args=(300,))\n"
+        "child.start(); child.join()\n"
+    )
+    done = halfstep_run("-o", "record", "train.py")
+    assert done.err == "halfstep: 1 step recorded, 0 skipped: halfstep report record\n"
+    kinds = [event["event"] for event in events(tmp_path / "record")]
+    assert (kinds.count("step"), kinds.count("end")) == (1, 1)
+
+
+def test_the_folder_is_where_the_user_was(halfstep_run, tmp_path):
+    """Not where the script has gone, though its last line names it as it was given."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train.py").write_text(f"import os\nos.chdir('elsewhere')\n{TRAIN}\ntrain(1)\n")
+    done = halfstep_run("-o", "the record", "train.py")
+    assert done.err.endswith("halfstep report 'the record'\n")
+    assert events(tmp_path / "the record")[-1]["steps"] == 1
+
+
+def test_a_script_without_a_step(halfstep_run, tmp_path):
+    (tmp_path / "train.py").write_text("import sys; sys.stderr = open('other', 'w')\n")
+    done = halfstep_run("train.py")
+    assert done.err.startswith("halfstep: no optimizer step was seen: ")
+    assert (tmp_path / "other").read_text() == ""

@@ -1,0 +1,129 @@
+"""What is around a program, without running one."""
+
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.report import records
+
+import halfstep
+from halfstep import preset
+from halfstep._record.reading import read_run
+from halfstep._run import session
+from halfstep._run.session import Options, Program, Session
+
+PROGRAM = Program("train.py", ["--lr", "1"], is_module=False)
+
+
+@pytest.fixture
+def seen(monkeypatch, tmp_path):
+    """What happens, in order; nothing is executed, and at the end is when ``close`` is called."""
+    seen = SimpleNamespace(events=[], close=None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["halfstep"])
+    monkeypatch.setattr(
+        session, "atexit", SimpleNamespace(register=lambda close: setattr(seen, "close", close))
+    )
+    monkeypatch.setattr(session, "execute", lambda *args, **kwargs: seen.events.append("program"))
+    return seen
+
+
+def options(**changes) -> Options:
+    given = {"policy": preset("fp32"), "folder": None, "every": 0, "is_quiet": False, "amp": None}
+    return Options(**(given | {"is_diagnosing": False} | changes))
+
+
+def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsys):
+    @contextmanager
+    def mixed_precision(dtype, say, *, policy):
+        seen.events.append((dtype, policy))
+        say("a line")
+        yield
+        seen.events.append("left")
+
+    monkeypatch.setattr("halfstep._run.mixed_precision.mixed_precision", mixed_precision)
+    Session(PROGRAM, options(amp=torch.float16)).run()
+    assert seen.events == [(torch.float16, preset("fp32")), "program"]
+    assert capsys.readouterr().err == "halfstep: a line\n"
+    seen.close()
+    assert seen.events[-1] == "left"
+    assert torch.autocast.__module__ == "torch.amp.autocast_mode"
+
+
+@pytest.mark.parametrize(
+    ("quiet", "rank", "lines"), [(False, "0", 1), (True, "0", 0), (False, "1", 0)]
+)
+def test_one_rank_has_the_last_word(quiet, rank, lines, seen, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    Session(PROGRAM, options(is_quiet=quiet)).run()
+    seen.close()
+    assert capsys.readouterr().err.count("\n") == lines
+
+
+class FakeWatch:
+    """Finds something in each of its steps, of which there are two."""
+
+    def __init__(self, engine, model, tell):
+        assert (engine, model) == (None, None)
+        self.found, self.notes, self._tell = [], [], tell
+
+    def __enter__(self):
+        for step in (1, 2):
+            self.found.append(records.found())
+            self._tell(self.found[-1], step)
+
+    def __exit__(self, *exception):
+        self.notes.append("step 3 was not replayed: no model was called in it")
+
+
+@pytest.mark.parametrize(
+    ("quiet", "environ", "names", "last"),
+    [
+        (False, {}, "", "0 skipped, 2 diagnoses: halfstep report"),
+        (False, {"RANK": "1", "WORLD_SIZE": "2"}, "rank 1, ", "no model was called in it"),
+        (True, {}, "", ""),
+    ],
+)
+def test_diagnoses_are_recorded_and_printed_unless_quiet(
+    quiet, environ, names, last, seen, monkeypatch, capsys, tmp_path
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("halfstep._diagnose.watch.Watch", FakeWatch)
+    monkeypatch.setattr(halfstep.record, "num_steps", 2)
+    Session(PROGRAM, options(is_diagnosing=True, is_quiet=quiet, folder=tmp_path / "out")).run()
+    seen.close()
+    err = capsys.readouterr().err
+    run = read_run(tmp_path / "out")
+    rank = int(environ.get("RANK", 0))
+    assert [(each.rank, each.diagnosis) for each in run.diagnoses] == [(rank, records.found())] * 2
+    assert [note.text.partition(":")[0] for note in run.notes] == ["step 3 was not replayed"]
+    assert err.count(f"halfstep: {names}step 1 went bad:\n{records.found()}\n") == 2 - 2 * quiet
+    assert err.count("was not replayed") == 1 - quiet
+    assert last in err.rstrip().rpartition("\n")[2]
+    assert bool(err) is not quiet
+
+
+def test_nobody_watches_unless_told_to(seen, monkeypatch):
+    monkeypatch.setattr("halfstep._diagnose.watch.Watch", None)
+    Session(PROGRAM, options()).run()
+    seen.close()
+
+
+def test_the_last_word_may_go_nowhere(seen, monkeypatch, tmp_path):
+    """As after ``halfstep run train.py 2>&1 | head``."""
+    with (tmp_path / "closed").open("w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        Session(PROGRAM, options()).run()
+    seen.close()
+
+
+def test_the_name_of_the_folder(seen, tmp_path):
+    Session(PROGRAM, options()).run()
+    seen.close()
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("train-2")
+    assert Program("pkg.sub.fit", [], is_module=True).stem == "fit"
+    assert Program("a.b/fit.v2.py", [], is_module=False).stem == "fit.v2"

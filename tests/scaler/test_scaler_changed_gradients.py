@@ -1,0 +1,374 @@
+"""Gradients that change between the calls of an iteration, and steps that fail half-way."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from halfstep._scaler import GradScaler
+from halfstep._scaler.steps.early_clipping import NUM_LOOKS
+from halfstep.errors import CallOrderError
+
+FUSED = pytest.mark.parametrize("fused", [False, True])
+
+
+def param(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values or (1.0,)))
+
+
+def backward(scaler: GradScaler, parameter: Tensor, factor: float = 1.0) -> None:
+    scaler.scale((parameter * factor).sum()).backward()
+
+
+def warm(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Make the steps in which the scaler also looks for gradients that are clipped too early."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in params]
+    for _ in range(NUM_LOOKS):
+        optimizer.zero_grad()
+        backward(scaler, torch.cat(params))
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+    for p, value in zip(params, values, strict=True):
+        p.data.copy_(value)
+
+
+def raiser(error: type[BaseException]) -> Callable[..., None]:
+    def step(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    return step
+
+
+# --- new gradients in the place of old ones -------------------------------------------------------
+
+
+@FUSED
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("factor", [2.0, 1e36])
+def test_a_shared_parameter_with_a_backward_for_each_optimizer(
+    fused: bool, set_to_none: bool, factor: float
+) -> None:
+    """The second gradient may lie where the first one lay, and is scaled all the same."""
+    shared, scaler = param(), GradScaler()
+    first, second = SGD([shared], 0.25, fused=fused), SGD([shared], 0.25, fused=fused)
+    for optimizer, by in ((first, 1.0), (second, factor)):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(scaler, shared, by)
+        scaler.step(optimizer)
+    scaler.update()
+    is_taken = factor == 2.0
+    assert scaler.outcome(second).taken == is_taken
+    assert shared.item() == (0.25 if is_taken else 0.75)
+    assert not shared._post_accumulate_grad_hooks  # none is left
+
+
+@pytest.mark.parametrize("set_to_none", [None, False, True])
+def test_a_backward_after_unscaling_is_noticed(set_to_none: bool | None) -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0)
+    backward(scaler, p)
+    scaler.unscale_(optimizer)
+    if set_to_none is not None:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    backward(scaler, p)
+    with pytest.raises(CallOrderError, match=r"step\(SGD\): backward\(\) .* 1 of 1 are new"):
+        scaler.step(optimizer)
+    assert p.item() == 1.0
+
+
+def test_another_loss_after_unscaling_and_clipping_is_none() -> None:
+    """As two networks do that are trained in turn."""
+    p, q, scaler = param(), param(), GradScaler()
+    first, second = SGD([p], 1.0), SGD([q], 1.0)
+    backward(scaler, p)
+    scaler.unscale_(first)
+    backward(scaler, q)
+    scaler.unscale_(second)
+    torch.nn.utils.clip_grad_norm_([p, q], 0.5)
+    scaler.step(first)
+    scaler.step(second)
+    assert p.item() == q.item() == pytest.approx(1 - 0.5 / math.sqrt(2))
+
+
+@FUSED
+@pytest.mark.parametrize("limits", ["max_norm", "norm limit"])
+def test_what_is_broken_after_unscaling_is_found_when_measured(fused: bool, limits: str) -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0, fused=fused)
+    if limits == "norm limit":
+        scaler.set_norm_limit(10.0)
+    backward(scaler, p)
+    scaler.unscale_(optimizer)
+    p.grad.div_(0.0)
+    scaler.step(optimizer, max_norm=1.0 if limits == "max_norm" else None)
+    scaler.update()
+    assert p.item() == 1.0
+    assert scaler.outcome(optimizer).skipped
+    assert scaler.get_scale() == 2.0**15
+
+
+# --- one unscaled with another optimizer ----------------------------------------------------------
+
+
+@FUSED
+def test_what_another_optimizer_did_not_look_at_decides_too(fused: bool) -> None:
+    shared, own, scaler = param(4.0), param(1.0), GradScaler(init_scale=4.0)
+    first, second = SGD([shared], 1.0), SGD([shared, own], 1.0, fused=fused)
+    backward(scaler, shared)
+    own.grad = torch.tensor([math.inf])
+    scaler.unscale_(first)
+    scaler.step(second)
+    assert (shared.item(), own.item()) == (4.0, 1.0)
+    assert scaler.outcome(second).skipped
+
+
+def test_a_skipped_step_leaves_gradients_scaled_for_the_next_optimizer() -> None:
+    p, q, scaler = param(), param(), GradScaler(init_scale=4.0)
+    first, second = SGD([p, q], 1.0), SGD([p], 1.0)
+    warm(scaler, first)
+    scaler.scale(torch.ones(()))
+    p.grad, q.grad = torch.tensor([4.0]), torch.tensor([math.inf])
+    scaler.step(first)
+    assert p.grad.item() == 4.0
+    scaler.unscale_(second)
+    assert p.grad.item() == 1.0
+
+
+def test_a_scale_below_1_makes_no_inf_of_what_a_skipped_step_leaves() -> None:
+    p, scaler = param(), GradScaler(init_scale=0.25)
+    optimizer = SGD([p], 1.0)
+    warm(scaler, optimizer)
+    scaler.scale(torch.ones(()))
+    p.grad = torch.tensor([3e38])
+    scaler.step(optimizer)
+    assert p.grad.item() == pytest.approx(3e38)
+    assert scaler.outcome(optimizer).skipped
+
+
+def test_blocks_of_two_optimizers_average_a_shared_parameter_once() -> None:
+    p, q, r = param(), param(), param()
+    first, second, scaler = SGD([p, q], 0.0), SGD([p, r], 0.0), GradScaler(init_scale=8.0)
+    for bad in (r, None):
+        with scaler.accumulate(first), scaler.accumulate(second):
+            scaler.scale((p + q * 2 + r * 3).sum() / 2).backward()
+            if bad is not None:
+                bad.grad.fill_(math.inf)
+    scaler.step(first)
+    scaler.step(second)
+    assert [each.grad.item() for each in (p, q, r)] == [1.0, 2.0, 3.0]
+
+
+# --- steps that raise -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("max_norm", [None, 0.0, 0.5])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_step_that_raised_can_be_repeated(
+    error: type[BaseException], max_norm: float | None, is_warm: bool
+) -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0)
+    if is_warm:
+        warm(scaler, optimizer)
+    backward(scaler, p)
+    optimizer.step = raiser(error)  # type: ignore[method-assign]
+    with pytest.raises(error):
+        scaler.step(optimizer, max_norm=max_norm)
+    length = 1.0 if max_norm is None else max_norm
+    assert p.grad.item() == pytest.approx(length, rel=1e-5)
+    del optimizer.step  # type: ignore[method-assign]
+    scaler.step(optimizer, max_norm=max_norm)
+    scaler.update()
+    assert p.item() == pytest.approx(1 - length, rel=1e-5)
+    assert scaler.outcome(optimizer).norm == 1.0
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_fused_step_that_raised_after_it_has_divided(is_warm: bool) -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 0.25, fused=True)
+    if is_warm:
+        warm(scaler, optimizer)
+    backward(scaler, p)
+    hook = optimizer.register_step_post_hook(raiser(ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    hook.remove()
+    for call in (scaler.step, scaler.unscale_, lambda o: scaler.clip_grad_norm_(o, 1.0)):
+        with pytest.raises(CallOrderError, match=r"may have divided some of them by the scale"):
+            call(optimizer)
+    optimizer.zero_grad()
+    backward(scaler, p)
+    scaler.step(optimizer)
+    scaler.update()
+    assert p.item() == 0.5
+
+
+def test_a_skipped_first_step_of_a_fused_sgd_leaves_no_momentum() -> None:
+    """Its buffers are made of memory as it was found."""
+    dirt = [torch.full((1000,), 7e30) for _ in range(60)]
+    del dirt
+    p, scaler = param(*[0.0] * 1000), GradScaler()
+    optimizer = SGD([p], 1.0, momentum=0.9, fused=True)
+    backward(scaler, p, math.nan)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    backward(scaler, p)
+    scaler.step(optimizer)
+    assert p.unique().tolist() == [-1.0]
+
+
+# --- what the outcome says of them ----------------------------------------------------------------
+
+
+@FUSED
+def test_the_norm_is_that_before_clipping(fused: bool) -> None:
+    p, scaler = param(1.0, 1.0, 1.0, 1.0), GradScaler()
+    optimizer = SGD([p], 1.0, fused=fused)
+    backward(scaler, p, 3.0)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.clip_grad_norm_(optimizer, 0.5)
+    scaler.step(optimizer, max_norm=0.25)
+    scaler.update()
+    assert scaler.outcome(optimizer).norm == scaler.history()[-1].norm == 6.0
+    assert p.grad.norm().item() == pytest.approx(0.25, rel=1e-5)
+
+
+def test_a_norm_limit_looks_at_the_norm_before_clipping() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1e-3)
+    scaler.set_norm_limit(10.0, window=4)
+    for factor in (1.0, 1.0, 1.0, 1e6):
+        optimizer.zero_grad()
+        backward(scaler, p, factor)
+        scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.outcome(optimizer).reason == "norm"
+
+
+def test_a_norm_limit_of_an_optimizer_that_takes_the_place_of_another() -> None:
+    p, q, scaler = param(), param(), GradScaler()
+    scaler.set_norm_limit(10.0, window=4)
+    for params, factor in (([p], 1.0), ([p, q], 1e3)):
+        optimizer = SGD(params, 0.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            backward(scaler, torch.cat(params), factor)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.outcome(optimizer).taken
+        del optimizer
+
+
+@FUSED
+def test_a_norm_that_is_read_late_is_that_of_the_step(fused: bool) -> None:
+    p, scaler = param(1.0, 1.0, 1.0, 1.0), GradScaler()
+    optimizer = SGD([p], 1.0, fused=fused)
+    warm(scaler, optimizer)
+    backward(scaler, p)
+    scaler.step(optimizer)
+    scaler.update()
+    outcome = scaler.outcome(optimizer)
+    scaler.scale(p.sum())
+    scaler.unscale_(optimizer)  # once more, without zero_grad()
+    with pytest.raises(CallOrderError, match="not measured and are gone"):
+        _ = outcome.norm
+
+
+def test_a_fused_optimizer_that_may_not_write_gradients_back() -> None:
+    class Own(SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None) -> None:
+            """Leave the gradients alone."""
+
+    p, scaler = param(), GradScaler()
+    optimizer = Own([p], 1.0)
+    for _ in range(NUM_LOOKS + 1):
+        optimizer.zero_grad()
+        backward(scaler, p)
+        scaler.step(optimizer)
+        scaler.update()
+    with pytest.raises(CallOrderError, match=r"let step\(\) measure them"):
+        _ = scaler.outcome(optimizer).norm
+    optimizer.zero_grad()
+    backward(scaler, p)
+    p.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).culprits == ["param_groups[0]['params'][0]"]
+
+
+def test_two_modules_with_parameters_of_the_same_name() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    scaler, optimizer = GradScaler(), SGD([*first.parameters(), *second.parameters()], 0.1)
+    scaler.watch(first)
+    scaler.watch(second)
+    scaler.scale(second(first(torch.ones(1, 2))).sum()).backward()
+    second.weight.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    outcome = scaler.outcome(optimizer)
+    assert outcome.culprits == ["Linear[1].weight"]
+    assert [*outcome.norms] == [f"Linear[{n}].{p}" for n in (0, 1) for p in ("weight", "bias")]
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def test_a_fused_optimizer_that_a_checkpoint_made_plain() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0, fused=True)
+    optimizer.load_state_dict(SGD([param()], 1.0).state_dict())
+    backward(scaler, p)
+    scaler.step(optimizer)
+    assert p.item() == 0.0
+
+
+def test_nothing_is_suspected_while_the_learning_rate_is_0() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 0.0)
+    for _ in range(NUM_LOOKS + 1):
+        optimizer.zero_grad()
+        backward(scaler, p, 1e-6)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize("p", [8.5, 64.0, 0.5])
+def test_norms_that_float64_cannot_hold_are_refused(p: float) -> None:
+    with pytest.raises(ValueError, match=r"norm_type is .*: pass a number from 1 to 8, or math"):
+        GradScaler().clip_grad_norm_(torch.ones(1), 1.0, norm_type=p)
+
+
+def test_alarms_of_two_losses_do_not_silence_each_other() -> None:
+    p, q, said = param(), param(), []
+    scaler = GradScaler(on_skips=said.append, max_consecutive_skips=4)
+    for name, parameter in (("a", p), ("b", q)):
+        optimizer = SGD([parameter], 0.1)
+        for _ in range(16):
+            optimizer.zero_grad()
+            scaler.scale(parameter.sum() * math.inf, name=name).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert [report.skipped_in_a_row for report in said] == [4, 8, 16] * 2
+
+
+def test_a_bad_loss_that_was_given_up_blames_no_later_step() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 0.1)
+    for name in ("a", "b"):
+        scaler.scale(p.sum() * math.inf, name=name)
+    scaler.update(new_scale=scaler.get_scale())
+    scaler.scale(p.sum(), name="a").backward()
+    p.grad.fill_(math.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.outcome(optimizer).reason == "overflow"

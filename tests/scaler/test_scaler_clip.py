@@ -1,0 +1,247 @@
+"""Clipping with and inside the step, against torch.nn.utils on unscaled gradients."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep._scaler import GradScaler
+from halfstep.errors import CallOrderError
+
+MAKERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "fused adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+}
+SCALE = 2.0**10
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+
+
+def batches() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(6, 5) for _ in range(6)]
+
+
+def train(maker: Any, how: str, max_norm: float) -> tuple[torch.nn.Module, list[float], float]:
+    """Returns the model, the norms, and the scale at the end; step 3 overflows."""
+    model = make_model()
+    optimizer = maker(model.parameters())
+    scaler = GradScaler(init_scale=SCALE)
+    norms = []
+    for number, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        if number == 3:
+            model[0].weight.grad[0, 0] = math.inf
+        if how == "optimizer":
+            norms.append(scaler.clip_grad_norm_(optimizer, max_norm).item())
+        if how == "parameters":
+            norms.append(scaler.clip_grad_norm_(model.parameters(), max_norm).item())
+        scaler.step(optimizer, **({"max_norm": max_norm} if how == "step" else {}))
+        scaler.update()
+        if how == "step":
+            norms.append(scaler.outcome(optimizer).norm)
+    return model, norms, scaler.get_scale()
+
+
+def control(maker: Any, max_norm: float) -> tuple[torch.nn.Module, list[float]]:
+    model = make_model()
+    optimizer = maker(model.parameters())
+    norms = []
+    for number, batch in enumerate(batches()):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        if number == 3:
+            norms.append(math.inf)
+            continue
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+    return model, norms
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 0.5, 1e4, math.inf])
+@pytest.mark.parametrize("how", ["optimizer", "parameters", "step"])
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+def test_against_torch(maker: Any, how: str, max_norm: float) -> None:
+    model, norms, scale = train(maker, how, max_norm)
+    expected, expected_norms = control(maker, max_norm)
+    assert scale == SCALE / 2
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def grads_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def backward(scaler: GradScaler, model: torch.nn.Module) -> None:
+    scaler.scale(model(batches()[0]).square().mean()).backward()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("unscaled_before", [False, True])
+def test_norm_types(norm_type: float, unscaled_before: bool) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = GradScaler(init_scale=SCALE)
+    backward(scaler, model)
+    if unscaled_before:
+        scaler.unscale_(optimizer)
+    norm = scaler.clip_grad_norm_(optimizer, 0.1, norm_type)
+    assert norm.dtype == torch.float32
+    assert norm.dim() == 0
+    other = make_model()
+    other(batches()[0]).square().mean().backward()
+    want = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
+    for mine, theirs in zip(grads_of(model), grads_of(other), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("per", ["layer", "parameter"])
+def test_per_layer_and_per_parameter(per: Any, norm_type: float) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = GradScaler(init_scale=SCALE, module=model)
+    backward(scaler, model)
+    norm = scaler.clip_grad_norm_(optimizer, 0.05, norm_type, per=per)
+    other = make_model()
+    other(batches()[0]).square().mean().backward()
+    want = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()], norm_type)
+    torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
+    groups = (
+        [[p] for p in other.parameters()]
+        if per == "parameter"
+        else [list(other[0].parameters()), list(other[2].parameters())]
+    )
+    for group in groups:
+        torch.nn.utils.clip_grad_norm_(group, 0.05, norm_type)
+    for mine, theirs in zip(grads_of(model), grads_of(other), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "step"])
+def test_a_norm_whose_square_overflows_is_no_overflow(how: str) -> None:
+    """Entries of 1e25: the sum of their squares is inf in float32; the step is taken."""
+    for fused in (False, True):
+        param = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+        scaler = GradScaler(init_scale=4.0)
+        scaler.scale(param.sum()).backward()
+        param.grad.fill_(1e25)
+        if how == "optimizer":
+            scaler.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer, **({"max_norm": 1.0} if how == "step" else {}))
+        assert scaler.outcome(optimizer).taken
+        torch.testing.assert_close(param, torch.full((4,), -0.5))
+
+
+def test_parameters_of_two_optimizers_at_once() -> None:
+    """The usual clip over the whole model, whatever the number of optimizers."""
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=1.0, fused=k == 1) for k, param in enumerate(params)]
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(3 * params[0].sum() + 4 * params[1].sum()).backward()
+    assert scaler.clip_grad_norm_(params, 1.0).item() == pytest.approx(5.0)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [param.item() for param in params] == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
+def test_twice_is_clipping_twice_and_unscaling_once() -> None:
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(8 * param.sum()).backward()
+    assert scaler.clip_grad_norm_(optimizer, 4.0).item() == pytest.approx(8.0)
+    assert scaler.clip_grad_norm_([param], 2.0).item() == pytest.approx(4.0)
+    scaler.step(optimizer, max_norm=1.0)
+    assert param.item() == pytest.approx(-1.0, rel=1e-5)
+
+
+def test_non_finite_gradients_are_unscaled_and_not_clipped() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(param.sum()).backward()
+    param.grad[0] = math.inf
+    assert scaler.clip_grad_norm_(optimizer, 0.1).item() == math.inf
+    assert param.grad.tolist() == [math.inf, 1.0, 1.0]
+    scaler.step(optimizer)
+    assert not param.any()
+
+
+def test_no_gradients() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler()
+    scaler.scale(torch.ones(()))
+    assert scaler.clip_grad_norm_(optimizer, 1.0).item() == 0.0
+    with pytest.raises(CallOrderError, match="none of its 1 parameters has a gradient"):
+        scaler.step(optimizer, max_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "words"),
+    [
+        ((-1.0,), ValueError, "max_norm is -1.0: it must be >= 0"),
+        ((math.nan,), ValueError, "max_norm is nan"),
+        (("1",), TypeError, "max_norm is '1'"),
+        ((1.0, 0.5), ValueError, "norm_type is 0.5"),
+        ((1.0, 2.0, "block"), ValueError, "per is 'block': pass 'all', 'layer' or 'parameter'"),
+        ((1.0, 2.0, "layer"), ValueError, r"per='layer'.*scaler.watch\(model\)"),
+    ],
+)
+def test_wrong_arguments(args: Any, error: type[Exception], words: str) -> None:
+    for enabled in (True, False):
+        param = torch.nn.Parameter(torch.zeros(3))
+        scaler = GradScaler(enabled=enabled)
+        scaler.scale(param.sum()).backward()
+        before = param.grad.clone()
+        with pytest.raises(error, match=words):
+            scaler.clip_grad_norm_(param, *args)
+        assert torch.equal(param.grad, before)
+
+
+def test_order() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler()
+    with pytest.raises(CallOrderError, match=r"clip_grad_norm_\(SGD\) before scale\(\)"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(CallOrderError, match=r"clip_grad_norm_\(SGD\): step\(\) has already been"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda scaler, optimizer: scaler.unscale_(optimizer),
+        lambda scaler, optimizer: scaler.clip_grad_norm_(optimizer, 1.0),
+        lambda scaler, optimizer: scaler.step(optimizer, max_norm=1.0),
+    ],
+    ids=["unscale_", "clip_grad_norm_", "step"],
+)
+def test_float16_gradients_are_refused_and_untouched(call: Any) -> None:
+    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    full = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([full, half], lr=1.0)
+    scaler = GradScaler(init_scale=4.0)
+    scaler.scale(half.sum() + full.sum()).backward()
+    for _ in range(2):  # and a second time alike
+        with pytest.raises(ValueError, match="SGD has float16 gradients"):
+            call(scaler, optimizer)
+        assert torch.equal(full.grad, torch.full((3,), 4.0))

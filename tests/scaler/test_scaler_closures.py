@@ -1,0 +1,681 @@
+"""step(optimizer, closure), against training without a scaler.
+
+Everything is float32 and every scale a power of two, so that nothing is rounded by scaling: what is
+trained must be the same bit for bit.
+"""
+
+import copy
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep._scaler import GradScaler
+from halfstep._scaler.scale.rules import LogMax
+from halfstep.errors import CallOrderError
+
+SCALE = 2.0**10
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "Adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True, fused=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=5),
+    "LBFGS wolfe": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
+    "Muon": lambda p: torch.optim.Muon([w for w in p if w.dim() == 2]),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(p),
+    "Twice": lambda p: Twice(p),
+}
+SEVERAL_EVALUATIONS = ("LBFGS", "LBFGS wolfe", "Twice")
+KINDS = ("scales", "returns", "unscales", "clips", "accumulates")
+
+every_optimizer = pytest.mark.parametrize("maker", MAKERS)
+every_kind = pytest.mark.parametrize(
+    ("maker", "kind"),
+    [
+        (maker, kind)
+        for kind in KINDS
+        for maker in (MAKERS if kind == "scales" else ("SGD", "Adam fused", *SEVERAL_EVALUATIONS))
+    ],
+)
+
+
+class Twice(torch.optim.Optimizer):
+    """Steps away, evaluates again, steps back and down; with state and with counts in its group."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "count": 0, "temperature": torch.ones(())})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        closure()
+        (group,) = self.param_groups
+        group["count"] += 1
+        group["temperature"] *= 0.9
+        for param in group["params"]:
+            state = self.state[param]
+            state.setdefault("sum", torch.zeros_like(param)).add_(param.grad)
+            state["here"] = param.clone()
+            param.add_(state["sum"], alpha=group["count"] * float(group["temperature"]))
+        loss = closure()
+        for param in group["params"]:
+            param.copy_(self.state[param]["here"]).sub_(param.grad, alpha=group["lr"])
+        return loss
+
+
+class Overflow(torch.autograd.Function):
+    """Changes nothing in the forward pass; its gradient is inf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * math.inf
+
+
+class Training:
+    """A small model trained with closures, with a scaler or without one.
+
+    Attributes:
+        kind: What the closure does besides evaluating the model.
+    """
+
+    def __init__(self, maker: str, kind: str = "scales", with_scaler: bool = True) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+        self.model: torch.nn.Module = torch.nn.Sequential(*layers)
+        if maker == "SparseAdam":
+            self.model = torch.nn.EmbeddingBag(5, 3, sparse=True)
+        self.optimizer = MAKERS[maker](list(self.model.parameters()))
+        self.scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+        self.kind = kind if with_scaler else "backward"
+        self.num_evaluations = 0
+
+    def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.model, torch.nn.EmbeddingBag):
+            batch = (batch * 100).long() % 5
+        return self.model(batch).square().mean()
+
+    def step(
+        self,
+        batch: torch.Tensor,
+        bad: tuple[int, str] | None = None,
+        max_norm: float = math.inf,
+        **kwargs: Any,
+    ) -> Any:
+        """One iteration. ``bad``: the number of an evaluation, and what is wrong with it."""
+        before = self.num_evaluations
+
+        def closure() -> torch.Tensor:
+            self.num_evaluations += 1
+            self.optimizer.zero_grad()
+            loss = self.loss(batch)
+            if bad == (self.num_evaluations - before, "gradient"):
+                loss = Overflow.apply(loss)
+            if bad == (self.num_evaluations - before, "loss"):
+                loss = loss * math.nan
+            self.backward(loss, max_norm)
+            return loss
+
+        if self.kind == "backward":
+            return self.optimizer.step(closure)
+        if self.kind == "max_norm":
+            kwargs["max_norm"] = max_norm
+        result = self.scaler.step(self.optimizer, closure, **kwargs)
+        self.scaler.update()
+        return result
+
+    def backward(self, loss: torch.Tensor, max_norm: float) -> None:
+        scaler, optimizer = self.scaler, self.optimizer
+        if self.kind == "backward":
+            loss.backward()
+            clip_(self.optimizer.param_groups[0]["params"], max_norm)
+        elif self.kind == "accumulates":
+            for _ in range(2):
+                with scaler.accumulate(optimizer):
+                    scaler.scale(loss / 2).backward(retain_graph=True)
+        elif self.kind != "returns":
+            scaler.scale(loss).backward()
+        if self.kind == "unscales":
+            scaler.unscale_(optimizer)
+        if self.kind == "clips":
+            scaler.clip_grad_norm_(optimizer, max_norm)
+
+    def everything(self) -> list[torch.Tensor]:
+        """A copy of all that a step may change."""
+        found: list[Any] = [*self.model.parameters()]
+        for key in ("param_groups", "state"):
+            saved = self.optimizer.state_dict()[key]
+            found += torch.utils._pytree.tree_leaves(copy.deepcopy(saved))
+        return [torch.as_tensor(x).detach().clone() for x in found if not isinstance(x, str | None)]
+
+
+def clip_(params: list[torch.Tensor], max_norm: float) -> None:
+    """As torch.nn.utils.clip_grad_norm_, which takes no sparse gradients."""
+    norm = math.hypot(*(param.grad.to_dense().norm().item() for param in params))
+    for param in params:
+        param.grad.mul_(min(max_norm / (norm + 1e-6), 1.0))
+
+
+def batches(count: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(6, 3) for _ in range(count)]
+
+
+def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_every_optimizer_is_here() -> None:
+    theirs = {
+        name
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    assert theirs - {name.split()[0] for name in MAKERS} == {"Optimizer"}
+
+
+@every_kind
+def test_trains_as_without_a_scaler(maker: str, kind: str) -> None:
+    mine, theirs = Training(maker, kind), Training(maker, with_scaler=False)
+    for batch in batches():
+        returned, expected = mine.step(batch), theirs.step(batch)
+        if expected is not None:
+            assert torch.equal(torch.as_tensor(returned), expected)
+        assert_same(mine.everything(), theirs.everything())
+    assert mine.num_evaluations == theirs.num_evaluations
+    assert mine.scaler.get_scale() == SCALE
+    assert mine.scaler.counts() == (4, 0, 0, None)
+    assert [entry.taken for entry in mine.scaler.history()] == [True] * 4
+
+
+@every_optimizer
+def test_where_a_closure_is_evaluated(maker: str) -> None:
+    """Of PyTorch's optimizers all but LBFGS evaluate once, before they change anything."""
+    training = Training(maker, with_scaler=False)
+    for batch in batches():
+        before = training.everything()
+        evaluations = []
+
+        def closure(batch: torch.Tensor = batch, before: Any = before, seen: Any = evaluations):
+            training.optimizer.zero_grad()
+            loss = training.loss(batch)
+            loss.backward()
+            now = training.everything()
+            seen.append(len(now) == len(before) and all(map(torch.equal, now, before)))
+            return loss
+
+        training.optimizer.step(closure)
+        assert (evaluations == [True]) == (maker not in SEVERAL_EVALUATIONS)
+
+
+@every_kind
+@pytest.mark.parametrize("fault", ["gradient", "loss"])
+def test_a_bad_batch_leaves_no_trace(maker: str, kind: str, fault: str) -> None:
+    mine, theirs = Training(maker, kind), Training(maker, with_scaler=False)
+    for number, batch in enumerate(batches()):
+        theirs.step(batch)
+        mine.step(batch)
+        before = mine.everything()
+        last = 3 if maker.startswith("LBFGS") else 2
+        when = last if maker in SEVERAL_EVALUATIONS and number % 2 else 1
+        counted = mine.num_evaluations
+        assert mine.step(torch.ones(2, 3), bad=(when, fault)) is None
+        assert mine.num_evaluations == counted + when
+        assert_same(mine.everything(), before)
+        outcome = mine.scaler.outcome(mine.optimizer)
+        assert outcome.reason == {"gradient": "overflow", "loss": "loss"}[fault]
+        assert mine.scaler.get_scale() == SCALE / (2 ** (number + 1) if fault == "gradient" else 1)
+    assert_same(mine.everything(), theirs.everything())
+    assert mine.scaler.counts() == (4, 4, 1, 8)
+
+
+@pytest.mark.parametrize("maker", ["Adam", "Adam fused", "Muon", "SGD", "SparseAdam", "Twice"])
+@pytest.mark.parametrize("kind", ["clips", "max_norm"])
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_clipping(maker: str, kind: str, max_norm: float) -> None:
+    mine, theirs = Training(maker, kind), Training(maker, with_scaler=False)
+    for batch in batches():
+        mine.step(batch, max_norm=max_norm)
+        theirs.step(batch, max_norm=max_norm)
+        for a, b in zip(mine.everything(), theirs.everything(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+class Spy(torch.optim.LBFGS):
+    """Compares the gradients of every evaluation with those of the plain loss, clipped."""
+
+    expected: Callable[[], list[torch.Tensor]]
+    num_compared = 0
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        def compare() -> Any:
+            loss = closure()
+            found = [param.grad for param in self.param_groups[0]["params"]]
+            for a, b in zip(found, self.expected(), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-9)
+            self.num_compared += 1
+            return loss
+
+        return super().step(compare)
+
+
+@pytest.mark.parametrize("kind", ["scales", *KINDS, "max_norm"])
+@pytest.mark.parametrize("max_norm", [0.01, math.inf])
+def test_every_evaluation_of_lbfgs(kind: str, max_norm: float) -> None:
+    """Not their steps: LBFGS divides by differences of gradients that are almost equal."""
+    training = Training("LBFGS", kind)
+    params = list(training.model.parameters())
+    training.optimizer = Spy(params, max_iter=5, line_search_fn="strong_wolfe")
+    for batch in batches():
+
+        def expected(batch: torch.Tensor = batch) -> list[torch.Tensor]:
+            model = copy.deepcopy(training.model)
+            model.zero_grad()
+            with torch.enable_grad():
+                model(batch).square().mean().backward()
+            if kind in ("clips", "max_norm"):
+                clip_(list(model.parameters()), max_norm)
+            return [param.grad for param in model.parameters()]
+
+        training.optimizer.expected = expected
+        training.step(batch, max_norm=max_norm)
+    assert training.optimizer.num_compared == training.num_evaluations > 12
+
+
+# --- how it is called --------------------------------------------------------------------------
+
+
+class Recorder(torch.optim.SGD):
+    """Takes its closure by name only, and more arguments; never turns gradients on."""
+
+    def step(self, *args: Any, closure: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        self.seen = args, kwargs
+        with torch.no_grad():
+            loss = closure()
+        super().step()
+        return "answer", loss
+
+
+def one_parameter(make: Any = torch.optim.SGD, **kwargs: Any) -> Any:
+    param = torch.nn.Parameter(torch.ones(2))
+    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None, **kwargs)
+    return param, make([param], lr=1.0), scaler
+
+
+def assert_usable(param: Any, optimizer: Any, scaler: GradScaler, scale: float = SCALE) -> None:
+    """One more iteration, with a closure and without, takes exactly the steps it should."""
+    before = param.detach().clone()
+    scaler.step(optimizer, closure=lambda: param.sum())
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(param, before - 2.0)
+    assert scaler.get_scale() == scale
+
+
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])
+def test_arguments(outer: Any) -> None:
+    param, optimizer, scaler = one_parameter(Recorder)
+    with outer():
+        returned = scaler.step(optimizer, 1, closure=lambda: param.sum(), max_norm=0.5, extra=2)
+    assert returned == ("answer", 2.0)
+    assert not returned[1].requires_grad
+    assert optimizer.seen == ((1,), {"extra": 2})
+    torch.testing.assert_close(param.detach(), torch.full((2,), 1.0 - 0.5 / math.sqrt(2)))
+    scaler.update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_may_be_given_by_place_and_by_name(fused: bool) -> None:
+    param, optimizer, scaler = one_parameter()
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    with torch.no_grad():
+        assert scaler.step(optimizer, lambda: param.sum()) == 2.0
+    scaler.update()
+    assert scaler.step(optimizer, closure=lambda: param.sum()) == 0.0
+    scaler.update()
+    assert torch.equal(param, torch.full((2,), -1.0))
+    # accelerate passes None.
+    optimizer.zero_grad()
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer, None) is None
+    scaler.update()
+    assert torch.equal(param, torch.full((2,), -2.0))
+
+
+def test_gradients_from_before_are_dropped() -> None:
+    """Those of another loss, and those of the evaluation before, if the closure leaves them."""
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    scaler.scale(param.sum() * 100.0).backward()
+    seen = []
+
+    def closure() -> torch.Tensor:
+        seen.append(param.grad)
+        scaler.scale(param.sum()).backward()
+        return param.sum()
+
+    scaler.step(optimizer, closure)
+    scaler.update()
+    assert seen == [None, None]
+    assert torch.equal(param.grad, torch.ones(2))
+
+
+def test_no_optimizer_sees_scaled_gradients() -> None:
+    """Not even one that looks at them before it calls the closure."""
+
+    class Early(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.seen = [param.grad for param in self.param_groups[0]["params"]]
+            return closure()
+
+    param, optimizer, scaler = one_parameter(Early)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer, lambda: param.sum())
+    assert optimizer.seen == [None]
+
+
+def test_a_first_argument_that_is_no_closure() -> None:
+    class Takes(torch.optim.SGD):
+        def step(self, number: int, closure: Any = None) -> Any:  # type: ignore[override]
+            return number, closure and closure()
+
+    param, optimizer, scaler = one_parameter(Takes)
+    assert scaler.step(optimizer, 5, closure=lambda: param.sum()) == (5, 2.0)
+    scaler.update()
+    scaler.scale(param.sum()).backward()
+    assert scaler.step(optimizer, 5) == (5, None)
+
+
+def test_a_state_that_refers_to_parameters() -> None:
+    """It refers to the same ones when it is restored."""
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    optimizer.state[param]["owner"] = param
+    scaler.step(optimizer, lambda: Overflow.apply(param.sum()))
+    assert optimizer.state[param] == {"owner": param}
+    assert optimizer.state[param]["owner"] is param
+
+
+@pytest.mark.parametrize("maker", SEVERAL_EVALUATIONS)
+def test_a_first_step_that_is_bad(maker: str) -> None:
+    """There is no state before it, and none after it."""
+    training = Training(maker)
+    before = training.everything()
+    training.step(batches()[0], bad=(2, "gradient"))
+    assert_same(training.everything(), before)
+    assert not training.optimizer.state
+
+
+def test_a_wrapper_without_a_state() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        @property
+        def param_groups(self) -> Any:  # type: ignore[override]
+            return self.inner.param_groups
+
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            return self.inner.step(closure)
+
+    param, optimizer, scaler = one_parameter()
+    wrapper = Wrapper(optimizer)
+    for factor in (1.0, math.nan):
+        scaler.step(wrapper, lambda factor=factor: param.sum() * factor)
+        scaler.update()
+    assert torch.equal(param, torch.zeros(2))
+    assert scaler.outcome(wrapper).reason == "loss"
+    assert_usable(param, optimizer, scaler)
+
+
+def test_gradients_of_one_evaluation_at_a_time() -> None:
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    counts = []
+
+    def closure() -> torch.Tensor:
+        counts.append(len(alive))
+        scaler.scale(param.sum()).backward()
+        alive.add(param.grad)
+        return param.sum()
+
+    scaler.step(optimizer, closure)
+    assert counts == [0, 0]
+
+
+# --- several optimizers, several losses --------------------------------------------------------
+
+
+def test_one_closure_for_each_optimizer_and_each_loss() -> None:
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    scaler = GradScaler(init_scale=SCALE, on_skips=lambda report: None)
+
+    def closure_of(index: int, factor: float) -> Callable[[], torch.Tensor]:
+        def closure() -> torch.Tensor:
+            loss = params[index].sum()
+            bad = loss if math.isfinite(factor) else Overflow.apply(loss)
+            scaler.scale(bad, name="ab"[index]).backward()
+            return loss
+
+        return closure
+
+    for factor in (1.0, math.inf):
+        for index, optimizer in enumerate(optimizers):
+            scaler.step(optimizer, closure_of(index, factor if index else 1.0))
+        scaler.update()
+    assert torch.equal(params[0], torch.full((2,), -1.0))
+    assert torch.equal(params[1], torch.zeros(2))
+    assert (scaler.get_scale("a"), scaler.get_scale("b")) == (SCALE, SCALE / 2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_optimizer_steps_with_what_the_closure_left(shared: bool) -> None:
+    """Its gradients are divided by the scale of the loss in the closure, and once."""
+    mine, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([mine], lr=1.0)
+    second = torch.optim.SGD([other, mine] if shared else [other], lr=1.0)
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(torch.ones(()), name="loss")
+    scaler.update(4.0, name="loss")
+
+    def closure() -> torch.Tensor:
+        loss = mine.sum() + other.sum()
+        scaler.scale(loss, name="loss").backward()
+        return loss
+
+    scaler.step(optimizer, closure)
+    scaler.step(second)
+    scaler.update()
+    assert torch.equal(other, torch.zeros(2))
+    assert torch.equal(mine, torch.full((2,), -1.0 if shared else 0.0))
+
+
+def test_a_norm_limit() -> None:
+    """The norm of the first evaluation counts: that of the point where the step begins."""
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    scaler.set_norm_limit(10.0, window=2)
+    factors = iter([1.0, 1000.0] * 3 + [1000.0, 1.0])
+    for _ in range(3):
+        scaler.step(optimizer, lambda: param.sum() * next(factors))
+        scaler.update()
+        assert scaler.outcome(optimizer).taken
+    before = param.detach().clone()
+    scaler.step(optimizer, lambda: param.sum() * next(factors))
+    scaler.update()
+    assert scaler.outcome(optimizer).reason == "norm"
+    assert torch.equal(param, before)
+    assert list(factors) == [1.0]
+    assert scaler.get_scale() == SCALE
+
+
+def test_a_rule_sees_the_gradients_of_every_evaluation() -> None:
+    param, optimizer, scaler = one_parameter(
+        lambda params, lr: Twice(params), rule=LogMax(sigmas=0.0)
+    )
+    factors = iter([2.0**4, 1.0])
+    scaler.step(optimizer, lambda: param.sum() * next(factors))
+    scaler.update()
+    assert scaler.get_scale() == 2.0**16 / 2.0**4
+
+
+# --- wrong use ---------------------------------------------------------------------------------
+
+
+def backward_by_itself(param: Any, optimizer: Any, scaler: GradScaler) -> Any:
+    loss = param.sum()
+    loss.backward()
+    return loss
+
+
+def no_backward(param: Any, optimizer: Any, scaler: GradScaler) -> Any:
+    return scaler.scale(param.sum())
+
+
+def nothing(param: Any, optimizer: Any, scaler: GradScaler) -> None:
+    return None
+
+
+def update_inside(param: Any, optimizer: Any, scaler: GradScaler) -> Any:
+    scaler.scale(param.sum()).backward()
+    scaler.update(2.0)
+    scaler.update(SCALE)
+    return param.sum()
+
+
+def raising(param: Any, optimizer: Any, scaler: GradScaler) -> Any:
+    scaler.scale(param.sum()).backward()
+    raise KeyboardInterrupt("in the closure")
+
+
+WRONG = {
+    backward_by_itself: (CallOrderError, r"closure called backward\(\) on a loss that was not"),
+    no_backward: (CallOrderError, "none of its 1 parameters has a gradient"),
+    nothing: (TypeError, r"the closure returned NoneType and scaled no loss\. Return the loss"),
+    update_inside: (CallOrderError, r"the closure called step\(\) or update\(\)"),
+    raising: (KeyboardInterrupt, "in the closure"),
+}
+
+
+@pytest.mark.parametrize("make", ["SGD", "Adam fused", "LBFGS", "Twice"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_closure_that_fails(wrong: Any, first: bool, make: str) -> None:
+    """In the first evaluation or in the second one; parameters and state are restored."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = MAKERS[make]([param])
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.step(optimizer, lambda: param.square().sum())  # some state
+    scaler.update()
+    before = copy.deepcopy((param.detach(), optimizer.state_dict()))
+    results = iter([True, False] if first or make in ("SGD", "Adam fused") else [False, True])
+
+    def closure() -> Any:
+        if next(results):
+            return wrong(param, optimizer, scaler)
+        return param.square().sum()
+
+    error, words = WRONG[wrong]
+    with pytest.raises(error, match=words):
+        scaler.step(optimizer, closure)
+    assert str(before) == str((param.detach(), optimizer.state_dict()))
+    with pytest.raises(CallOrderError, match="no gradients were checked"):
+        scaler.update()
+    assert len(scaler.history()) == 1
+    assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)
+
+
+def test_step_inside_a_closure() -> None:
+    param, optimizer, scaler = one_parameter()
+
+    def closure() -> torch.Tensor:
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        return param.sum()
+
+    with pytest.raises(CallOrderError, match=r"the closure called step\(\) or update\(\)"):
+        scaler.step(optimizer, closure)
+    assert_usable(param, optimizer, scaler)
+
+
+def test_an_optimizer_that_does_not_call_the_closure() -> None:
+    class Deaf(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                param.data.add_(1.0)
+            super().step()
+
+    param, optimizer, scaler = one_parameter(Deaf)
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(CallOrderError, match=r"step\(Deaf\): the optimizer did not call the"):
+        scaler.step(optimizer, lambda: param.sum())
+    assert torch.equal(param, torch.ones(2))
+    assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)
+
+
+@pytest.mark.parametrize("before", ["unscale_", "clip_grad_norm_", "accumulate", "step"])
+def test_after_another_call(before: str) -> None:
+    param, optimizer, scaler = one_parameter()
+    if before == "accumulate":
+        with scaler.accumulate(optimizer):
+            scaler.scale(param.sum()).backward()
+    else:
+        scaler.scale(param.sum()).backward()
+        getattr(scaler, before)(optimizer, *([math.inf] if before == "clip_grad_norm_" else []))
+    expected = param.detach().clone()
+    words = "step() has already" if before == "step" else "closure): its gradients have already"
+    with pytest.raises(CallOrderError) as caught:
+        scaler.step(optimizer, lambda: param.sum())
+    assert words in str(caught.value)
+    assert torch.equal(param, expected)
+    if before != "step":
+        scaler.step(optimizer)
+    scaler.update()
+    assert_usable(param, optimizer, scaler)
+
+
+def test_float16_gradients() -> None:
+    param, _, scaler = one_parameter()
+    half = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.LBFGS([half])
+    with pytest.raises(ValueError, match="LBFGS has float16 gradients"):
+        scaler.step(optimizer, lambda: half.sum())
+    assert torch.equal(half, torch.ones(2, dtype=torch.float16))
+    assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)
+
+
+@pytest.mark.parametrize("max_norm", [None, math.inf])
+def test_a_scale_below_one(max_norm: float | None) -> None:
+    """A gradient that is finite until it is divided by the scale."""
+    param, optimizer, scaler = one_parameter()
+    with torch.no_grad():
+        param.fill_(2.0**-20)
+    scaler.update(2.0**-20)
+    loss = scaler.step(optimizer, lambda: (param * 2.0**100).sum() * 2.0**40, max_norm=max_norm)
+    assert loss is None
+    assert torch.equal(param, torch.full((2,), 2.0**-20))
+    scaler.update()
+    assert scaler.outcome(optimizer).reason == "non-finite at any scale"

@@ -1,0 +1,426 @@
+"""torch.compile and CUDA graphs: what a step does on the device is one graph, its books are not.
+
+Three layers. What works on gradients and on the scale can be traced, with no break. ``scale`` can,
+too, so that a loss may be scaled in compiled code. ``step`` and the calls like it end the graph, as
+those of ``torch.amp.GradScaler`` do, run as they are, and do not let anything be compiled again.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from halfstep._scaler import GradScaler
+from halfstep._scaler.gradients import passes
+from halfstep._scaler.gradients.collecting import collect
+from halfstep._scaler.ranks.deciding import ALONE
+from halfstep._scaler.scale.loss_scale import LossScale
+from halfstep._scaler.scale.rules import Dynamic, LogMax, Rule
+from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.steps import stepping
+from halfstep._scaler.steps.outliers import NormLimit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own
+    pytest.mark.filterwarnings("ignore:Torchinductor does not support code:UserWarning"),
+    # Wherever a graph ends, dynamo asks the loss for its gradient.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not:UserWarning"),
+]
+CPU = torch.device("cpu")
+SCALE = 1024.0
+DYNAMIC = Dynamic(growth_interval=2)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def num_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+# --- what works on gradients and on the scale -----------------------------------------------------
+
+Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
+
+
+def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> stepping.Preparation:
+    return stepping.Preparation(collect(params), scale, scale.tensor.clone(), [], ALONE)
+
+
+def finish(ready: stepping.Preparation) -> torch.Tensor:
+    found_inf, look = ready.found_inf(), ready.look
+    assert found_inf is not None
+    assert look is not None
+    ready.loss_scale.update([found_inf], [], [] if look.amax is None else [look.amax])
+    return found_inf
+
+
+def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    ready = prepare(scale, params)
+    stepping.unscale_(ready)
+    return [finish(ready)]
+
+
+def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    ready = prepare(scale, params)
+    stepping.measure(ready)
+    stepping.limit(ready, 1.0, None)
+    stepping.multiply_(ready)
+    assert ready.norm is not None
+    return [finish(ready), ready.norm]
+
+
+def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    ready = prepare(scale, params)
+    stepping.measure(ready)
+    stepping.limit(ready, 1.0, None)
+    grad_scale = ready.grad_scale()
+    assert grad_scale is not None
+    assert ready.norms is not None
+    return [finish(ready), grad_scale, *(sums for _, sums in ready.norms.on_device.values())]
+
+
+def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    ready = prepare(scale, params)
+    stepping.unscale_(ready)
+    return [finish(ready), passes.p_norm(ready.gradients, math.inf, CPU)]
+
+
+PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip, max_norm]
+
+
+def params_with_gradients(number: int, device: torch.device = CPU) -> list[torch.nn.Parameter]:
+    """Gradients of several shapes and dtypes; the fourth time one entry is inf."""
+    generator = torch.Generator().manual_seed(number)
+    grads = [
+        torch.randn(3, 4, generator=generator),
+        torch.randn(3, 4, generator=generator),
+        torch.randn(5, generator=generator).bfloat16(),
+        torch.randn((), generator=generator),
+        torch.randn(4, 2, generator=generator).t(),
+    ]
+    if device.type == "cpu":  # inductor has no complex numbers; it falls back
+        grads.append(torch.randn(2, generator=generator, dtype=torch.complex64))
+    if number == 3:
+        grads[0][1, 1] = math.inf
+    params = []
+    for grad in grads:
+        params.append(torch.nn.Parameter(torch.zeros_like(grad, device=device)))
+        params[-1].grad = (grad * SCALE).to(device)
+    return params
+
+
+def run(
+    part: Part, rule: Rule, min_scale: float | None, device: torch.device = CPU
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor], ScaleState]]:
+    scale = LossScale(ScaleState.first(SCALE, rule, min_scale))
+    scale.create(device)
+    for number in range(6):
+        params = params_with_gradients(number, device)
+        yield part(scale, params), [param.grad for param in params], scale.read()
+
+
+def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: float) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "min_scale", "backend"),
+    [
+        (DYNAMIC, None, "eager"),
+        (DYNAMIC, None, "aot_eager"),
+        (DYNAMIC, 0.5, "aot_eager"),  # what comes out of a division is looked at, too
+        (LogMax(growth_interval=2), None, "aot_eager"),  # the largest magnitude is
+    ],
+)
+@pytest.mark.parametrize("part", PARTS)
+def test_one_graph(part: Part, rule: Rule, min_scale: float | None, backend: str) -> None:
+    compiled = torch.compile(part, backend=backend, fullgraph=True)
+    expected = run(part, rule, min_scale)
+    for mine, theirs in zip(run(compiled, rule, min_scale), expected, strict=True):
+        assert_same(mine[0], theirs[0], 0.0)
+        assert_same(mine[1], theirs[1], 0.0)
+        assert mine[2] == theirs[2]
+    assert num_graphs() == 1
+    assert mine[2].num_skipped == 1
+
+
+def test_one_graph_of_inductor() -> None:
+    """It rearranges what it is given: ``x * 0`` is 0 for it, even if x is inf."""
+    compiled = torch.compile(plain_with_clip, fullgraph=True)
+    expected = run(plain_with_clip, DYNAMIC, None)
+    for mine, theirs in zip(run(compiled, DYNAMIC, None), expected, strict=True):
+        assert_same(mine[0], theirs[0], 1e-6)
+        assert_same(mine[1], theirs[1], 1e-6)
+        assert mine[2] == theirs[2]
+    assert num_graphs() == 1
+
+
+def test_a_norm_limit_is_one_graph() -> None:
+    norms = [1.0, 2.0, 1.5, 1e3, math.inf, 2.0, math.nan, 30.0]
+    limits = [NormLimit(10.0, 4), NormLimit(10.0, 4)]
+    for limit in limits:
+        limit.is_exceeded(torch.tensor(1.0))  # makes its tensor, which has to outlive a graph
+    compiled = torch.compile(limits[0].is_exceeded, backend="aot_eager", fullgraph=True)
+    for norm in norms:
+        assert compiled(torch.tensor(norm)) == limits[1].is_exceeded(torch.tensor(norm))
+    assert limits[0].to_list() == limits[1].to_list()
+    assert num_graphs() == 1
+
+
+# --- the scaler -----------------------------------------------------------------------------------
+
+OURS = "it keeps books in Python"
+
+THEIRS = (
+    "Tensor.backward()",
+    "Optimizer.",
+    "don't trace into fused optimizer",
+    "torch._dynamo.graph_break()",  # in the hooks around every step
+)
+
+
+class Training:
+    """A model, whatever optimizes it, and a scaler; in the fourth iteration a gradient is inf."""
+
+    def __init__(self, kind: str, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.params = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(5))]
+        self.optimizer = torch.optim.SGD(self.params, lr=0.1, momentum=0.9, **{kind: True})
+        self.scaler = GradScaler(init_scale=SCALE, growth_interval=2, **kwargs)
+        self.weight = torch.tensor(1.0)
+
+    def loss(self) -> torch.Tensor:
+        first, second = self.params
+        return (first * first).sum() * self.weight + second.sin().sum()
+
+    def scaled_loss(self) -> torch.Tensor:
+        scaled: torch.Tensor = self.scaler.scale(self.loss())
+        return scaled
+
+    def no_clip(self) -> None:
+        self.scaler.step(self.optimizer)
+
+    def clip_in_step(self) -> None:
+        self.scaler.step(self.optimizer, max_norm=1.0)
+
+    def clip_before_step(self) -> None:
+        self.scaler.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+
+    def clip_with_torch(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, 1.0)
+        self.scaler.step(self.optimizer)
+
+    def update(self) -> None:
+        self.scaler.update()
+
+    def prepare(self, number: int) -> None:
+        self.weight.fill_(math.inf if number == 3 else 1.0)
+        self.optimizer.zero_grad()
+
+    def results(self) -> tuple[Any, ...]:
+        outcome = self.scaler.outcome(self.optimizer)
+        norm = repr(outcome.norm) if outcome.taken else None
+        params = [param.tolist() for param in self.params]
+        return self.scaler.get_scale(), outcome.taken, outcome.reason, norm, params
+
+
+def breaks() -> list[str]:
+    """The reasons of all graph breaks that are not ours and not PyTorch's own."""
+    return [
+        reason
+        for reason in counters["graph_break"]
+        if OURS not in reason and not any(theirs in reason for theirs in THEIRS)
+    ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_loss_is_scaled_in_the_graph(backend: str) -> None:
+    """However many micro-batches there are, of however many names."""
+    ours, eager = Training("fused"), Training("fused")
+    for training in (ours, eager):
+        training.scaler.scale(torch.ones(()))  # now the scale is on its device
+        training.scaler.update(SCALE)
+    compiled = torch.compile(ours.scaled_loss, backend=backend, fullgraph=True)
+    for number in range(6):
+        for training, scaled_loss in ((ours, compiled), (eager, eager.scaled_loss)):
+            training.prepare(number)
+            for _ in range(5):
+                scaled_loss().backward()
+            training.no_clip()
+            training.update()
+        assert ours.results() == eager.results()
+    assert num_graphs() == 3  # the first micro-batch, the second, all others
+    assert ours.scaler.outcome(ours.optimizer).scale == SCALE * 2
+
+
+def test_the_first_loss_of_all_ends_the_graph() -> None:
+    """The tensors that hold the scale have to outlive the graph."""
+    training = Training("fused")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=OURS):
+        torch.compile(training.scaled_loss, backend="eager", fullgraph=True)()
+    torch.compiler.reset()
+    counters.clear()
+    assert torch.compile(training.scaled_loss, backend="eager")() == training.loss() * SCALE
+    assert breaks() == []
+
+
+STEPS = ["no_clip", "clip_in_step", "clip_before_step", "clip_with_torch"]
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_in_compiled_functions(kind: str, step: str) -> None:
+    ours, eager = Training(kind), Training(kind)
+    methods = ("scaled_loss", step, "update")
+    compiled = [torch.compile(getattr(ours, name), backend="eager") for name in methods]
+    for number in range(6):
+        with torch._dynamo.config.patch(error_on_recompile=number >= 2):
+            for training, calls in (
+                (ours, compiled),
+                (eager, [getattr(eager, name) for name in methods]),
+            ):
+                training.prepare(number)
+                calls[0]().backward()
+                calls[1]()
+                calls[2]()
+        assert ours.results() == eager.results()
+    assert breaks() == []
+    assert repr(ours.scaler.history()) == repr(eager.scaler.history())  # NaN is not NaN
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+@pytest.mark.parametrize("step", ["no_clip", "clip_in_step"])
+def test_a_whole_iteration_in_one_compiled_function(kind: str, step: str) -> None:
+    ours, eager = Training(kind), Training(kind)
+
+    def iterate(training: Training) -> torch.Tensor:
+        loss = training.loss()
+        training.scaler.scale(loss).backward()
+        getattr(training, step)()
+        training.scaler.update()
+        return loss
+
+    compiled = torch.compile(iterate, backend="aot_eager")
+    for number in range(6):
+        ours.prepare(number)
+        eager.prepare(number)
+        with torch._dynamo.config.patch(error_on_recompile=number >= 2):
+            assert torch.equal(compiled(ours), iterate(eager))
+        assert ours.results() == eager.results()
+    assert breaks() == []
+
+
+def test_compiled_code_runs_inside_a_step() -> None:
+    """A closure may call a compiled model."""
+    training = Training("foreach")
+    model = torch.compile(training.loss, backend="eager", fullgraph=True)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        training.optimizer.zero_grad()
+        loss = model()
+        seen.append(num_graphs())
+        training.scaler.scale(loss).backward()
+        return loss
+
+    step = torch.compile(lambda: training.scaler.step(training.optimizer, closure), backend="eager")
+    for _ in range(3):
+        step()
+        training.scaler.update()
+    assert seen == [1, 1, 1]
+    assert training.scaler.outcome(training.optimizer).taken
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_other_calls_in_compiled_code(enabled: bool) -> None:
+    ours, eager = Training("foreach", enabled=enabled), Training("foreach", enabled=enabled)
+
+    def iterate(training: Training) -> Any:
+        scaler, optimizer = training.scaler, training.optimizer
+        for _ in range(2):
+            with scaler.accumulate(optimizer):
+                scaler.scale(training.loss() / 2).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        called = scaler.after_step(optimizer, lambda: None)
+        counts, outcome = scaler.counts(), scaler.outcome(optimizer)
+        return called, scaler.get_scale(), outcome.taken, outcome.scale, counts
+
+    compiled = torch.compile(iterate, backend="eager")
+    for number in range(8):
+        for training in (ours, eager):
+            training.prepare(number if enabled else 0)
+        assert compiled(ours) == iterate(eager)
+        if number == 4:  # after the one that is skipped
+            graphs = num_graphs()
+    assert num_graphs() == graphs
+    assert all(map(torch.equal, ours.params, eager.params))
+
+
+@pytest.mark.parametrize("calls_retry", [False, True])
+def test_outcomes_and_retries_in_compiled_code(calls_retry: bool) -> None:
+    """However the scale changes, nothing of ours is compiled."""
+    training = Training("foreach")
+
+    def iterate() -> tuple[bool, float, float]:
+        for _ in training.scaler.retry(training.optimizer, 1) if calls_retry else range(1):
+            training.optimizer.zero_grad()
+            training.scaler.scale(training.loss()).backward()
+            training.scaler.step(training.optimizer)
+            training.scaler.update()
+        outcome = training.scaler.outcome(training.optimizer)
+        return outcome.taken, outcome.scale_after, outcome.norm
+
+    compiled = torch.compile(iterate, backend="eager")
+    graphs = []
+    for number in range(8):
+        training.weight.fill_(math.inf if number == 5 else 1.0)
+        assert compiled()[0] == (number != 5)
+        graphs.append(num_graphs())
+    assert graphs[2:] == graphs[2:3] * 6
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", [DYNAMIC, LogMax(growth_interval=2)])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_cuda_graph_of_it_can_be_replayed(part: Part, rule: Rule) -> None:
+    """The gradients stay where they are; what is in them decides in each replay."""
+    cuda = torch.device("cuda")
+    state = ScaleState.first(SCALE, rule)
+    scale = LossScale(state)
+    scale.create(cuda)
+    params = params_with_gradients(0, cuda)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        part(scale, params)  # warms up
+    torch.cuda.current_stream().wait_stream(stream)
+    scale.load(state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = part(scale, params)
+    for number, (expected, grads, after) in enumerate(run(part, rule, None, cuda)):
+        for param, fresh in zip(params, params_with_gradients(number, cuda), strict=True):
+            assert param.grad is not None
+            assert fresh.grad is not None
+            param.grad.copy_(fresh.grad)
+        graph.replay()
+        assert_same(found, expected, 1e-6)
+        assert_same([param.grad for param in params], grads, 1e-6)
+        assert scale.read() == after
+    assert after.num_skipped == 1

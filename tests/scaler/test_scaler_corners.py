@@ -1,0 +1,239 @@
+"""Corners that no other test of the scaler comes to; each was once broken on purpose, unnoticed."""
+
+import gc
+import math
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from halfstep._scaler import GradScaler
+from halfstep.errors import CallOrderError
+
+
+def param(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values or (1.0,)))
+
+
+class Foreign(SGD):
+    """The older protocol; checks its gradients, or forgets to."""
+
+    _step_supports_amp_scaling = True
+    checks = True
+
+    def step(self, closure: Any = None, *, grad_scaler: GradScaler) -> None:  # type: ignore[override]
+        if self.checks:
+            grad_scaler._check_inf_per_device(self)
+
+
+def test_losses_of_two_names_of_which_one_is_unscaled() -> None:
+    p, q, scaler = param(), param(), GradScaler()
+    scaler.scale(p.sum(), name="a").backward()
+    scaler.unscale_(SGD([p], 1.0))
+    scaler.scale(q.sum(), name="b").backward()
+    with pytest.raises(CallOrderError, match="losses of several names"):
+        scaler.clip_grad_norm_([p, q], 1.0)
+
+
+def test_a_foreign_optimizer_without_gradients_checks_nothing() -> None:
+    scaler, optimizer = GradScaler(), Foreign([param()], 1.0)
+    scaler.scale(torch.ones(()))
+    assert scaler._check_inf_per_device(optimizer) == {}
+    with pytest.raises(CallOrderError, match="no gradients were checked"):
+        scaler.update()
+
+
+def test_a_foreign_optimizer_that_checks_nothing() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = Foreign([p], 1.0)
+    optimizer.checks = False
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(CallOrderError, match=r"step\(Foreign\)"):
+        scaler.step(optimizer)
+
+
+def test_what_a_foreign_optimizer_has_checked_is_still_to_be_unscaled() -> None:
+    p, scaler = param(), GradScaler(init_scale=4.0)
+    foreign, second = Foreign([p], 1.0), SGD([p], 1.0)
+    scaler.scale(p.sum()).backward()
+    scaler.step(foreign)
+    scaler.unscale_(second)
+    assert p.grad.item() == 1.0
+
+
+def test_the_scale_that_a_foreign_optimizer_asks_for_is_that_of_its_loss() -> None:
+    p, scaler = param(), GradScaler()
+    scaler.update(new_scale=8.0)
+    scaler.scale(p.sum(), name="a")
+    assert scaler._get_scale_async() == 65536.0
+
+
+def test_a_foreign_optimizer_clips_by_itself() -> None:
+    p, scaler = param(), GradScaler()
+    scaler.scale(p.sum()).backward()
+    with pytest.raises(ValueError, match=r"step\(Foreign, max_norm=1.0\): .* let it clip too"):
+        scaler.step(Foreign([p], 1.0), max_norm=1.0)
+
+
+def test_a_closure_whose_loss_does_not_depend_on_the_parameters() -> None:
+    p, other, scaler = param(), param(), GradScaler()
+    with pytest.raises(CallOrderError, match="none of its 1 parameters has a gradient"):
+        scaler.step(SGD([p], 1.0), lambda: other.sum(), max_norm=1.0)
+
+
+@pytest.mark.parametrize("call", ["unscale_", "clip"])
+def test_gradients_that_are_dropped_after_a_block(call: str) -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0)
+    with scaler.accumulate(optimizer):
+        scaler.scale(p.sum()).backward()
+    optimizer.zero_grad()
+    if call == "unscale_":
+        scaler.unscale_(optimizer)
+    else:
+        assert scaler.clip_grad_norm_(optimizer, 1.0) == 0.0
+
+
+def test_a_skipped_step_does_not_count_among_those_clipped_too_early() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1e-9)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for value in (1.0, math.inf, 1.0, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(p.sum()).backward()
+            p.grad.fill_(value)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [str(each.message).count("clipped before") for each in said] == [1]
+
+
+def test_a_scale_that_was_below_1_is_watched_for_good() -> None:
+    """Its floor stays there."""
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0)
+    scaler.scale(p.sum())
+    scaler.update(torch.tensor(0.25))
+    scaler.update(4.0)
+    for _ in range(4):  # down to the floor
+        scaler.scale(p.sum()).backward()
+        p.grad = torch.tensor([math.inf])
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 0.25
+    scaler.scale(p.sum())
+    p.grad = torch.tensor([3e38])
+    scaler.step(optimizer)
+    assert p.item() == 1.0
+
+
+def test_a_state_without_a_name_takes_the_name_away() -> None:
+    p, scaler = param(), GradScaler()
+    state = scaler.state_dict()
+    scaler.scale(p.sum(), name="a").backward()
+    scaler.load_state_dict(state)
+    with pytest.raises(ValueError, match="'a'"):
+        scaler.get_scale("a")
+    with pytest.raises(CallOrderError, match="before scale"):
+        scaler.step(SGD([p], 1.0))
+
+
+def test_a_report_names_the_optimizers_of_its_loss_only() -> None:
+    p, q, said = param(), param(), []
+    scaler = GradScaler(on_skips=said.append, max_consecutive_skips=1)
+    first, second = SGD([p], 0.1), torch.optim.Adam([q])
+    for name, parameter, optimizer in (("a", p, first), ("b", q, second)):
+        with scaler.accumulate(optimizer):
+            scaler.scale(parameter.sum() * math.inf, name=name).backward()
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert [report.optimizers for report in said] == [("SGD",), ("Adam",)]
+
+
+def test_float16_gradients_that_a_scale_below_1_makes_inf() -> None:
+    p = torch.nn.Parameter(torch.ones(1, dtype=torch.float16))
+    scaler, optimizer = GradScaler(init_scale=0.5), SGD([p], 1.0, fused=True)
+    scaler.scale(torch.ones(()))
+    p.grad = torch.tensor([6e4], dtype=torch.float16)
+    scaler.step(optimizer)
+    assert scaler.outcome(optimizer).skipped
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_0_clipped_to_0(fused: bool) -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0, fused=fused)
+    scaler.scale(p.sum() * 0.0).backward()
+    scaler.step(optimizer, max_norm=0.0)
+    assert p.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda scaler: scaler.step(torch.nn.Linear(1, 1)),
+        lambda scaler: scaler.unscale_(None),
+        lambda scaler: scaler.retry([param()]),
+        lambda scaler: scaler.accumulate(None),
+    ],
+)
+def test_something_else_than_an_optimizer(call: Any) -> None:
+    with pytest.raises(TypeError, match=r"\(\w+\): pass the optimizer, such as"):
+        call(GradScaler())
+
+
+def test_a_rule_is_no_name() -> None:
+    with pytest.raises(TypeError, match=r"rule is 'dynamic': pass Dynamic\(\.\.\.\)"):
+        GradScaler(rule="dynamic")  # type: ignore[arg-type]
+
+
+def test_the_metric_of_reduce_lr_on_plateau() -> None:
+    p, scaler = param(), GradScaler()
+    optimizer = SGD([p], 1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    for metric in (1.0, 2.0):
+        optimizer.zero_grad()
+        scaler.scale(p.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.step_scheduler(plateau, "updates", metric)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match="metrics"):
+        scaler.step_scheduler(plateau)
+
+
+def test_a_disabled_scaler_has_every_loss() -> None:
+    scaler = GradScaler(enabled=False)
+    scaler.scale(torch.ones(()), name="critic")
+    assert scaler.get_scale("critic") == 1.0
+    assert scaler.counts("critic").skipped == 0
+
+
+def test_nothing_of_a_model_that_is_gone_is_kept() -> None:
+    scaler = GradScaler()
+    model = torch.nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    outcome, weight = scaler.outcome(optimizer), weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None
+    assert outcome.taken
+    assert len(scaler.history()) == 1
+
+
+def test_messages_that_name_what_is_wrong() -> None:
+    model, scaler = torch.nn.Linear(1, 1), GradScaler()
+    with pytest.raises(TypeError, match=r"is a tuple: pass model.parameters\(\)"):
+        scaler.clip_grad_norm_(model.named_parameters(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"write GradScaler\(init_scale=65536.0\)"):
+        GradScaler(65536.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="min_scale") as error:
+        GradScaler(min_scale=10.0, max_scale=5.0)
+    assert "init_scale" not in str(error.value)

@@ -1,0 +1,313 @@
+"""What scaler.outcome, counts and history say of each step."""
+
+import gc
+import math
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfstep._scaler import GradScaler
+from halfstep._scaler.outcomes.journal import HISTORY_LENGTH
+from halfstep.errors import CallOrderError
+
+both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+class Setup:
+    def __init__(self, fused: bool, *, watch: bool = True, **kwargs: Any) -> None:
+        self.model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 1), "b": torch.nn.Linear(2, 1)})
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=fused)
+        module = {"module": self.model} if watch else {}
+        self.scaler = GradScaler(init_scale=8.0, **module, **kwargs)
+
+    def backward(self, bad: float | None = None, *, bad_loss: bool = False) -> None:
+        self.optimizer.zero_grad()
+        x = torch.tensor([[3.0, 4.0]])
+        loss = (self.model["a"](x) + 2 * self.model["b"](x)).sum()
+        self.scaler.scale(loss * math.nan if bad_loss else loss).backward()
+        if bad is not None:
+            self.model["b"].weight.grad[0, 1] = bad
+
+    def step(self, bad: float | None = None, **kwargs: Any) -> Any:
+        self.backward(bad)
+        self.scaler.step(self.optimizer, **kwargs)
+        self.scaler.update()
+        return self.scaler.outcome(self.optimizer)
+
+
+NORMS = {"a.weight": 5.0, "a.bias": 1.0, "b.weight": 10.0, "b.bias": 2.0}
+NORM = math.sqrt(130.0)
+
+
+@both
+@pytest.mark.parametrize("how", ["plain", "max_norm", "measured", "unscale_", "clip_grad_norm_"])
+def test_taken(fused: bool, how: str) -> None:
+    setup = Setup(fused)
+    setup.backward()
+    if how == "unscale_":
+        setup.scaler.unscale_(setup.optimizer)
+    if how == "clip_grad_norm_":
+        assert setup.scaler.clip_grad_norm_(setup.optimizer, 1e9).item() == pytest.approx(NORM)
+    max_norm = {"max_norm": 1.0, "measured": math.inf}.get(how)
+    setup.scaler.step(setup.optimizer, max_norm=max_norm)
+    outcome = setup.scaler.outcome(setup.optimizer)
+    with pytest.raises(CallOrderError, match=r"scale_after before update\(\)"):
+        _ = outcome.scale_after
+    setup.scaler.update()
+    assert outcome.taken
+    assert not outcome.skipped
+    assert outcome.reason is None
+    assert (outcome.scale, outcome.scale_after) == (8.0, 8.0)
+    assert outcome.norm == pytest.approx(NORM)
+    assert outcome.norms == pytest.approx(NORMS)
+    assert outcome.culprits == []
+    assert repr(outcome).startswith("Outcome(SGD: taken; scale 8 -> 8")
+
+
+@both
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_skipped(fused: bool, unscale: bool, bad: float) -> None:
+    setup = Setup(fused)
+    setup.backward(bad)
+    if unscale:
+        setup.scaler.unscale_(setup.optimizer)
+    setup.scaler.step(setup.optimizer)
+    setup.scaler.update()
+    outcome = setup.scaler.outcome(setup.optimizer)
+    assert outcome.skipped
+    assert outcome.reason == "overflow"
+    assert (outcome.scale, outcome.scale_after) == (8.0, 4.0)
+    assert not math.isfinite(outcome.norm)
+    assert outcome.culprits == ["b.weight"]
+    good = {name: norm for name, norm in outcome.norms.items() if name != "b.weight"}
+    assert good == pytest.approx({name: NORMS[name] for name in good})
+
+
+@both
+def test_names_without_a_module(fused: bool) -> None:
+    setup = Setup(fused, watch=False)
+    outcome = setup.step(math.inf)
+    assert outcome.culprits == ["param_groups[0]['params'][2]"]
+    setup.optimizer = torch.optim.SGD(setup.model.named_parameters(), lr=0.1, fused=fused)
+    assert setup.step(math.inf).culprits == ["b.weight"]
+    setup.scaler.watch(setup.model["b"])
+    assert setup.step(math.inf).culprits == ["weight"]
+
+
+def test_names_of_a_compiled_module() -> None:
+    setup = Setup(fused=False, watch=False)
+    setup.scaler.watch(torch.compile(setup.model, backend="eager"))
+    compiled = torch.compile(setup.model, backend="eager")
+    setup.scaler.watch(compiled)
+    assert setup.step(math.inf).culprits == ["b.weight"]
+
+
+def test_a_watched_module_is_held_weakly() -> None:
+    setup = Setup(fused=False)
+    seen = weakref.ref(setup.model)
+    scaler = setup.scaler
+    del setup
+    gc.collect()
+    assert seen() is None
+    assert scaler.get_scale() == 8.0
+
+
+class NoReading(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_making_outcomes_reads_nothing_and_reading_is_late() -> None:
+    setup = Setup(fused=True)
+    outcomes = []
+    with NoReading():
+        for bad in (None, math.inf, None):
+            setup.backward()
+            if bad is not None:
+                setup.model["b"].weight.grad.fill_(bad)
+            setup.scaler.step(setup.optimizer, max_norm=1.0)
+            setup.scaler.update()
+            outcomes.append(setup.scaler.outcome(setup.optimizer))
+    # Read long after: each has the values of its own time.
+    assert [outcome.taken for outcome in outcomes] == [True, False, True]
+    assert [outcome.scale for outcome in outcomes] == [8.0, 8.0, 4.0]
+    assert [outcome.scale_after for outcome in outcomes] == [8.0, 4.0, 4.0]
+    assert outcomes[0].norm == outcomes[2].norm == pytest.approx(NORM)
+    with pytest.raises(CallOrderError, match="kept for the last step of each optimizer only"):
+        _ = outcomes[1].culprits
+
+
+@pytest.mark.parametrize("what", ["zero_grad", "new backward", "written"])
+def test_gradients_that_are_gone_are_not_taken_for_those_of_the_step(what: str) -> None:
+    setup = Setup(fused=False)
+    for _ in range(4):  # the first steps measure their norms anyway
+        setup.step()
+    outcome = setup.scaler.outcome(setup.optimizer)
+    if what == "written":
+        setup.model["a"].weight.grad.zero_()
+    else:
+        setup.optimizer.zero_grad()
+    if what == "new backward":
+        setup.backward()
+    for name in ("norm", "norms", "culprits"):
+        with pytest.raises(CallOrderError, match=r"are gone: look at norm, norms and culprits"):
+            getattr(outcome, name)
+    assert outcome.taken
+    assert outcome.entry.norm != outcome.entry.norm
+
+
+@both
+def test_the_memory_of_gradients_is_not_held(fused: bool) -> None:
+    setup = Setup(fused)
+    setup.step()
+    seen = weakref.ref(setup.model["a"].weight.grad)
+    setup.optimizer.zero_grad()
+    gc.collect()
+    assert seen() is None
+
+
+def test_counts_and_history() -> None:
+    setup = Setup(fused=True)
+    for bad in (None, math.inf, math.inf, None, math.inf):
+        setup.step(bad)
+    assert setup.scaler.counts() == (2, 3, 1, 5)
+    history = setup.scaler.history()
+    assert [entry.step for entry in history] == [1, 2, 3, 4, 5]
+    assert [entry.taken for entry in history] == [True, False, False, True, False]
+    assert [entry.scale for entry in history] == [8.0, 8.0, 4.0, 2.0, 2.0]
+    assert [str(entry.reason) for entry in history[:2]] == ["None", "overflow"]
+    assert {entry.optimizer for entry in history} == {"SGD"}
+    assert history[0].norm == pytest.approx(NORM)
+    # The counts are saved, and go on.
+    copied = GradScaler()
+    copied.load_state_dict(setup.scaler.state_dict())
+    assert copied.counts() == (2, 3, 1, 5)
+
+
+def test_history_is_bounded() -> None:
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.0, fused=True)
+    scaler = GradScaler()
+    scaler.scale(param.sum()).backward()
+    for _ in range(HISTORY_LENGTH + 10):
+        scaler.step(optimizer)
+        scaler.update()
+    history = scaler.history()
+    assert len(history) == HISTORY_LENGTH
+    assert history[-1].step == HISTORY_LENGTH + 10
+
+
+def test_outcome_before_step() -> None:
+    setup = Setup(fused=False)
+    with pytest.raises(CallOrderError, match=r"outcome\(SGD\): no step\(\) of this optimizer"):
+        setup.scaler.outcome(setup.optimizer)
+
+
+def test_two_optimizers_in_one_iteration() -> None:
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    first, second = (torch.optim.SGD([param], lr=0.1) for param in params)
+    scaler = GradScaler(init_scale=8.0)
+    scaler.scale(sum(params)).backward()
+    params[0].grad.fill_(math.inf)
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert scaler.outcome(first).skipped
+    assert scaler.outcome(second).taken
+    assert [entry.step for entry in scaler.history()] == [1, 1]
+    assert scaler.counts() == (0, 1, 1, 1)
+
+
+def test_repr_of_the_scaler() -> None:
+    assert repr(GradScaler()).startswith("GradScaler(scale=65536, rule=Dynamic(growth_factor=2.0")
+
+
+# --- gates ----------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize(("count", "moves"), [("updates", 1), ("attempts", 3)])
+def test_step_scheduler(fused: bool, count: Any, moves: int) -> None:
+    """A4; the first steps are skipped, where PyTorch would warn of a wrong order."""
+    setup = Setup(fused)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(setup.optimizer, 0.5)
+    moved = []
+    for bad in (math.inf, math.inf, None):
+        setup.step(bad)
+        moved.append(setup.scaler.step_scheduler(scheduler, count))
+    assert scheduler.last_epoch == moves
+    assert sum(moved) == moves
+    assert setup.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**moves)
+
+
+@both
+def test_after_step(fused: bool) -> None:
+    setup = Setup(fused)
+    average = torch.optim.swa_utils.AveragedModel(setup.model)
+    for bad in (None, math.inf, None):
+        setup.step(bad)
+        setup.scaler.after_step(setup.optimizer, lambda: average.update_parameters(setup.model))
+    assert average.n_averaged == 2
+    called = []
+    setup.scaler.after_step(setup.optimizer, lambda: called.append(1), "attempts")
+    assert called == [1]
+
+
+def test_gate_errors() -> None:
+    setup = Setup(fused=False)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(setup.optimizer, 0.5)
+    with pytest.raises(CallOrderError, match="no step"):
+        setup.scaler.step_scheduler(scheduler)
+    setup.step()
+    with pytest.raises(ValueError, match="count is 'steps': pass 'updates'"):
+        setup.scaler.step_scheduler(scheduler, "steps")  # type: ignore[arg-type]
+
+
+PROPERTIES = ["taken", "skipped", "reason", "rank", "scale", "scale_after", "norm", "norms"]
+PROPERTIES += ["culprits", "is_measured", "has_ended", "entry", "optimizer_name"]
+
+
+def read(outcome: Any) -> dict[str, Any]:
+    """Read all properties, or the errors they raise."""
+    found: dict[str, Any] = {"repr": repr(outcome)}
+    for name in PROPERTIES:
+        try:
+            found[name] = repr(getattr(outcome, name))  # NaN is not equal to NaN
+        except CallOrderError:
+            found[name] = CallOrderError
+    return found
+
+
+@both
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("bad", [None, math.inf])
+@pytest.mark.parametrize("moment", ["before update", "after update", "too late"])
+def test_a_pickled_outcome_reads_the_same(
+    fused: bool, max_norm: float | None, bad: float | None, moment: str
+) -> None:
+    """As torch.distributed.all_gather_object sends it."""
+    setup = Setup(fused)
+    setup.backward(bad)
+    setup.scaler.step(setup.optimizer, max_norm=max_norm)
+    outcome = setup.scaler.outcome(setup.optimizer)
+    if moment != "before update":
+        setup.scaler.update()
+    if moment == "too late":
+        setup.step()
+    arrived = pickle.loads(pickle.dumps(outcome))
+    assert read(arrived) == read(outcome)
+    assert arrived.optimizer is None
+    assert pickle.dumps(pickle.loads(pickle.dumps(arrived)))
+
+
+def test_a_pickled_outcome_of_a_disabled_scaler() -> None:
+    setup = Setup(fused=False)
+    setup.scaler = GradScaler(enabled=False)
+    outcome = setup.step()
+    assert read(pickle.loads(pickle.dumps(outcome))) == read(outcome)

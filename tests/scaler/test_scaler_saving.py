@@ -1,0 +1,253 @@
+"""Saving, loading, pickling; both ways with torch.amp."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.scaler.saved import closed, opened
+
+from halfstep._scaler import GradScaler
+from halfstep._scaler.scale.rules import Dynamic, LogMax, Static
+from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.scale.transition import next_state
+from halfstep.errors import CallOrderError
+
+TORCH_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+def make(initialized: bool) -> GradScaler:
+    scaler = GradScaler(None, 2.0**8, 3.0, 0.25, 7)
+    if initialized:
+        scaler.scale(torch.ones(()))
+    return scaler
+
+
+def iterate(scaler: GradScaler | torch.amp.GradScaler, value: float = 1.0) -> None:
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler.scale(param.sum()).backward()
+    param.grad.mul_(value)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_state_dict(initialized: bool) -> None:
+    state = opened(make(initialized).state_dict())
+    ours = state.pop("halfstep")
+    assert state == {
+        "scale": 256.0,
+        "growth_factor": 3.0,
+        "backoff_factor": 0.25,
+        "growth_interval": 7,
+        "_growth_tracker": 0,
+    }
+    assert ours["version"] == 1
+    assert ours["min_scale"] == 1.0
+    assert ours["losses"] == {}
+    assert ours["norm_limits"] is None
+    json.dumps(ours)
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize("source_initialized", [False, True])
+def test_torch_loads_ours(initialized: bool, source_initialized: bool) -> None:
+    source = make(source_initialized)
+    iterate(source)
+    target = torch.amp.GradScaler("cpu")
+    if initialized:
+        target.scale(torch.ones(()))
+    target.load_state_dict(source.state_dict())
+    ours = source.state_dict()
+    del ours["halfstep"]
+    assert target.state_dict() == ours
+    iterate(target)
+    iterate(source)
+    assert target.state_dict()["_growth_tracker"] == source.state_dict()["_growth_tracker"] == 2
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize("source_initialized", [False, True])
+def test_we_load_torchs(initialized: bool, source_initialized: bool) -> None:
+    source = torch.amp.GradScaler("cpu", 2.0**8, 3.0, 0.25, 7)
+    if source_initialized:
+        iterate(source)
+    assert set(source.state_dict()) == TORCH_KEYS
+    target = GradScaler()
+    if initialized:
+        target.scale(torch.ones(()))
+    target.load_state_dict(source.state_dict())
+    loaded = opened(target.state_dict())
+    assert loaded.pop("halfstep")["min_scale"] == 1.0
+    assert loaded == source.state_dict()
+    iterate(target, float("inf"))
+    assert target.get_scale() == 64.0
+
+
+RULES = st.sampled_from(
+    [
+        Dynamic(),
+        Dynamic(3.0, 0.25, 7, hysteresis=3, refill="step", probe_after=2),
+        Dynamic(probe_after=None),
+        Static(),
+        LogMax(sigmas=2.0, decay=0.5),
+    ]
+)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> ScaleState:
+    """Every state that a sequence of iterations leads to."""
+    low, start, high = sorted(draw(st.tuples(*[st.floats(2.0**-20, 2.0**30, width=32)] * 3)))
+    state = ScaleState.first(start, draw(RULES), min_scale=low, max_scale=high)
+    for found_inf, is_finite, outlier, amax in draw(
+        st.lists(st.tuples(*[st.booleans()] * 3, st.floats(0.0, 1e3, width=32)), max_size=20)
+    ):
+        state = next_state(
+            state, found_inf=found_inf, loss_is_finite=is_finite, outlier=outlier, amax=amax
+        )
+    return state
+
+
+@given(states(), states(), st.booleans(), st.sampled_from(["load", "pickle", "deepcopy"]))
+def test_every_state_survives(
+    state: ScaleState, named: ScaleState, initialized: bool, way: str
+) -> None:
+    source = GradScaler()
+    saved = state.to_dict()
+    saved["halfstep"] |= {"losses": {"other": named.to_dict()}, "norm_limits": NORM_LIMITS}
+    source.load_state_dict(json.loads(json.dumps(closed(saved))))
+    if initialized:
+        source.scale(torch.ones(()))
+        source.scale(torch.ones(()), name="other")
+    if way == "load":
+        target = make(initialized)
+        target.load_state_dict(source.state_dict())
+    else:
+        target = copy.deepcopy(source) if way == "deepcopy" else pickle.loads(pickle.dumps(source))
+    assert opened(target.state_dict()) == saved
+    for name, expected in [(None, state), ("other", named)]:
+        target.scale(torch.ones(()), name=name)
+        assert target._engine.scales[name].read() == expected
+        assert target._engine.scales[name].can_amplify == expected.can_amplify
+
+
+NORM_LIMITS = {"times_median": 7.0, "window": 3, "norms": [[None, 1.5, 2.0], [None, None, 4.0]]}
+
+
+def test_norms_seen_are_saved_and_go_on_with_the_same_optimizers() -> None:
+    def run(scaler: GradScaler, optimizer: torch.optim.Optimizer, norm: float) -> bool:
+        (param,) = optimizer.param_groups[0]["params"]
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * norm).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.outcome(optimizer).taken
+
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2)]
+    scaler = GradScaler()
+    scaler.set_norm_limit(5.0, window=4)
+    for _ in range(4):
+        assert run(scaler, optimizers[0], 1.0)
+        assert run(scaler, optimizers[1], 100.0)
+    copied = pickle.loads(pickle.dumps(scaler))
+    for scaler_now in (scaler, copied):
+        assert not run(scaler_now, optimizers[0], 100.0)
+        assert str(scaler_now.outcome(optimizers[0]).reason) == "norm"
+        assert run(scaler_now, optimizers[1], 100.0)
+        assert scaler_now.get_scale() == 65536.0
+
+
+def test_a_damaged_part_of_ours_changes_nothing() -> None:
+    scaler = make(initialized=True)
+    before = scaler.state_dict()
+    for damage in ({"losses": 3}, {"norm_limits": {"window": 3}}, {"losses": {"a": {}}}):
+        damaged = opened(before)
+        damaged["halfstep"] |= damage
+        with pytest.raises(ValueError, match="saved scaler state"):
+            scaler.load_state_dict(closed(damaged))
+        assert scaler.state_dict() == before
+    for text in ("no JSON", {"version": 1}, "3"):
+        with pytest.raises(ValueError, match="not the JSON text that state_dict"):
+            scaler.load_state_dict(before | {"halfstep": text})
+        assert scaler.state_dict() == before
+
+
+def test_loading_is_in_place_on_the_device() -> None:
+    """CUDA graphs hold the addresses."""
+    scaler = make(initialized=True)
+    address = scaler._get_scale_async().data_ptr()
+    scaler.load_state_dict(GradScaler(init_scale=4.0).state_dict())
+    assert scaler._get_scale_async().data_ptr() == address
+    assert scaler.scale(torch.ones(())).item() == 4.0
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_an_empty_state_warns_and_changes_nothing(initialized: bool) -> None:
+    scaler = make(initialized)
+    before = scaler.state_dict()
+    with pytest.warns(UserWarning, match="saved by a disabled GradScaler and holds no scale"):
+        scaler.load_state_dict(GradScaler(enabled=False).state_dict())
+    assert scaler.state_dict() == before
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_a_bad_state_changes_nothing(initialized: bool) -> None:
+    scaler = make(initialized)
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match=r"cannot be used: scale is 0\.0"):
+        scaler.load_state_dict(before | {"scale": 0.0})
+    assert scaler.state_dict() == before
+    iterate(scaler)
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+def test_a_copy_between_iterations_goes_on_alike(way: str) -> None:
+    scaler = make(initialized=True)
+    iterate(scaler)
+    copied = copy.deepcopy(scaler) if way == "deepcopy" else pickle.loads(pickle.dumps(scaler))
+    for value in (1.0, 1.0, float("inf"), 1.0):
+        iterate(scaler, value)
+        iterate(copied, value)
+        assert scaler.state_dict() == copied.state_dict()
+
+
+def test_a_subclass_keeps_its_attributes_in_a_copy() -> None:
+    class Named(GradScaler):
+        name = "none"
+
+    scaler = Named()
+    scaler.name = "mine"
+    scaler.scale(torch.ones(()))
+    copied = copy.deepcopy(scaler)
+    assert type(copied) is Named
+    assert copied.name == "mine"
+
+
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_no_copy_in_the_middle_of_an_iteration(call: str) -> None:
+    scaler = make(initialized=True)
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler.scale(param.sum()).backward()
+    getattr(scaler, call)(optimizer)
+    with pytest.raises(
+        CallOrderError, match=r"do it after update\(\). Seen since the last one: SGD"
+    ):
+        pickle.dumps(scaler)
+    with pytest.raises(CallOrderError, match="cannot be pickled or copied"):
+        copy.deepcopy(scaler)
+    if call == "unscale_":
+        scaler.step(optimizer)
+    scaler.update()
+    pickle.dumps(scaler)
+
+
+def test_loading_replaces_the_floor() -> None:
+    scaler = GradScaler(init_scale=0.25)
+    scaler.load_state_dict(GradScaler().state_dict())
+    assert opened(scaler.state_dict())["halfstep"]["min_scale"] == 1.0

@@ -1,0 +1,156 @@
+"""Each gradient is unscaled once, whoever holds it; and clipping too early is noticed."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep._scaler import GradScaler
+
+SCALE = 2.0**10
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Passes everything on, as the wrappers of accelerate and of others do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def make(fused: bool) -> tuple[Any, Any, Any, GradScaler]:
+    shared = torch.nn.Parameter(torch.zeros(2))
+    own = torch.nn.Parameter(torch.zeros(3))
+    first = torch.optim.SGD([shared], lr=1.0, fused=fused)
+    second = torch.optim.SGD([shared, own], lr=1.0, fused=fused)
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(shared.sum() + own.sum()).backward()
+    return first, second, (shared, own), scaler
+
+
+fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+@fused_or_not
+@pytest.mark.parametrize("explicitly", [False, True])
+def test_a_parameter_in_two_optimizers(fused: bool, explicitly: bool) -> None:
+    """A5."""
+    first, second, (shared, own), scaler = make(fused)
+    if explicitly:
+        scaler.unscale_(first)
+        scaler.unscale_(second)
+        assert torch.equal(shared.grad, torch.ones(2))
+        assert torch.equal(own.grad, torch.ones(3))
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert torch.equal(shared, torch.full((2,), -2.0))
+    assert torch.equal(own, torch.full((3,), -1.0))
+    assert torch.equal(shared.grad, torch.ones(2))
+
+
+@fused_or_not
+def test_an_overflow_in_the_shared_parameter_stops_both(fused: bool) -> None:
+    first, second, (shared, own), scaler = make(fused)
+    shared.grad[0] = math.inf
+    scaler.step(first)
+    scaler.step(second)
+    scaler.update()
+    assert not shared.any()
+    assert not own.any()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@fused_or_not
+@pytest.mark.parametrize("unscale", ["wrapper", "inner"])
+@pytest.mark.parametrize("step", ["wrapper", "inner"])
+def test_an_optimizer_behind_a_wrapper(fused: bool, unscale: str, step: str) -> None:
+    """A6."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([param], lr=1.0, fused=fused)
+    which = {"inner": inner, "wrapper": Wrapper(inner)}
+    scaler = GradScaler(init_scale=SCALE)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(which[unscale])
+    scaler.step(which[step])
+    scaler.update()
+    assert torch.equal(param, torch.full((2,), -1.0))
+    assert scaler.outcome(which[unscale]).taken
+    assert scaler.outcome(which[step]).taken
+
+
+def test_torch_unscales_both_twice() -> None:
+    """What A5 and A6 are measured against; a fixed PyTorch is a notice, no failure."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.SGD([param], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(Wrapper(inner))
+    scaler.step(inner)
+    if torch.equal(param, torch.full((2,), -1.0)):
+        pytest.skip("this PyTorch unscales once: A6 is fixed")
+    assert torch.equal(param, torch.full((2,), -1.0 / SCALE))
+
+
+@fused_or_not
+def test_clipping_before_unscaling_is_noticed(fused: bool) -> None:
+    """A7."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler()
+    caught = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with warnings.catch_warnings(record=True) as now:
+            warnings.simplefilter("always")
+            scaler.step(optimizer)
+        caught += now
+        scaler.update()
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "clipped before they are unscaled" in str(warning.message)
+    assert "Call scaler.unscale_(optimizer) before you clip" in str(warning.message)
+
+
+@pytest.mark.parametrize(
+    "how", ["unscale_", "clip_grad_norm_", "max_norm", "nothing", "same batch"]
+)
+@fused_or_not
+def test_no_false_alarm(fused: bool, how: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    lr = 0.0 if how == "same batch" else 0.1
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=fused)
+    scaler = GradScaler()
+    batch = torch.randn(4, 8)
+    for _ in range(8):
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if how == "clip_grad_norm_":
+            scaler.clip_grad_norm_(optimizer, 0.01)
+        scaler.step(optimizer, **({"max_norm": 0.01} if how == "max_norm" else {}))
+        scaler.update()
+
+
+def test_a_forgotten_update_is_noticed() -> None:
+    scaler = GradScaler()
+    loss = torch.ones(())
+    for _ in range(999):
+        scaler.scale(loss)
+    with pytest.warns(UserWarning, match=r"1000 losses have been scaled since the last update"):
+        scaler.scale(loss)
+    scaler.scale(loss)

@@ -1,0 +1,252 @@
+"""Why a step is skipped, what happens to the scale, and what the user is told."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep._scaler import GradScaler
+from halfstep._scaler.outcomes.alarm import Alarm, SkipReport
+from halfstep._scaler.scale.rules import Dynamic, Static
+from halfstep.errors import SkippedStepsError, SkippedStepsWarning
+
+both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+
+
+class Training:
+    """One layer; its loss or its gradients can be made bad."""
+
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6, fused=fused)
+        self.scaler = GradScaler(**{"on_skips": lambda report: None, **kwargs})
+        self.scaler.watch(self.model)
+
+    def step(self, kind: str = "good", **kwargs: Any) -> float:
+        """One iteration; returns the scale after it."""
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(4, 3)).square().mean()
+        if kind == "bad loss":
+            loss = loss * math.nan
+        self.scaler.scale(loss).backward()
+        if kind == "bad gradient":
+            self.model[1].weight.grad[0, 0] = math.nan
+            self.model[1].weight.grad[0, 1] = math.inf
+        if kind == "overflow":  # as a weight gradient in float16 would
+            for param in self.model.parameters():
+                if self.scaler.get_scale() > self.limit:
+                    param.grad += math.inf
+        self.scaler.step(self.optimizer, **kwargs)
+        self.scaler.update()
+        return self.scaler.get_scale()
+
+    limit = 100.0
+
+    def is_finite(self) -> bool:
+        return all(bool(p.isfinite().all()) for p in self.model.parameters())
+
+
+@both
+def test_a_bad_loss_does_not_move_the_scale(fused: bool) -> None:
+    """A9."""
+    training = Training(fused)
+    assert {training.step("bad loss") for _ in range(30)} == {65536.0}
+    assert str(training.scaler.outcome(training.optimizer).reason) == "loss"
+    assert training.scaler.counts() == (0, 30, 30, 1)
+    assert training.step() == 65536.0
+    assert training.scaler.counts() == (1, 30, 0, None)
+    assert training.is_finite()
+
+
+def test_inside_functorch_the_loss_is_scaled_and_not_looked_at() -> None:
+    scaler = GradScaler(init_scale=8.0)
+    gradient = torch.func.grad(lambda x: scaler.scale((x * x).sum()))(torch.ones(2))
+    assert torch.equal(gradient, torch.full((2,), 16.0))
+    each = torch.func.vmap(lambda x: scaler.scale(x.sum()))(torch.ones(3, 2))
+    assert torch.equal(each, torch.full((3,), 16.0))
+
+
+@both
+def test_one_bad_gradient_backs_off_as_in_torch(fused: bool) -> None:
+    training = Training(fused)
+    training.step()
+    assert training.step("bad gradient") == 32768.0
+    assert str(training.scaler.outcome(training.optimizer).reason) == "overflow"
+    assert training.step() == 32768.0
+
+
+@both
+def test_a_run_that_no_scale_helps_leaves_the_scale_where_it_was(fused: bool) -> None:
+    """A1: 200 steps of NaN. The floor is tried once in nine steps, and never the scale to go on."""
+    training = Training(fused)
+    training.step()
+    scales = [training.step("bad gradient") for _ in range(200)]
+    assert scales[:10] == [2.0**k for k in range(15, 8, -1)] + [1.0, 65536.0, 65536.0]
+    assert min(scales) == 1.0
+    assert scales.count(1.0) <= 200 / 9 + 1
+    assert str(training.scaler.outcome(training.optimizer).reason) == "non-finite at any scale"
+    assert training.scaler.counts() == (1, 200, 200, 2)
+    while training.scaler.get_scale() == 1.0:  # the next probe, if one is under way
+        training.step("bad gradient")
+    assert training.step() == 65536.0
+    assert training.is_finite()
+
+
+@both
+def test_an_overflow_that_needs_many_steps_down_is_found(fused: bool) -> None:
+    training = Training(fused, init_scale=2.0**32)
+    training.limit = 2.0**12
+    taken = []
+    for _ in range(40):
+        training.step("overflow")
+        taken.append(training.scaler.outcome(training.optimizer).taken)
+    assert training.scaler.get_scale() == 2.0**12
+    assert all(taken[24:])
+    assert training.is_finite()
+
+
+@both
+def test_at_the_floor(fused: bool) -> None:
+    """A guard at scale 1: the first bad step is told, then the 2nd, 4th, 8th bad run."""
+    reports: list[SkipReport] = []
+    training = Training(fused, init_scale=1.0, on_skips=reports.append)
+    for _ in range(10):
+        training.step("bad gradient")
+        training.step()
+    assert [report.since for report in reports] == [1, 3, 7, 15]
+    assert training.scaler.get_scale() == 1.0
+    assert str(training.scaler.outcome(training.optimizer).reason) == "None"
+
+
+@both
+def test_the_message(fused: bool) -> None:
+    training = Training(fused, max_consecutive_skips=3, on_skips="warn", rule=Static())
+    training.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            training.step("bad gradient")
+    with pytest.warns(SkippedStepsWarning) as caught:
+        training.step("bad gradient")
+    (warning,) = caught
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert text.splitlines()[:3] == [
+        "steps 2 to 4 were skipped (SGD); reason: overflow; the scale is now 65536",
+        "inf or NaN in the gradients of 1 parameters:",
+        text.splitlines()[2],
+    ]
+    assert text.splitlines()[2].startswith("  1.weight: 1 inf and 1 NaN of 2 entries, largest")
+    assert "What to try: the scaled gradients overflow." in text
+
+
+@both
+def test_never_the_same_warning_every_step(fused: bool) -> None:
+    reports: list[SkipReport] = []
+    training = Training(fused, max_consecutive_skips=5, on_skips=reports.append)
+    for _ in range(100):
+        training.step("bad loss")
+    assert [report.skipped_in_a_row for report in reports] == [5, 10, 20, 40, 80]
+    assert {str(report.reason) for report in reports} == {"loss"}
+    training.step()
+    for _ in range(5):
+        training.step("bad loss")
+    assert [report.since for report in reports[-1:]] == [102]
+
+
+@both
+def test_raise(fused: bool) -> None:
+    training = Training(fused, max_consecutive_skips=4, on_skips="raise")
+    for _ in range(3):
+        training.step("bad loss")
+    with pytest.raises(SkippedStepsError, match=r"steps 1 to 4 were skipped \(SGD\); reason: loss"):
+        training.step("bad loss")
+    # The iteration has ended: whoever catches the error can go on.
+    assert training.step() == 65536.0
+    assert training.scaler.counts() == (1, 4, 0, None)
+
+
+@both
+def test_raise_when_the_floor_was_tried_in_vain(fused: bool) -> None:
+    training = Training(fused, on_skips="raise", max_consecutive_skips=1000)
+    for _ in range(8):
+        training.step("bad gradient")
+    assert training.scaler.get_scale() == 1.0
+    with pytest.raises(SkippedStepsError, match="non-finite at any scale; the scale is now 65536"):
+        training.step("bad gradient")
+    # At a scale that began at the floor one bad step proves nothing.
+    training = Training(fused, on_skips="raise", init_scale=1.0, max_consecutive_skips=3)
+    with pytest.warns(SkippedStepsWarning, match="step 1 was skipped"):
+        training.step("bad gradient")
+    training.step("bad gradient")
+    with pytest.raises(SkippedStepsError, match="steps 1 to 3 were skipped"):
+        training.step("bad gradient")
+
+
+def test_many_culprits_are_counted() -> None:
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(9)]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    reports: list[SkipReport] = []
+    scaler = GradScaler(init_scale=1.0, on_skips=reports.append)
+    scaler.scale(sum(p.sum() for p in params)).backward()
+    for param in params[1:]:
+        param.grad.fill_(math.nan)
+    scaler.step(optimizer)
+    scaler.update()
+    lines = str(reports[0]).splitlines()
+    assert lines[1] == "inf or NaN in the gradients of 8 parameters:"
+    assert lines[2].startswith("  param_groups[0]['params'][1]: 1 NaN of 1 entries")
+    assert lines[7] == "  and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips is 0"),
+        ({"max_consecutive_skips": 1.5}, TypeError, "max_consecutive_skips is 1.5"),
+        ({"on_skips": "shout"}, ValueError, "on_skips is 'shout': pass 'warn', 'raise', or a"),
+        ({"min_scale": 0.0}, ValueError, "min_scale is 0.0"),
+        ({"max_scale": math.inf}, ValueError, "max_scale is inf"),
+        ({"min_scale": 2.0**17}, ValueError, "init_scale"),
+        ({"max_scale": 4.0}, ValueError, "init_scale"),
+        ({"rule": Dynamic(), "growth_factor": 3.0}, ValueError, "rule=Dynamic"),
+        ({"module": 3}, TypeError, r"watch\(int\)"),
+    ],
+)
+def test_arguments(kwargs: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        GradScaler(**kwargs)
+
+
+class Thing:
+    """Stands for a scale."""
+
+
+def test_alarm_says_when() -> None:
+    alarm, scale = Alarm(3, "warn"), Thing()
+    said = [n for n in range(1, 30) if alarm.is_due(scale, n, at_floor=False)]
+    assert said == [3, 6, 12, 24]
+    assert not alarm.is_due(scale, 0, at_floor=False)
+    said = [n for n in range(1, 30) if alarm.is_due(scale, n, at_floor=n >= 2)]
+    assert said == [2, 4, 8, 16]
+    other = Thing()
+    assert [n for n in range(1, 30) if alarm.is_due(other, n, at_floor=False)] == [3, 6, 12, 24]
+
+
+def test_limits_of_the_scale() -> None:
+    training = Training(min_scale=128.0, max_scale=512.0, init_scale=256.0, growth_interval=1)
+    assert [training.step() for _ in range(3)] == [512.0] * 3
+    assert [training.step("bad gradient") for _ in range(3)] == [256.0, 128.0, 512.0]
+    assert training.step() == 512.0
+
+
+def test_hysteresis() -> None:
+    training = Training(rule=Dynamic(hysteresis=2, growth_interval=2))
+    scales = [
+        training.step(kind)
+        for kind in ["bad gradient", "good", "bad gradient", "good", "good", "bad gradient"]
+    ]
+    assert scales == [65536.0, 65536.0, 32768.0, 32768.0, 65536.0, 65536.0]

@@ -1,0 +1,328 @@
+"""Wrong calls: the message, and that the scaler goes on as if nothing had happened."""
+
+import inspect
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from halfstep._scaler import GradScaler
+from halfstep.errors import CallOrderError
+
+
+class Setup:
+    """A scaler, one parameter and its optimizer, and a check that training still works."""
+
+    def __init__(self, fused: bool = False) -> None:
+        self.scaler = GradScaler(init_scale=8.0)
+        self.param = torch.nn.Parameter(torch.zeros(2, 3))
+        self.unused = torch.nn.Parameter(torch.zeros(4))
+        self.optimizer = torch.optim.SGD([self.param, self.unused], lr=1.0, fused=fused)
+
+    def backward(self) -> None:
+        self.scaler.scale(self.param.sum()).backward()
+
+    def finish_iteration(self) -> None:
+        """Go on from any point before step(): exactly one step with gradients of 1."""
+        before = self.param.detach().clone()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        assert torch.equal(self.param, before - 1.0)
+        assert self.scaler.get_scale() == 8.0
+
+    def whole_iteration(self) -> None:
+        self.backward()
+        self.finish_iteration()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fused"])
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return Setup(fused=request.param)
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_before_scale(setup: Setup, method: str) -> None:
+    setup.param.sum().backward()
+    with pytest.raises(
+        CallOrderError, match=rf"{method}\(SGD\) before scale\(\).*Call scaler.scale\(loss\)"
+    ):
+        getattr(setup.scaler, method)(setup.optimizer)
+    setup.optimizer.zero_grad()
+    setup.whole_iteration()
+
+
+def test_update_before_scale(setup: Setup) -> None:
+    with pytest.raises(CallOrderError, match=r"update\(\): no gradients were checked"):
+        setup.scaler.update()
+    setup.whole_iteration()
+
+
+def test_update_without_step(setup: Setup) -> None:
+    setup.backward()
+    with pytest.raises(CallOrderError, match=r"Call scaler.step\(optimizer\) for at least one"):
+        setup.scaler.update()
+    setup.finish_iteration()
+
+
+def test_step_twice(setup: Setup) -> None:
+    setup.backward()
+    setup.scaler.step(setup.optimizer)
+    after = setup.param.detach().clone()
+    with pytest.raises(
+        CallOrderError, match=r"step\(SGD\): step\(\) has already been called since"
+    ):
+        setup.scaler.step(setup.optimizer)
+    assert torch.equal(setup.param, after)
+    setup.scaler.update()
+    setup.optimizer.zero_grad()
+    setup.whole_iteration()
+
+
+def test_unscale_twice(setup: Setup) -> None:
+    setup.backward()
+    setup.scaler.unscale_(setup.optimizer)
+    with pytest.raises(
+        CallOrderError, match=r"unscale_\(SGD\): its gradients have already been unscaled since"
+    ):
+        setup.scaler.unscale_(setup.optimizer)
+    setup.finish_iteration()
+
+
+def test_unscale_after_step(setup: Setup) -> None:
+    setup.backward()
+    setup.scaler.step(setup.optimizer)
+    with pytest.raises(CallOrderError, match=r"unscale_\(SGD\): step\(\) has already been called"):
+        setup.scaler.unscale_(setup.optimizer)
+    setup.scaler.update()
+    setup.optimizer.zero_grad()
+    setup.whole_iteration()
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_no_gradients(setup: Setup, unscale_first: bool) -> None:
+    setup.scaler.scale(setup.param.sum())
+    if unscale_first:
+        setup.scaler.unscale_(setup.optimizer)
+    with pytest.raises(CallOrderError) as error:
+        setup.scaler.step(setup.optimizer)
+    text = str(error.value)
+    assert text.startswith("step(SGD): none of its 2 parameters has a gradient.")
+    assert "Cause: backward() was not called on the scaled loss, or zero_grad()" in text
+    assert "Cure: call scaler.scale(loss).backward() before step()" in text
+    # Nothing is left of the failed call: the iteration has not begun.
+    pickle.dumps(setup.scaler)
+    # Gradients that come only now are scaled and must be unscaled, also after unscale_().
+    setup.whole_iteration()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"closure": None}])
+def test_no_closure_is_no_closure(setup: Setup, kwargs: dict[str, Any]) -> None:
+    setup.backward()
+    setup.scaler.step(setup.optimizer, *([] if kwargs else [None]), **kwargs)
+    assert torch.equal(setup.param, torch.full((2, 3), -1.0))
+
+
+@pytest.mark.parametrize("method", ["step", "unscale_"])
+def test_float16_gradients(method: str) -> None:
+    setup = Setup()
+    half = torch.nn.Parameter(torch.zeros(4, 5, dtype=torch.float16))
+    optimizer = torch.optim.Adam([setup.unused, half])
+    half.grad = torch.ones_like(half)
+    setup.backward()
+    with pytest.raises(ValueError, match="Adam has float16 gradients") as error:
+        getattr(setup.scaler, method)(optimizer)
+    assert "param_groups[0]['params'][1] (float16[4, 5] on cpu)." in str(error.value)
+    setup.scaler.watch(module := torch.nn.ParameterDict({"table": half}))
+    with pytest.raises(ValueError, match=r"table \(float16\[4, 5\] on cpu\)\."):
+        getattr(setup.scaler, method)(optimizer)
+    del module
+    assert torch.equal(half.grad, torch.ones_like(half))
+    setup.finish_iteration()
+
+
+def test_a_fused_optimizer_may_have_float16_gradients() -> None:
+    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = torch.optim.SGD([half], lr=1.0, fused=True)
+    scaler = GradScaler(init_scale=4.0)
+    scaler.scale(half.sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(half, torch.full_like(half, -1.0))
+
+
+@pytest.mark.parametrize(
+    ("new_scale", "error", "words"),
+    [
+        (math.nan, ValueError, "new_scale is nan: pass a finite number"),
+        (-3.0, ValueError, "new_scale is -3.0: a scale must lie"),
+        (0, ValueError, "new_scale is 0: a scale must lie"),
+        ("4", TypeError, "new_scale is '4' .str.: pass a number"),
+        (True, TypeError, "new_scale is True"),
+        (torch.ones(2), ValueError, r"new_scale is float32\[2\] on cpu with requires_grad=False"),
+        (torch.ones((), requires_grad=True), ValueError, "with requires_grad=True: pass a number"),
+        (torch.ones((), dtype=torch.bool), TypeError, r"bool\[\] on cpu: pass a real tensor"),
+        (torch.ones((), dtype=torch.complex64), TypeError, "complex64.* pass a real tensor"),
+    ],
+)
+def test_new_scale(setup: Setup, new_scale: Any, error: type[Exception], words: str) -> None:
+    setup.backward()
+    with pytest.raises(error, match=words):
+        setup.scaler.update(new_scale)
+    setup.finish_iteration()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-40, 1e300])
+def test_a_tensor_that_is_no_scale_keeps_the_old_one(setup: Setup, bad: float) -> None:
+    setup.backward()
+    setup.scaler.update(torch.tensor(bad, dtype=torch.float64))
+    assert setup.scaler.get_scale() == 8.0
+    setup.finish_iteration()
+
+
+@pytest.mark.parametrize(
+    "new_scale",
+    [4, 4.0, torch.tensor(4.0), torch.tensor([[4]]), torch.tensor(4.0, dtype=torch.float16)],
+)
+def test_good_new_scales(setup: Setup, new_scale: Any) -> None:
+    setup.backward()
+    setup.scaler.update(new_scale)
+    assert setup.scaler.get_scale() == 4.0
+
+
+def test_new_scale_before_the_first_loss() -> None:
+    setup = Setup()
+    with pytest.raises(CallOrderError, match=r"the scale is not on any device yet\."):
+        setup.scaler.update(torch.tensor(4.0))
+    setup.scaler.update(4.0)
+    assert setup.scaler.get_scale() == 4.0
+    assert setup.scaler.scale(torch.tensor(1.0)) == 4.0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"init_scale": 0}, "init_scale is 0: a scale must lie"),
+        ({"init_scale": math.nan}, "init_scale is nan"),
+        ({"backoff_factor": -1}, "backoff_factor is -1.0: it must be > 0 and <= 1"),
+        ({"growth_factor": 0.5}, "growth_factor is 0.5: it must be >= 1"),
+        ({"growth_interval": 0}, "growth_interval is 0: it must lie between 1"),
+        ({"device": "nonsense"}, "GradScaler.device='nonsense'.: Expected one of cpu"),
+    ],
+)
+def test_constructor(kwargs: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GradScaler(**kwargs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not here")
+def test_a_device_that_is_not_here() -> None:
+    with pytest.raises(ValueError, match=r"sees no cuda device on this machine\."):
+        GradScaler("cuda")
+    assert not GradScaler("cuda", enabled=False).is_enabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "good"),
+    [
+        ("growth_factor", 0.5, 3.0),
+        ("backoff_factor", 0.0, 0.75),
+        ("growth_interval", 0, 3),
+    ],
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_getters_and_setters(name: str, bad: float, good: float, enabled: bool) -> None:
+    scaler = GradScaler(enabled=enabled)
+    getter: Callable[[], float] = getattr(scaler, f"get_{name}")
+    setter: Callable[[float], None] = getattr(scaler, f"set_{name}")
+    default = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}[name]
+    assert getter() == default
+    with pytest.raises(ValueError, match=f"{name} is"):
+        setter(bad)
+    assert getter() == default
+    setter(good)
+    assert getter() == good
+
+
+def test_disabled() -> None:
+    """Every method works, and nothing is scaled."""
+    scaler = GradScaler(enabled=False)
+    assert not scaler.is_enabled()
+    assert scaler.get_scale() == 1.0
+    assert scaler.state_dict() == {}
+    loss = torch.ones((), requires_grad=True)
+    assert scaler.scale(loss) is loss
+    param = torch.nn.Parameter(torch.full((2,), math.inf))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    param.grad = torch.full((2,), math.inf)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert param.isnan().all()
+    assert scaler.step(optimizer, lambda: 42.0) == 42.0
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for closure in (lambda: weight.sum() * 100, lambda: (weight.sum() * 100).backward()):
+        scaler.step(optimizer, closure, max_norm=1.0)
+    assert weight.item() == pytest.approx(-2.0, rel=1e-5)
+    scaler.update()
+    scaler.update(3.0)
+    scaler.load_state_dict({})
+    scaler.load_state_dict(GradScaler().state_dict())
+    scaler._lazy_init_scale_growth_tracker(scaler._device)
+    assert scaler.get_scale() == 1.0
+    assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
+    assert not GradScaler(None, 1.0, 2.0, 0.5, 1, False).is_enabled()
+
+
+def test_every_public_method_of_torch_is_there_also_when_disabled() -> None:
+    names = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")}
+    ours, disabled = (
+        {name for name in dir(scaler) if not name.startswith("_")}
+        for scaler in (GradScaler(), GradScaler(enabled=False))
+    )
+    assert names <= ours == disabled
+    torchs = inspect.signature(torch.amp.GradScaler).parameters
+    mine = list(inspect.signature(GradScaler).parameters.values())
+    assert [p.name for p in mine[: len(torchs)]] == list(torchs)
+    assert [p.default for p in mine][1:6] == [p.default for p in torchs.values()][1:]
+    assert all(p.kind is p.KEYWORD_ONLY for p in mine[len(torchs) :])
+
+
+def test_disabled_and_what_goes_beyond_torch() -> None:
+    """Scripts that use the new calls run unchanged when the scaler is switched off."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = GradScaler(enabled=False, module=model, min_scale=1.0)
+    scaler.set_norm_limit(10.0)
+    for attempt in scaler.retry(optimizer):
+        optimizer.zero_grad()
+        with scaler.accumulate(optimizer):
+            scaler.scale(model(torch.ones(1, 2)).sum() * 3.0, name="loss").backward()
+        norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        assert norm.item() == pytest.approx(3.0 * math.sqrt(3))
+        scaler.step(optimizer, max_norm=0.5)
+        scaler.update()
+        assert attempt == 0
+    outcome = scaler.outcome(optimizer)
+    assert outcome.taken
+    assert outcome.norm == pytest.approx(0.5, rel=1e-5)
+    assert list(outcome.norms) == ["weight", "bias"]
+    assert repr(outcome) == "Outcome(SGD: taken; scale 1 -> 1)"
+    assert scaler.step_scheduler(scheduler)
+    assert scaler.after_step(optimizer, lambda: None, "attempts")
+    with pytest.raises(ValueError, match="count is 'never'"):
+        scaler.after_step(optimizer, lambda: None, "never")
+    assert scaler.history() == []
+    assert scaler.counts() == (0, 0, 0, None)
+    assert repr(scaler) == "GradScaler(enabled=False)"
+
+
+def test_a_subclass_cannot_be_switched_off_silently() -> None:
+    class Mine(GradScaler):
+        pass
+
+    with pytest.raises(TypeError, match=r"Mine\(enabled=False\): a subclass"):
+        Mine(enabled=False)

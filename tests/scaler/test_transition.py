@@ -1,0 +1,404 @@
+"""The transition in plain Python: named scenarios, and what holds whatever happens."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfstep._scaler.checks import LARGEST_SCALE
+from halfstep._scaler.scale.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.scale.state import Reason, ScaleState, reason
+from halfstep._scaler.scale.transition import next_state
+
+
+def run(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:
+    """Return the scale in each iteration, and the state after the last."""
+    scales = []
+    for found_inf in found:
+        scales.append(state.scale)
+        state = next_state(state, found_inf=bool(found_inf))
+    return scales, state
+
+
+def run_until_taken(
+    state: ScaleState, overflows: Callable[[float], bool], limit: int = 1000
+) -> tuple[list[float], ScaleState]:
+    """Train until a step is taken with no probe before it; return the scales that were tried."""
+    scales = []
+    for _ in range(limit):
+        scales.append(state.scale)
+        is_probe = state.resume_scale > 0
+        found_inf = overflows(state.scale)
+        state = next_state(state, found_inf=found_inf)
+        if not found_inf and not is_probe:
+            return scales, state
+    raise AssertionError(f"no step in {limit} iterations: {scales[-20:]}")
+
+
+# --- as torch.amp ---------------------------------------------------------------------------------
+
+
+def test_four_four_eight_two() -> None:
+    state = ScaleState.first(4.0, Dynamic(2.0, 0.25, growth_interval=2))
+    scales, state = run(state, [0, 0, 1, 0])
+    assert scales == [4.0, 4.0, 8.0, 2.0]
+    assert state.growth_tracker == 1
+
+
+# A run of overflows, then steps. With the eighth overflow ours may probe.
+overflow_runs = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 9)), min_size=8, max_size=16)
+
+
+@settings(max_examples=100)
+@given(
+    scale=st.floats(1.0, 2.0**40, width=32),
+    growth=st.sampled_from([1.0, 2.0, 1.5, 1.9, 3.7]),
+    backoff=st.sampled_from([1.0, 0.5, 0.75, 0.7]) | st.floats(0.5, 1.0),
+    interval=st.integers(1, 5),
+    runs=overflow_runs,
+)
+def test_up_to_seven_overflows_in_a_row_are_as_in_torch(
+    scale: float, growth: float, backoff: float, interval: int, runs: list[tuple[int, int]]
+) -> None:
+    state = ScaleState.first(scale, Dynamic(growth, backoff, interval), min_scale=2.0**-126)
+    theirs = torch.tensor(state.scale), torch.tensor(0, dtype=torch.int32)
+    for overflows, steps in runs:
+        for found_inf in [True] * overflows + [False] * steps:
+            state = next_state(state, found_inf=found_inf)
+            found = torch.tensor(float(found_inf))
+            torch._amp_update_scale_(*theirs, found, growth, backoff, interval)
+            assert (state.scale, state.growth_tracker) == tuple(x.item() for x in theirs)
+
+
+def test_the_eighth_overflow_still_happens_at_the_scale_of_torch() -> None:
+    state = ScaleState.first(65536.0, Dynamic())
+    scales, state = run(state, [1] * 8)
+    assert scales == [65536.0 / 2**k for k in range(8)]
+    assert (state.scale, state.resume_scale) == (1.0, 256.0)
+    assert next_state(state, found_inf=False).scale == 256.0
+
+
+def test_growth_stops_at_the_largest_float32() -> None:
+    state = ScaleState.first(2.0**127, Dynamic(growth_interval=1))
+    assert next_state(state, found_inf=False).scale == 2.0**127
+
+
+def test_a_count_past_a_lowered_interval_grows_at_once() -> None:
+    state = ScaleState.first(4.0, Dynamic(growth_interval=100))
+    _, state = run(state, [0] * 10)
+    state = dataclasses.replace(state, rule=Dynamic(growth_interval=3))
+    state = next_state(state, found_inf=False)
+    assert (state.scale, state.growth_tracker) == (8.0, 0)
+
+
+# --- limits ---------------------------------------------------------------------------------------
+
+
+def test_max_scale() -> None:
+    state = ScaleState.first(6.0, Dynamic(growth_interval=1), max_scale=20.0)
+    scales, state = run(state, [0] * 4)
+    assert scales == [6.0, 12.0, 12.0, 12.0]
+    assert state.growth_tracker == 0
+
+
+def test_min_scale() -> None:
+    state = ScaleState.first(1024.0, Dynamic(probe_after=None), min_scale=128.0)
+    scales, state = run(state, [1] * 6)
+    assert scales == [1024.0, 512.0, 256.0, 128.0, 128.0, 128.0]
+    assert run(state, [0, 0])[0] == [128.0, 128.0]
+
+
+def test_a_probe_is_made_at_min_scale() -> None:
+    state = ScaleState.first(65536.0, Dynamic(probe_after=2), min_scale=128.0)
+    assert run(state, [1] * 6)[0] == [65536.0, 32768.0, 128.0, 65536.0, 65536.0, 128.0]
+
+
+def test_a_run_that_reaches_the_floor_needs_no_probe() -> None:
+    state = ScaleState.first(4.0, Dynamic())
+    scales, state = run(state, [1] * 5)
+    assert scales == [4.0, 2.0, 1.0, 4.0, 4.0]
+    assert state.held
+
+
+def test_a_scale_that_starts_at_the_floor_stays() -> None:
+    scales, state = run(ScaleState.first(0.5, Dynamic()), [1] * 20)
+    assert set(scales) == {0.5}
+    assert state.held
+
+
+@pytest.mark.parametrize("rule", [Static(), Dynamic(1.0, 1.0, 1), Dynamic(backoff_factor=1.0)])
+def test_a_rule_that_does_not_back_off(rule: Rule) -> None:
+    state = ScaleState.first(4.0, rule)
+    scales, state = run(state, [1] * 20 + [0, 0])
+    assert set(scales) == {4.0}
+    assert (state.run_scale, state.overflows, state.num_skipped, state.num_taken) == (0, 0, 20, 2)
+
+
+# --- when no scale helps --------------------------------------------------------------------------
+
+
+def test_nan_for_166_steps() -> None:
+    """In torch.amp the scale is 0 then (facts A1)."""
+    state = ScaleState.first(65536.0, Dynamic())
+    scales, state = run(state, [1] * 166)
+    assert scales[:10] == [65536.0 / 2**k for k in range(8)] + [1.0, 65536.0]
+    assert set(scales[9:]) == {65536.0, 1.0}
+    for start in range(len(scales) - 8):
+        assert scales[start : start + 9].count(1.0) <= 1
+    assert state.held
+    # The next good batch is taken at the scale from before.
+    state = next_state(state, found_inf=False)
+    if state.scale == 1.0:
+        state = next_state(state, found_inf=False)
+    assert state.scale == 65536.0
+    assert (state.held, state.run_scale, state.overflows) == (False, 0.0, 0)
+    assert (state.num_skipped, state.skipped_in_a_row) == (166, 0)
+
+
+@pytest.mark.parametrize("num_bad", range(1, 60))
+def test_after_any_number_of_bad_steps_the_scale_is_close(num_bad: int) -> None:
+    _, state = run(ScaleState.first(65536.0, Dynamic()), [1] * num_bad)
+    scales, state = run_until_taken(state, lambda scale: False)
+    assert len(scales) <= 2
+    # As far down as torch.amp, or where it began: never at the floor.
+    assert state.scale == (65536.0 / 2**num_bad if num_bad <= 8 else 65536.0) or (
+        num_bad > 9 and state.scale == 32768.0  # a held scale was being probed
+    )
+
+
+def test_an_overflow_that_needs_twenty_halvings() -> None:
+    state = ScaleState.first(2.0**32, Dynamic())
+    scales, state = run_until_taken(state, lambda scale: scale > 2.0**12)
+    num_probes = scales.count(1.0)
+    assert state.scale == 2.0**12
+    assert num_probes == 2
+    assert len(scales) <= 20 + 3 + num_probes
+
+
+@pytest.mark.parametrize("refill", ["growth", "step"])
+@pytest.mark.parametrize("probe_after", [1, 2, 8, 100, None])
+@pytest.mark.parametrize("hysteresis", [1, 3])
+@pytest.mark.parametrize("num_bad", [0, 1, 7, 8, 9, 17, 18, 40])
+def test_an_overflow_is_cured_whatever_was_before(
+    refill: str, probe_after: int | None, hysteresis: int, num_bad: int
+) -> None:
+    rule = Dynamic(hysteresis=hysteresis, refill=refill, probe_after=probe_after)  # type: ignore[arg-type]
+    _, state = run(ScaleState.first(2.0**20, rule), [1] * num_bad)
+    _, state = run_until_taken(state, lambda scale: scale > 2.0**5, limit=250)
+    assert state.scale <= 2.0**5
+
+
+def test_a_rule_without_probes_does_not_wait() -> None:
+    _, held = run(ScaleState.first(65536.0, Dynamic()), [1] * 9)
+    assert held.held
+    held = dataclasses.replace(held, rule=Dynamic(probe_after=None))
+    assert run(held, [1] * 3)[0] == [65536.0, 32768.0, 16384.0]
+
+
+def test_reasons_in_a_run() -> None:
+    state = ScaleState.first(65536.0, Dynamic())
+    reasons = []
+    for _ in range(20):
+        reasons.append(reason(state, found_inf=True))
+        state = next_state(state, found_inf=True)
+    assert reasons == [Reason.OVERFLOW] * 8 + [Reason.NON_FINITE] * 12
+
+
+# --- iterations that say nothing of the scale -----------------------------------------------------
+
+
+def quiet_cases() -> list[dict[str, bool]]:
+    return [
+        {"found_inf": True, "loss_is_finite": False},
+        {"found_inf": True, "loss_is_finite": False, "outlier": True},
+        {"found_inf": False, "outlier": True},
+        {"found_inf": False, "outlier": True, "loss_is_finite": False},
+    ]
+
+
+@pytest.mark.parametrize("what", quiet_cases())
+@pytest.mark.parametrize("num_bad", [0, 1, 3, 8, 9, 12])
+def test_a_bad_loss_or_an_outlier_is_only_counted(what: dict[str, bool], num_bad: int) -> None:
+    state = ScaleState.first(65536.0, Dynamic(hysteresis=2))
+    _, state = run(state, [0, 0, *[1] * num_bad])
+    assert next_state(state, **what) == dataclasses.replace(
+        state,
+        growth_tracker=0,
+        num_skipped=state.num_skipped + 1,
+        skipped_in_a_row=state.skipped_in_a_row + 1,
+    )
+
+
+def test_a_loss_that_is_not_finite_without_an_overflow_is_a_step() -> None:
+    state = next_state(ScaleState.first(4.0, Dynamic()), found_inf=False, loss_is_finite=False)
+    assert (state.num_taken, state.growth_tracker) == (1, 1)
+
+
+def test_an_overflow_is_one_even_if_the_norm_is_too_large() -> None:
+    state = next_state(ScaleState.first(4.0, Dynamic()), found_inf=True, outlier=True)
+    assert state.scale == 2.0
+
+
+# --- hysteresis -----------------------------------------------------------------------------------
+
+
+def test_hysteresis_of_megatron() -> None:
+    """The allowance comes back only after a whole growth interval."""
+    rule = Dynamic(growth_interval=3, hysteresis=2, probe_after=None)
+    found = [1, 0, 1, 1, 0, 0, 1, 0, 0, 0, 1, 1]
+    scales, _ = run(ScaleState.first(64.0, rule), found)
+    assert scales == [64, 64, 64, 32, 16, 16, 16, 8, 8, 8, 16, 16]
+    assert run(ScaleState.first(64.0, rule), [*found, 0])[1].scale == 8.0
+
+
+def test_consecutive_hysteresis_of_deepspeed() -> None:
+    """The allowance comes back after every step."""
+    rule = Dynamic(growth_interval=3, hysteresis=2, refill="step", probe_after=None)
+    found = [1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 1]
+    scales, state = run(ScaleState.first(64.0, rule), found)
+    assert scales == [64, 64, 64, 64, 32, 16, 16, 16, 16, 16, 32, 32]
+    assert state.scale == 16.0
+
+
+def test_the_allowance_comes_back_at_the_ceiling_too() -> None:
+    rule = Dynamic(growth_interval=2, hysteresis=3)
+    state = ScaleState.first(64.0, rule, max_scale=64.0)
+    _, state = run(state, [1, 1])
+    assert state.hysteresis_left == 1
+    _, state = run(state, [0, 0])
+    assert (state.hysteresis_left, state.scale) == (3, 64.0)
+
+
+def test_forgiven_overflows_do_not_count_for_a_probe() -> None:
+    rule = Dynamic(hysteresis=3, probe_after=2)
+    assert run(ScaleState.first(64.0, rule), [1] * 6)[0] == [64, 64, 64, 32, 1, 64]
+
+
+# --- LogMax ---------------------------------------------------------------------------------------
+
+
+def feed(state: ScaleState, log2_amaxes: Iterable[float]) -> ScaleState:
+    for value in log2_amaxes:
+        state = next_state(state, found_inf=False, amax=2.0**value)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("rule", "num_skipped"), [(LogMax(decay=0.9), range(2)), (Dynamic(), range(6, 9))]
+)
+def test_logmax_lowers_the_scale_before_it_overflows(rule: Rule, num_skipped: range) -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = (torch.randn(400, generator=generator) / 2).tolist()
+    state = feed(ScaleState.first(2.0**24, rule), [-10 + x for x in noise[:200]])
+    before = state.scale
+    assert 2.0**22 <= before <= 2.0**25
+    for step, x in enumerate(noise[200:]):  # the gradients grow by 2 ** 6
+        amax = 2.0 ** (-10 + 6 * step / 200 + x)
+        state = next_state(state, found_inf=amax * state.scale >= 65504.0, amax=amax)
+    assert state.num_skipped in num_skipped
+    assert before / 2**8 <= state.scale <= before / 2**5
+
+
+def test_logmax_keeps_the_first_scale_until_it_knows_something() -> None:
+    state = ScaleState.first(1000.0, LogMax(growth_interval=2))
+    for amax in (None, 0.0, 0.0):
+        state = next_state(state, found_inf=False, amax=amax)
+        assert state.scale == 1000.0
+    assert feed(state, [-3.0]).scale == 2.0**19
+
+
+def test_logmax_backs_off_and_has_less_headroom_afterwards() -> None:
+    state = feed(ScaleState.first(2.0**16, LogMax(growth_interval=3, decay=0.5)), [0.0] * 4)
+    assert state.scale == 2.0**16
+    scales, state = run(state, [1, 1])
+    assert (scales, state.scale, state.headroom) == ([2.0**16, 2.0**15], 2.0**14, 2.0**16)
+    state = feed(state, [0.0])
+    assert (state.scale, state.headroom) == (2.0**14, 2.0**14)
+    state = feed(state, [0.0] * 2)
+    assert (state.scale, state.headroom) == (2.0**15, 2.0**15)
+    state = feed(state, [0.0] * 9)
+    assert (state.scale, state.headroom) == (2.0**16, 2.0**16)
+
+
+def test_logmax_forgets_a_run_in_which_no_scale_helped() -> None:
+    state = feed(ScaleState.first(2.0**16, LogMax()), [0.0] * 3)
+    _, state = run(state, [1] * 12)
+    assert state.held
+    assert feed(state, [0.0]).headroom == 2.0**16
+
+
+def test_logmax_goes_on_from_a_probe() -> None:
+    state = feed(ScaleState.first(2.0**16, LogMax(growth_interval=1)), [0.0] * 3)
+    _, state = run(state, [1] * 8)
+    before = state
+    state = feed(state, [-20.0])
+    assert (state.scale, state.headroom, state.growth_tracker) == (2.0**8, 2.0**8, 0)
+    assert state.log2_mean == before.log2_mean  # what was measured at the floor is left out
+    assert feed(state, [0.0]).scale == 2.0**9
+
+
+def test_logmax_stays_within_its_limits() -> None:
+    state = ScaleState.first(2.0**10, LogMax(), min_scale=100.0, max_scale=5000.0)
+    assert feed(state, [-30.0]).scale == 5000.0
+    assert feed(state, [30.0]).scale == 100.0
+
+
+# --- whatever happens -----------------------------------------------------------------------------
+
+rules = st.one_of(
+    st.builds(Static),
+    *(
+        st.builds(
+            rule,
+            growth_factor=st.sampled_from([1.0, 2.0, 1e30]) | st.floats(1.0, 1e6),
+            backoff_factor=st.sampled_from([1.0, 0.5]) | st.floats(1e-6, 1.0),
+            growth_interval=st.integers(1, 6),
+            hysteresis=st.integers(1, 3),
+            refill=st.sampled_from(["growth", "step"]),
+            probe_after=st.none() | st.integers(1, 10),
+        )
+        for rule in (Dynamic, LogMax)
+    ),
+)
+scales = st.floats(2.0**-126, LARGEST_SCALE, width=32)
+
+
+@settings(max_examples=60)
+@given(
+    rules,
+    scales,
+    st.lists(
+        st.tuples(*[st.booleans()] * 3, st.sampled_from([None, 0.0, 1e-20, 0.3, 7.0, math.inf])),
+        min_size=30,
+        max_size=60,
+    ),
+)
+def test_the_scale_stays_usable(
+    rule: Rule, scale: float, events: list[tuple[bool, bool, bool, float | None]]
+) -> None:
+    state = ScaleState.first(scale, rule)
+    for found_inf, loss_is_finite, outlier, amax in events:
+        before, state = (
+            state,
+            next_state(
+                state,
+                found_inf=found_inf,
+                loss_is_finite=loss_is_finite,
+                outlier=outlier,
+                amax=amax,
+            ),
+        )
+        assert before.min_scale <= state.scale <= before.max_scale
+        assert math.isfinite(1 / state.scale)
+        assert (state.rule, state.min_scale) == (rule, before.min_scale)
+        assert state.growth_tracker < rule.growth_interval
+        assert state.num_taken + state.num_skipped == before.num_taken + before.num_skipped + 1
+        if found_inf or outlier:
+            assert state.growth_tracker == 0
+            assert state.scale <= max(before.scale, before.run_scale)
+        elif not isinstance(rule, LogMax):
+            assert state.scale >= before.scale

@@ -1,0 +1,226 @@
+"""The block: what is as before after it, blocks in blocks and threads, wrong use."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+import halfstep
+from halfstep import _torch, simulate
+from halfstep._numerics.formats import FORMATS
+from halfstep._numerics.rounding import rounded
+from halfstep.errors import CallOrderError
+
+ALL = pytest.mark.parametrize("format", FORMATS)
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+X = torch.linspace(-3, 3, 16).view(2, 8)
+
+
+def state() -> tuple[object, ...]:
+    return (
+        _torch.dispatch_modes(),
+        torch.overrides._len_torch_function_stack(),
+        _torch.autocast_switches("cpu"),
+        len(_global_forward_hooks),
+        len(_global_forward_pre_hooks),
+        torch.get_rng_state().tolist(),
+        torch.is_grad_enabled(),
+    )
+
+
+@ALL
+def test_after_the_block_all_is_as_before(model: nn.Sequential, format: str) -> None:
+    before, plain, names = state(), model(X), [type(m) for m in model.modules()]
+    with halfstep.autocast("cpu", torch.bfloat16):
+        lowered = model(X)
+    with simulate(model, format):
+        assert not torch.equal(model(X).float(), plain)
+    assert state() == before
+    assert torch.equal(model(X), plain)
+    assert all(p.grad is None and p.dtype == torch.float32 for p in model.parameters())
+    assert [type(m) for m in model.modules()] == names
+    with halfstep.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(X), lowered)
+    with halfstep.trace(model) as t:  # the rules are told to others again
+        model(X)
+    assert len(t.ops) == 3
+
+
+@ALL
+def test_after_an_error_too(model: nn.Sequential, format: str) -> None:
+    before = state()
+    s = simulate(model, format)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), s:
+        model[1:](model[:2](X)[:, :5])
+    assert state() == before
+    assert s.rows()
+    with halfstep.trace(model):
+        pass
+
+
+@ALL
+def test_in_nested_blocks_the_inner_one_decides(model: nn.Sequential, format: str) -> None:
+    with simulate(model, format):
+        wanted = model(X)
+    for outside in FORMATS:
+        with simulate(model, outside):
+            around = model(X)
+        with simulate(model, outside) as outer:
+            assert torch.equal(model(X), around)
+            with simulate(model, format) as inner:
+                y = model(X)
+                y.sum().backward()
+            assert torch.equal(y, wanted)
+            assert y.dtype == wanted.dtype
+            assert torch.equal(model(X), around)
+        assert {row["phase"] for row in inner.rows()} == {"forward", "backward"}
+        if outside != format:
+            assert {row["phase"] for row in outer.rows()} == {"forward"}
+
+
+def test_threads_do_not_see_each_other(model: nn.Sequential) -> None:
+    wanted = {}
+    for format in FORMATS:
+        with simulate(model, format) as s:
+            wanted[format] = model(X), s.rows()
+    plain = model(X)
+    found, barrier = {}, threading.Barrier(len(FORMATS) + 1)
+
+    def run(format: str | None) -> None:
+        barrier.wait()
+        if format is None:
+            found[None] = [model(X) for _ in range(20)], None
+            return
+        with simulate(nn.Sequential(*model), format) as s:
+            outputs = [nn.Sequential(*model)(X) for _ in range(20)]
+        found[format] = outputs, s.rows()
+
+    threads = [threading.Thread(target=run, args=(format,)) for format in (*FORMATS, None)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(y, plain) for y in found[None][0])
+    for format in FORMATS:
+        outputs, rows = found[format]
+        assert all(torch.equal(y, wanted[format][0]) for y in outputs)
+        assert sum(r["values"] for r in rows) == 20 * sum(r["values"] for r in wanted[format][1])
+
+
+def test_weights_cast_before_the_block_are_counted_and_none_are_kept() -> None:
+    model, x = nn.Linear(256, 256, bias=False), torch.randn(2, 256)  # smaller ones are never kept
+    with halfstep.hold_casts(model) as held:
+        with halfstep.autocast("cpu", torch.float16), torch.no_grad():
+            for _ in range(3):
+                model(x)
+        assert held.info().casts == 1
+        for format in FORMATS:
+            with simulate(model, format) as s, torch.no_grad():
+                model(x)
+            assert s.rows()[0]["values"] >= 256 * 256
+        assert held.info().casts <= 1
+
+
+def test_the_dtype_may_be_one_or_a_name(model: nn.Sequential) -> None:
+    for name, format in FORMATS.items():
+        assert simulate(model, name).format is simulate(model, format.dtype).format is format
+    assert simulate(model).format is FORMATS["fp16"]
+
+
+def test_the_policy_may_be_one_or_a_text(model: nn.Sequential) -> None:
+    policy = halfstep.Policy.parse("standard; linear:fp32")
+    for each in (policy, str(policy)):
+        with simulate(model, "e4m3", policy=each) as s:
+            model(X)
+        assert s.rows() == []
+        assert "policy standard; linear:fp32" in repr(s)
+
+
+def test_ops_outside_of_the_model_are_lowered_too() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    with simulate(nn.Module(), "e4m3") as s:
+        y = a @ b
+    held = [rounded(t, FORMATS["e4m3"], saturate=True) for t in (a, b)]
+    assert torch.equal(y, held[0] @ held[1])
+    assert s.rows()[0]["module"] == ""
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+def test_what_is_no_module() -> None:
+    with pytest.raises(TypeError, match=r"simulate\(function\): pass the model, a torch.nn.Module"):
+        simulate(lambda x: x)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["fp15", "float32", torch.float32, None, 16])
+def test_an_unknown_format_names_those_there_are(model: nn.Sequential, dtype: object) -> None:
+    with pytest.raises(ValueError, match="simulate knows no format") as caught:
+        simulate(model, dtype)  # type: ignore[arg-type]
+    for format in FORMATS.values():
+        assert f"{format.name!r} ({format.dtype})" in str(caught.value)
+    assert ("did you mean 'fp16'" in str(caught.value)) == (dtype == "fp15")
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16"])
+def test_a_scale_for_each_tensor_is_for_eight_bits(model: nn.Sequential, format: str) -> None:
+    with pytest.raises(ValueError, match=f"scale_by_amax is for e4m3 and e5m2; {format} is"):
+        simulate(model, format, scale_by_amax=True)
+
+
+@ALL
+def test_a_wrong_policy(model: nn.Sequential, format: str) -> None:
+    with pytest.raises(ValueError, match="no module of this Sequential is named like '7'"):
+        simulate(model, format, policy="standard; @7:fp32")
+    with pytest.raises(ValueError, match="there is no op 'liner'"):
+        simulate(model, format, policy="standard; liner:fp32")
+    with pytest.raises(TypeError, match="policy is a Policy or its text"):
+        simulate(model, format, policy=3)  # type: ignore[arg-type]
+
+
+def test_not_while_a_trace_runs_and_no_trace_in_it(model: nn.Sequential) -> None:
+    before = state()
+    with (
+        halfstep.trace(model),
+        pytest.raises(CallOrderError, match="simulate cannot run while ops are watched"),
+        simulate(model),
+    ):
+        pass
+    with simulate(model), pytest.raises(CallOrderError), halfstep.trace(model):
+        pass
+    assert state() == before
+
+
+def test_an_object_runs_once(model: nn.Sequential) -> None:
+    with simulate(model) as s:
+        model(X)
+        with pytest.raises(CallOrderError, match="this simulation has run; make another"):
+            s.__enter__()
+    with pytest.raises(CallOrderError, match="this simulation has run; make another"):
+        s.__enter__()
+
+
+def test_a_simulation_is_left_in_its_thread(model: nn.Sequential) -> None:
+    errors = []
+
+    def leave() -> None:
+        try:
+            s.__exit__(None, None, None)
+        except CallOrderError as error:
+            errors.append(str(error))
+
+    with simulate(model) as s:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert model(X).dtype == torch.float16
+    assert "in a thread that did not enter it" in errors[0]

@@ -1,0 +1,363 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.tune.models import (
+    HEALTHY,
+    Attends,
+    Cancels,
+    Flushes,
+    Overflows,
+    SpoilsGradients,
+    with_inner,
+)
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import Policy, self_check, tune
+from halfstep._tune import Tuned
+from halfstep._tune.task import LossFn
+from halfstep.errors import RecordError
+
+PLANTED = (Overflows, nn.Linear, Cancels, Flushes)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def planted() -> tuple[nn.Module, list[Tensor]]:
+    return with_inner(*PLANTED), [torch.randn(32, 8) for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def found() -> tuple[nn.Module, list[Tensor], Tuned]:
+    torch.manual_seed(0)
+    model, batches = planted()
+    return model, batches, tune(model, batches, None, policy="standard; gelu:lower")
+
+
+# --- which islands --------------------------------------------------------------------------------
+
+
+def test_three_fragile_modules_are_found_and_no_other() -> None:
+    for seed in range(1, 3):
+        torch.manual_seed(seed)
+        model, batches = planted()
+        tuned = tune(model, batches, None)
+        assert tuned.islands == ("1.inner", "3.inner", "4.inner")
+        assert str(tuned.policy) == "standard; @1.inner:fp32; @3.inner:fp32; @4.inner:fp32"
+        assert tuned.is_met
+        assert all(self_check(model, each, policy=tuned.policy).passed for each in batches)
+
+
+def test_none_of_them_can_be_dropped(found) -> None:
+    model, batches, tuned = found
+    for island in tuned.costs:
+        others = [name for name in ("1.inner", "3.inner", "4.inner") if name != island.name]
+        policy = "; ".join(["standard", *(f"@{name}:fp32" for name in others)])
+        assert not all(self_check(model, each, policy=policy).passed for each in batches)
+
+
+def test_in_bfloat16_only_precision_matters() -> None:
+    model, batches = planted()
+    assert tune(model, batches, None, torch.bfloat16).islands == ("3.inner",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", HEALTHY)
+def test_healthy_models_need_none(make, dtype: torch.dtype) -> None:
+    model, batch, loss_fn = make()
+    tuned = tune(model, [batch], loss_fn, dtype)
+    assert (tuned.islands, tuned.costs, tuned.is_met) == ((), (), True)
+    assert tuned.policy == halfstep.preset("standard")
+
+
+def test_a_bound_that_is_given_is_met() -> None:
+    model, batch = with_inner(nn.Linear), torch.randn(32, 8)
+    plain = max(row.output.error for row in tune(model, [batch], None).rows)
+    error = plain * 0.8
+    tuned = tune(model, [batch], None, error=error)
+    assert 0 < len(tuned.islands) < 7
+    assert max(row.output.error for row in tuned.rows_after) <= error
+    assert self_check(model, batch, policy=tuned.policy, tolerance=error).passed
+
+
+def test_the_batch_on_which_it_fails_counts() -> None:
+    class Grows(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 300
+
+    model = nn.Sequential(nn.Linear(8, 8), Grows(8, 8))
+    small, large = torch.randn(4, 8), torch.randn(4, 8) * 1000
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).float().mean()
+
+    assert tune(model, [small], loss_fn).islands == ()
+    assert tune(model, [small, large, small], loss_fn).islands == ("1",)
+
+
+def test_where_the_cure_is_before_the_failure() -> None:
+    class Differs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(-1, keepdim=True)
+
+    layer = nn.Linear(8, 8)
+    with torch.no_grad():
+        layer.bias.fill_(3000.0)
+    model = nn.Sequential(nn.Linear(8, 8), layer, Differs(), nn.Linear(8, 4))
+    check = self_check(model, torch.randn(16, 8))
+    assert check.origins == ("2",)
+    tuned = tune(model, [torch.randn(16, 8)], None)
+    assert (tuned.islands, tuned.is_met) == (("1",), True)
+
+
+def test_gradients_count() -> None:
+    model = with_inner(nn.Linear, SpoilsGradients)
+    assert tune(model, [torch.randn(32, 8)], None).islands == ("2.inner",)
+
+
+def test_what_a_module_does_between_its_modules() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), Attends(), nn.Linear(16, 4))
+    kinds = [type(module) for module in model.modules()]
+    tuned = tune(model, [torch.randn(2, 8, 16)], None)
+    assert (tuned.islands, tuned.is_met) == (("matmul@1",), True)
+    assert str(tuned.policy) == "standard; matmul@1:fp32"
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def confident() -> tuple[nn.Module, tuple[Tensor, Tensor], LossFn]:
+    """A classifier that is sure and right: its loss is small, and so are the gradients."""
+    model, targets = nn.Sequential(nn.Linear(8, 8)), torch.arange(8)
+    with torch.no_grad():
+        model[0].weight.copy_(10 * torch.eye(8) + 0.1 * torch.randn(8, 8))
+    return model, (torch.eye(8), targets), lambda model, b: F.cross_entropy(model(b[0]), b[1])
+
+
+def test_an_op_of_the_loss_can_be_kept() -> None:
+    model, batch, loss_fn = confident()
+    given = "standard; cross_entropy_loss:leave"
+    tuned = tune(model, [batch], loss_fn, torch.bfloat16, policy=given)
+    assert str(tuned.policy) == f"{given}; cross_entropy_loss:fp32"
+    assert (tuned.islands, tuned.is_met) == (("cross_entropy_loss@",), True)
+    assert tuned.table().splitlines()[1].startswith("cross_entropy_loss  rounding ")
+    assert self_check(model, batch, loss_fn, torch.bfloat16, given).origins == ("",)
+
+
+def test_what_no_island_cures_is_said() -> None:
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.linear(model(batch), torch.full((1, 4), 1e5)).float().mean()
+
+    model = with_inner(nn.Linear, nn.Linear)
+    tuned = tune(model, [torch.randn(32, 8)], loss_fn)
+    assert not tuned.is_met
+    assert tuned.islands == ()
+    verdict = str(tuned).splitlines()[0]
+    assert verdict.startswith("fp16: NOT within bounds, whichever modules are islands: ")
+    assert "begins in ops outside of its modules, or the loss" in verdict
+
+
+# --- how they are measured ------------------------------------------------------------------------
+
+
+def test_an_island_of_keep_is_that_of_a_rule() -> None:
+    """Measurements use the one, the policy that is written the other."""
+    model, (batch, _) = planted()
+    with halfstep.keep(model, "1.inner", "4.inner"):
+        kept = self_check(model, batch)
+    ruled = self_check(model, batch, policy="standard; @1.inner:fp32; @4.inner:fp32")
+    assert kept == ruled
+    assert not kept.passed
+
+
+def test_nothing_changes() -> None:
+    model, batches = planted()
+    model[0].weight.grad = torch.ones(16, 8)
+    tensors = [*model.parameters(), *batches, model[0].weight.grad]
+    before = [each.detach().clone() for each in tensors] + [torch.get_rng_state()]
+    kinds = [type(module) for module in model.modules()]
+    tune(model, batches, None)
+    assert all(map(torch.equal, before, [*tensors, torch.get_rng_state()]))
+    assert [type(module) for module in model.modules()] == kinds
+    assert model[1].norm.weight.grad is None
+
+
+def test_costs(found) -> None:
+    tuned = found[2]
+    first, second, third = tuned.costs
+    assert [each.kind for each in tuned.costs] == ["Overflows", "Cancels", "Flushes"]
+    assert first.loses_to.startswith("overflow, ")
+    assert third.loses_to == "zeros, 100 %"
+    assert first.error_without.error == float("inf")
+    assert 0.1 < second.error_without.error < 2
+    assert third.error_without.error == pytest.approx(1.0, abs=0.01)
+    assert {each.error_with for each in tuned.costs} == {first.error_with}
+    assert first.error_with.error < first.error_with.tolerance < 0.2
+    for kind in ("fp32", "lower", "islands"):
+        assert tuned.seconds[kind]["(step)"] > tuned.seconds[kind]["1.inner"] > 0
+    assert first.seconds_lowered == tuned.seconds["lower"]["1.inner"]
+    assert first.seconds == tuned.seconds["islands"]["1.inner"]
+
+
+def test_casts_are_those_of_a_trace(found) -> None:
+    model, (batch, _), tuned = found
+
+    def casts(policy: str) -> int:
+        with halfstep.trace(model) as t:
+            with halfstep.autocast("cpu", torch.float16, policy=policy, module=model):
+                loss = model(batch).float().square().mean()
+            (loss * 2.0**10).backward()
+        return sum(len(row["casts"]) for row in t.rows())
+
+    every = casts(str(tuned.policy))
+    for island in tuned.costs:
+        rule = f"; @{island.name}:fp32"
+        assert island.num_casts == every - casts(str(tuned.policy).replace(rule, ""))
+
+
+# --- how it is told -------------------------------------------------------------------------------
+
+
+def test_the_table_and_the_file(found, tmp_path: Path) -> None:
+    tuned = found[2]
+    verdict, policy, head, *lines = str(tuned).splitlines()
+    assert verdict == "fp16: 3 islands in 19 modules are needed and enough"
+    assert policy == f"policy: {tuned.policy}"
+    assert tuned.table().splitlines() == [head, *lines[:3]]
+    assert re.split("  +", head)[:5] == ["island", "class", "in fp16", "error without", "with"]
+    assert lines[0].split()[:5] == ["1.inner", "Overflows", "overflow,", "100", "%"]
+    assert lines[3].startswith("a step takes ")
+    tuned.save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == tuned.policy
+    assert repr(tuned) == f"<Tuned fp16, 3 islands, {tuned.policy}>"
+
+
+@pytest.mark.parametrize(
+    ("lower", "said"),
+    [
+        (0.5, "2.00 times as fast"),
+        (0.98, "fp16 gives no speed here (a machine)"),
+        (3.0, "fp16 gives no speed here (a machine)"),
+    ],
+)
+def test_whether_lowering_is_worth_it(lower: float, said: str) -> None:
+    rows = self_check(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)).rows
+    seconds = {
+        "fp32": {"(step)": 1.0, "0": 0.1, "1": 0.1},
+        "lower": {"(step)": lower, "0": 0.3, "1": 0.05},
+    }
+    policy = halfstep.preset("standard")
+    tuned = Tuned(policy, (), (), True, torch.float16, rows, rows, seconds, "a machine")
+    assert said in str(tuned)
+    assert ("slower in fp16 than in fp32: 0" in str(tuned)) == (lower == 0.5)
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+class Stops:
+    """A loss that is interrupted at one of its calls, and counts them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return model(batch).float().square().mean()
+
+
+def test_it_goes_on_from_its_record(tmp_path: Path) -> None:
+    model, batches = planted()
+    whole = Stops()
+    wanted = tune(model, batches, whole, path=tmp_path / "whole.jsonl")
+    path, before = tmp_path / "half.jsonl", model[0].weight.clone()
+    stopped = Stops(at=whole.calls // 2)
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, batches, stopped, path=path)
+    assert torch.equal(model[0].weight, before)
+    num_lines = len(path.read_text().splitlines())
+    assert num_lines > 3
+    with path.open("a") as file:
+        file.write('{"event": "measured", "key": ["com')  # cut by the interrupt
+    rest = Stops()
+    tuned = tune(model, batches, rest, path=path)
+    assert (tuned.policy, tuned.rows, tuned.rows_after) == (
+        wanted.policy,
+        wanted.rows,
+        wanted.rows_after,
+    )
+    assert 0 < rest.calls < whole.calls * 0.6
+    keys = [json.loads(line).get("key") for line in path.read_text().splitlines()]
+    assert len(keys) == len({json.dumps(key) for key in keys})  # nothing was measured twice
+    done = Stops()
+    again = tune(model, batches, done, path=path)
+    assert (again, done.calls) == (tuned, 0)
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
+    path, batch = tmp_path / "record.jsonl", torch.randn(32, 8)
+    model = with_inner(nn.Linear)
+    tune(model, [batch], None, path=path)
+    other = with_inner(nn.Linear)  # with other weights
+    cases = {
+        r"\(dtype: 'float16' there, 'bfloat16' here\): give another file": (
+            model,
+            batch,
+            {"dtype": torch.bfloat16},
+        ),
+        r"\(policy: 'standard' there, 'fp32' here\)": (model, batch, {"policy": "fp32"}),
+        r"\(error: 'by dtype and depth' there, '0.1' here\)": (model, batch, {"error": 0.1}),
+        r"\(weights: .*\(torch.manual_seed before the model is built": (other, batch, {}),
+        r"\(batches: 'float32\[32, 8\]' there, 'float32\[31, 8\]' here;": (model, batch[1:], {}),
+        r"\(values of the batches: ": (model, batch + 1, {}),
+        r"\(model: .*weights: ": (with_inner(nn.Linear, nn.Linear), batch, {}),
+        r"\(mode: 'train' there, 'eval' here\)": (model.eval(), batch, {}),
+    }
+    for message, (each, given, arguments) in cases.items():
+        each.train("eval" not in message)
+        with pytest.raises(RecordError, match=message):
+            tune(each, [given], None, path=path, **arguments)
+
+
+@pytest.mark.parametrize("text", ["not json\n", '{"event": "run"}\n', "cut", "[]\n"])
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=r"notes.txt is no record of a tuning: give another file"):
+        tune(nn.Linear(8, 4), [torch.randn(4, 8)], None, path=path)
+    assert path.read_text() == text
+
+
+def test_measurements_that_are_damaged_are_made_again(tmp_path: Path) -> None:
+    path, batch = tmp_path / "record.jsonl", torch.randn(32, 8)
+    model = nn.Linear(8, 4)
+    first = tune(model, [batch], None, path=path)
+    header, *lines = path.read_bytes().splitlines(keepends=True)
+    flipped = lines[0].replace(b"1", b"7").replace(b"0", b"6")
+    path.write_bytes(b"".join([header, flipped, b'{"event":"measured"}\n', *lines[1:]]))
+    again = tune(model, [batch], None, path=path)
+    assert again.policy == first.policy
+    assert len(path.read_bytes().splitlines()) == len(lines) + 3
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "message"),
+    [
+        ([], ValueError, "batches is empty"),
+        (torch.ones(2, 8), TypeError, r"batches is a list of batches, got Tensor: write \[batch\]"),
+        (iter([]), TypeError, r"got list_iterator: write \[batch\], list\(loader\)"),
+    ],
+)
+def test_batches_are_a_list(batches, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tune(nn.Linear(8, 4), batches, None)
