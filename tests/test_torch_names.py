@@ -227,12 +227,13 @@ def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
 
 
 def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
+    off = _torch.compile_guard()
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        _torch.set_compile_cache_tag("a")
+        _torch.set_compile_mark(off, "a")
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:a"
-        _torch.set_compile_cache_tag("b")
+        _torch.set_compile_mark(off, "b")
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
-        _torch.set_compile_cache_tag("")
+        _torch.set_compile_mark(off, "")
         assert torch.compiler.config.cache_key_tag == "mine"
 
 
@@ -276,7 +277,7 @@ def test_the_compile_guard_is_guarded_on() -> None:
     function = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
     off, first, second = _torch.compile_guard(), _torch.numbered_guard(0), _torch.numbered_guard(1)
     for guard, expected in ((off, 1), (first, 2), (second, 3), (first, 3), (off, 3)):
-        _torch.set_compile_guard(guard)
+        _torch.set_compile_mark(guard, "")
         assert _torch.compile_guard() == guard
         function(torch.ones(1))
         assert compiled == expected

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -272,6 +273,8 @@ def is_tracing() -> bool:
         return True
     if torch.autograd.forward_ad._current_level >= 0:
         return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
     return not all(isinstance(mode, DispatchMode) for mode in dispatch_modes())
 
 
@@ -294,6 +297,17 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     cls: Any = type(tensor)
     spec = tensor._spec  # type: ignore[attr-defined]
     return lambda local: cls(local, spec, requires_grad=False)
+
+
+def has_process_group() -> bool:
+    """Return whether this process is one of several that work together, or may be.
+
+    As ``torch.distributed.is_initialized()``, but with one call in place of four.
+    """
+    return _c10d is not None and _c10d._world.default_pg is not None
+
+
+_c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
 
 
 def gathered_dtype(module: Any) -> torch.dtype | None:
@@ -368,22 +382,42 @@ class Switches(NamedTuple):
     cache: bool
 
 
+_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_is_cache_enabled = torch.is_autocast_cache_enabled
+_set_cache_enabled = torch.set_autocast_cache_enabled
+
+
 def autocast_switches(device_type: str) -> Switches:
     """Read the switches of this thread."""
     return Switches(
-        device_type,
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_enabled(device_type),
-        torch.is_autocast_cache_enabled(),
+        device_type, _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
     )
 
 
 def set_autocast_switches(switches: Switches) -> None:
     """Set the switches of this thread."""
     device_type, dtype, enabled, cache = switches
-    torch.set_autocast_enabled(device_type, enabled)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(cache)
+    _set_enabled(device_type, enabled)
+    _set_dtype(device_type, dtype)
+    _set_cache_enabled(cache)
+
+
+def exchange_autocast_switches(switches: Switches) -> Switches:
+    """Set the switches of this thread, and return what they were for the same device type."""
+    device_type, dtype, enabled, cache = switches
+    before = _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
+    _set_enabled(device_type, enabled)
+    _set_dtype(device_type, dtype)
+    _set_cache_enabled(cache)
+    return tuple.__new__(Switches, (device_type, *before))  # half the time of Switches(...)
+
+
+# (): whether some __torch_function__ mode is active in this thread.
+has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+# (): what torch.clear_autocast_cache is before call_when_cache_is_cleared.
+clear_autocast_cache: Callable[[], None] = torch.clear_autocast_cache
 
 
 def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
@@ -396,10 +430,9 @@ def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
 def is_tracing_before_autocast() -> bool:
     """Return whether ops are recorded before they come to the Autocast keys, and not run.
 
-    So does ``make_fx(pre_dispatch=True)``, and what is made of it.
+    So does ``make_fx(pre_dispatch=True)``, and what is made of it; :func:`has_function_mode` is
+    True then, and is faster to ask for.
     """
-    if not torch._C._is_torch_function_mode_enabled():  # it sets one, and this is fast
-        return False
     proxy = torch._C._TorchDispatchModeKey.PROXY
     mode = torch._ops._get_dispatch_mode_pre_dispatch(proxy)  # type: ignore[no-untyped-call]
     return mode is not None
@@ -506,26 +539,44 @@ def numbered_guard(number: int) -> CompileGuard:
 
 def compile_guard() -> CompileGuard:
     """Return what code compiled in this thread now is guarded by."""
-    return torch.is_autocast_enabled(_GUARD_DEVICE), torch.get_autocast_dtype(_GUARD_DEVICE)
-
-
-def set_compile_guard(guard: CompileGuard) -> None:
-    """Let code compiled in this thread from now on run only while the same guard is set again."""
-    enabled, dtype = guard
-    torch.set_autocast_enabled(_GUARD_DEVICE, enabled)
-    torch.set_autocast_dtype(_GUARD_DEVICE, dtype)
+    return _is_enabled(_GUARD_DEVICE), _get_dtype(_GUARD_DEVICE)
 
 
 _TAG_MARK = "|halfstep:"
+_tags_after: dict[tuple[object, str], str] = {}
+
+# Where PyTorch keeps an override in a context variable, that is read and written in a tenth of the
+# time of the attribute of the configuration.
+_override: Any = torch.compiler.config._config["cache_key_tag"].user_override  # type: ignore[attr-defined]
+_tag_variable: ContextVar[object] | None = _override if isinstance(_override, ContextVar) else None
+_has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
 
 
-def set_compile_cache_tag(tag: str) -> None:
-    """Let the on-disk caches of torch.compile tell code compiled from now on by ``tag``."""
-    config = torch.compiler.config
-    before = config.cache_key_tag
-    after = before.partition(_TAG_MARK)[0] + (_TAG_MARK + tag if tag else "")
+def set_compile_mark(guard: CompileGuard, tag: str) -> None:
+    """Let code compiled in this thread from now on run only while the same guard is set again.
+
+    Args:
+        guard: The guard.
+        tag: What the on-disk caches of torch.compile tell this code by.
+    """
+    enabled, dtype = guard
+    _set_enabled(_GUARD_DEVICE, enabled)
+    _set_dtype(_GUARD_DEVICE, dtype)
+    if _tag_variable is None:
+        torch.compiler.config.cache_key_tag = _with_tag(tag)
+        return
+    before = _tag_variable.get()
+    after = _tags_after.get((before, tag))
+    if after is None:
+        after = _tags_after[before, tag] = _with_tag(tag)
     if after != before:
-        config.cache_key_tag = after
+        _tag_variable.set(after)
+        _has_changed.set(True)
+
+
+def _with_tag(tag: str) -> str:
+    users = torch.compiler.config.cache_key_tag.partition(_TAG_MARK)[0]
+    return users + (_TAG_MARK + tag if tag else "")
 
 
 def forget_compiled_code() -> None:

@@ -21,7 +21,6 @@ from halfstep._autocast import (
     autocast,
     custom_bwd,
     custom_fwd,
-    guards,
     kernels,
     preset,
     scopes,
@@ -187,7 +186,7 @@ def test_more_policies_than_the_guard_can_tell_apart(
     x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_torch, "NUM_GUARD_VALUES", 2)
-    monkeypatch.setattr(guards, "_marks", {})
+    monkeypatch.setattr(scopes, "_marks", {})
     compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
     contexts = [
         autocast("cpu", BF16, policy=Policy([Rule("linear", "lower"), Rule("softmax", action)]))
@@ -319,9 +318,9 @@ def test_the_tag_tells_devices_and_actions_apart() -> None:
         active = scopes.NO_POLICIES
         for device, policy in policies.items():
             active = active.with_policy(kernels.prepared(kernels.prepare(policy, device)))
-        guards.follow(active)
+        scopes.follow(active)
         found: str = torch.compiler.config.cache_key_tag
-        guards.follow(scopes.NO_POLICIES)
+        scopes.follow(scopes.NO_POLICIES)
         assert torch.compiler.config.cache_key_tag == ""
         return found
 
@@ -374,6 +373,6 @@ def test_with_inductor(x: Tensor, weight: Tensor) -> None:
 
 
 def test_importing_halfstep_does_not_import_torch_compile() -> None:
-    code = "import sys, halfstep.casting; print('torch._dynamo' in sys.modules)"
+    code = "import sys, halfstep._autocast; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

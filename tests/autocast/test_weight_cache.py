@@ -40,7 +40,6 @@ HOLDS: list[hold_casts] = []
 def no_hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hold small weights too, and nothing beyond a test."""
     monkeypatch.setattr(weight_cache, "SMALL", 0)
-    monkeypatch.setattr(weight_cache, "SMALL_WITHOUT_GRADIENT", 0)
     yield
     for hold in HOLDS:
         hold.release()

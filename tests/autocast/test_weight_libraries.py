@@ -27,7 +27,6 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "SMALL", 0)
-    monkeypatch.setattr(weight_cache, "SMALL_WITHOUT_GRADIENT", 0)
 
 
 def network() -> nn.Sequential:

@@ -29,7 +29,6 @@ Write = Callable[[nn.Linear], object]
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_cache, "SMALL", 0)
-    monkeypatch.setattr(weight_cache, "SMALL_WITHOUT_GRADIENT", 0)
 
 
 # --- ways to write --------------------------------------------------------------------------------

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 
 from halfstep import _torch
-from halfstep._autocast.casts import Float64Met, cast, cast_any, cast_weights, is_eligible, widest
+from halfstep._autocast.casts import (
+    Float64Met,
+    are_for_pytorch,
+    cast,
+    cast_any,
+    cast_weights,
+    is_eligible,
+    widest,
+)
 from halfstep._autocast.gathered import GatheredMet, Lent
 from halfstep._autocast.op_names import WITH_DTYPE, overload
 from halfstep._autocast.presets import rules_of
@@ -70,7 +78,9 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     def lower(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
-            casts = [cast_weights(arg, device, dtype) for arg in args]
+            casts: Any = args
+            if not are_for_pytorch(args, dtype):
+                casts = [cast_weights(arg, device, dtype) for arg in args]
             torch.set_autocast_cache_enabled(False)  # PyTorch's, for the rest
             return pytorch(keys, *casts, **kwargs)
         except Float64Met:

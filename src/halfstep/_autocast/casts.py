@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep import _torch
 from halfstep._autocast import scopes, weight_cache
 from halfstep._autocast.gathered import GatheredMet, is_gathered, is_weight
 from halfstep._autocast.weight_cache import Held
@@ -93,6 +94,27 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)) and len(value) > 1:
         return [cast_weights(item, device, dtype) for item in value]
     return value
+
+
+def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
+    """Return whether :func:`cast_weights` leaves all arguments of an op as they are.
+
+    False where it takes more than a look at each to tell. Sync: none.
+    """
+    has_weights = False
+    for arg in args:
+        kind = type(arg)
+        if kind is nn.Parameter:
+            if arg.dtype is torch.float64 or not weight_cache.is_small(arg):
+                return False
+            has_weights = True
+        elif kind is Tensor:
+            if arg.dtype is torch.float64:
+                return False
+        elif kind not in _NO_TENSORS:
+            return False
+    # Where there are ranks, it may have been gathered.
+    return not (has_weights and torch.is_grad_enabled() and _torch.has_process_group())
 
 
 def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:

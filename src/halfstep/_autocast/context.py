@@ -92,7 +92,9 @@ class autocast(Region):
         policy: Policy | str | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        super().__init__(_settle(device_type, dtype, enabled, cache_enabled, policy, module))
+        # No super().__init__, which would take a tenth of the time of a context.
+        self._settings = _settle(device_type, dtype, enabled, cache_enabled, policy, module)
+        self._traced = []
 
     device = _view(lambda context: context._settings.switches.device)
     fast_dtype = _view(lambda context: context._settings.switches.dtype)
@@ -137,6 +139,31 @@ def _settle(
     policy: Policy | str | None,
     module: nn.Module | None,
 ) -> Settings:
+    # Most contexts are made in the same few ways again and again.
+    key = None
+    if enabled is True and cache_enabled is None and module is None and dtype is not None:
+        key = device_type, dtype, torch.is_autocast_cache_enabled(), policy, kernels.native
+        try:
+            return _settled[key]
+        except (KeyError, TypeError):  # TypeError: it cannot be hashed, and is refused below
+            pass
+    settings = _check(device_type, dtype, enabled, cache_enabled, policy, module)
+    if key is not None:
+        _settled[key] = settings
+    return settings
+
+
+_settled: dict[tuple[object, ...], Settings] = {}
+
+
+def _check(
+    device_type: str | None,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policy: Policy | str | None,
+    module: nn.Module | None,
+) -> Settings:
     device = _device(device_type, enabled)
     is_unused = not enabled and isinstance(dtype, torch.dtype) and dtype not in LOWER_PRECISIONS
     if dtype is None or is_unused:
@@ -171,6 +198,8 @@ def _device(device_type: str | None, enabled: bool) -> str:
             + ("; pass device.type" if isinstance(device_type, torch.device) else "")
         )
     known = _torch.autocast_devices()
+    if device_type in known:
+        return device_type
     without_index = re.sub(r":\d+$", "", device_type)
     # Switching off needs no kernels. PyTorch does so for every device in compiled backwards.
     if without_index not in (known if enabled else _torch.switch_devices()):

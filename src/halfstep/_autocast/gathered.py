@@ -25,11 +25,6 @@ class GatheredMet(Exception):  # noqa: N818  # nothing is wrong: see cast_weight
     """An argument is a gathered weight."""
 
 
-def has_ranks() -> bool:
-    """Say whether this process is one of several that work together, or may be."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def is_gathered(weight: Tensor) -> bool:
     """Say whether others have the memory of a weight, and may free it before the backward pass.
 
@@ -38,7 +33,7 @@ def is_gathered(weight: Tensor) -> bool:
     """
     return (
         torch.is_grad_enabled()
-        and has_ranks()
+        and _torch.has_process_group()
         and not _torch.is_tracing()
         and weight.layout is torch.strided
         and not (weight.is_nested or weight.is_inference())

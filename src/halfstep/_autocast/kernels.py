@@ -36,15 +36,17 @@ def only_our_kernels() -> Iterator[None]:
     For tests and for comparing: PyTorch's kernels are faster and do the same. Holds for the whole
     process.
     """
-    global _native
-    before, _native = _native, False
+    global native
+    before, native = native, False
     try:
         yield
     finally:
-        _native = before
+        native = before
 
 
-_native = True
+native = True
+"""Whether PyTorch's kernels carry out the rules that they agree with; part of what is prepared."""
+
 _numbers: dict[tuple[Policy, str, bool, tuple[Rule, ...]], int] = {}
 _prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
@@ -65,12 +67,12 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
     Raises:
         ValueError: a rule names an op that does not exist.
     """
-    key = (policy, device, _native, policy.rules_within(module))
+    key = (policy, device, native, policy.rules_within(module))
     with _lock:
         if key not in _numbers:
             op_names.check(policy.rules)
             number = len(_prepared)
-            on_device = PolicyOnDevice(policy, device, native=_native, number=number, module=module)
+            on_device = PolicyOnDevice(policy, device, native=native, number=number, module=module)
             for op in sorted(on_device.ops()):
                 _register(op, device)
             functorch.register(on_device.table())
@@ -173,11 +175,14 @@ def _register(name: str, device: str) -> None:
 @cache
 def _kernel(name: str, device: str) -> Kernel:
     """Return our kernel for one overload; first called before any is registered for it."""
-    pytorch = pytorch_kernel(name, device)
+    pytorch, thread = pytorch_kernel(name, device), scopes.thread
 
     @_torch.do_not_compile_alone
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        policy = scopes.current().policies.get(device)
+        scope = thread.scope
+        if scope.nesting is not None:
+            scope = scopes.current()
+        policy = scope.policies.get(device)
         if policy is None:
             return pytorch(keys, *args, **kwargs)
         if _observer is not None:

@@ -49,7 +49,12 @@ class PolicyOnDevice:
 
     def plan(self) -> Plan:
         """Return the plan for the lower precision and the phase of this thread."""
-        return self.plan_for(torch.get_autocast_dtype(self.device), self.phase())
+        phase: Phase = (
+            "eval" if self._has_phases and not torch.is_grad_enabled() else "train"
+        )  # self.phase(), without the call
+        dtype = torch.get_autocast_dtype(self.device)
+        plan = self._plans[phase].get(dtype)
+        return self.plan_for(dtype, phase) if plan is None else plan
 
     def rule(self, op: str) -> Rule | None:
         """Return the rule that decides an overload in this thread, None if none does."""

@@ -47,9 +47,9 @@ class Region:
     @_torch.do_not_compile_alone
     def __enter__(self) -> Self:
         settings = self._settings
-        if settings.switches.enabled and _torch.is_exporting():
-            raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
         if torch.compiler.is_compiling():
+            if settings.switches.enabled and _torch.is_exporting():
+                raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
             context = in_graph(settings)
             context.__enter__()
             self._traced.append(context)
@@ -66,11 +66,12 @@ class Region:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if torch.compiler.is_compiling():
+        # The length, for torch.compile of 2.11; first, since it is the faster of the two.
+        if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
-        scope = scopes.current()
-        if scope.context is self:
+        scope = scopes.thread.scope
+        if scope.context is self:  # and so it has no nesting depth
             _exit(scope)
         else:
             problem = _exit_below_others(self)
@@ -169,22 +170,33 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 
 
 def _enter(context: Region, settings: Settings) -> None:
-    switches, policy, inherit = settings
-    outside = _torch.autocast_switches(switches.device)
-    outer = scopes.current()
-    policies = _policies(outer.policies, switches.device, policy, inherit)
+    switches, number, inherit = settings
+    outer = scopes.thread.scope
+    if outer.nesting is not None:
+        outer = scopes.current()
+    policies = outer.policies
+    if number is not None:
+        policies = _policies(policies, switches.device, number, inherit)
+    outside = _torch.exchange_autocast_switches(switches)
     scopes.enter(outer, policies, context, settings, outside)
-    _torch.set_autocast_switches(switches)
-    torch.autocast_increment_nesting()
+    _increment_nesting()
 
 
 def _exit(scope: scopes.Scope) -> None:
+    outer, switches = scope.outer, scope.switches
+    assert outer is not None
+    assert switches is not None
     scopes.leave(scope)
     # As in torch.autocast: its kernels for other devices may have kept casts of weights.
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-    assert scope.switches is not None
-    _torch.set_autocast_switches(scope.switches)
+    if _decrement_nesting() == 0:
+        _torch.clear_autocast_cache()
+        if outer.casts:
+            outer.casts.clear()
+    _torch.set_autocast_switches(switches)
+
+
+_increment_nesting = torch.autocast_increment_nesting
+_decrement_nesting = torch.autocast_decrement_nesting
 
 
 def _exit_below_others(context: Region) -> CallOrderError | None:
@@ -224,17 +236,14 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
     )
 
 
-def _policies(
-    outside: scopes.Policies, device: str, number: int | None, inherit: bool
-) -> scopes.Policies:
+def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool) -> scopes.Policies:
     """Return what is to be active inside: what is active outside, and the policy of ``device``."""
-    if number is None:
-        return outside
-    if _torch.is_tracing_before_autocast():
+    if _torch.has_function_mode() and _torch.is_tracing_before_autocast():
         raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
     if inherit and device in outside:
         return outside
-    return outside.with_policy(kernels.prepared(number))
+    found = outside.within.get(number)
+    return outside.with_policy(kernels.prepared(number)) if found is None else found
 
 
 @contextmanager
@@ -255,7 +264,10 @@ def in_graph(settings: Settings) -> Iterator[None]:
 # kernels that run meanwhile then see the scope.
 def _enter_scope(device: str, number: int | None, inherit: bool) -> None:
     outer = scopes.current()
-    scopes.enter_in_graph(outer, _policies(outer.policies, device, number, inherit))
+    policies = outer.policies
+    if number is not None:
+        policies = _policies(policies, device, number, inherit)
+    scopes.enter_in_graph(outer, policies)
 
 
 def _leave_scope() -> None:

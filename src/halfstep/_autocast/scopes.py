@@ -1,8 +1,13 @@
-"""Which policies are active in a thread.
+"""The policies that are active in a thread, and what torch.compile knows of them.
 
 A :class:`Scope` is made by entering a context and is never changed; leaving the context brings
 back the one outside it. A plain ``torch.autocast`` inside a scope changes the dtype and switches
 casting on and off as always; the policy of the scope stays.
+
+Code that torch.compile made under one policy must not run under another. Its guards and the keys of
+its on-disk caches know the switches of autocast, not our policies. So a thread that activates
+policies also writes a number for them where the guards look, and a fingerprint into the tag that is
+part of every key.
 """
 
 import functools
@@ -15,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep import _torch
-from halfstep._autocast import guards, weight_cache
+from halfstep._autocast import weight_cache
 from halfstep._autocast.weight_cache import ContextCasts
 
 if TYPE_CHECKING:
@@ -24,19 +29,24 @@ if TYPE_CHECKING:
 
 
 class Policies(dict[str, "PolicyOnDevice"]):
-    """The active policy of each device type that has one. Never changed; equal ones are one."""
+    """The active policy of each device type that has one. Never changed; equal ones are one.
+
+    Attributes:
+        key: Differs for different ones.
+        within: What :meth:`with_policy` has returned, by the number of the policy.
+    """
 
     def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
         super().__init__(policies)
         self.key = frozenset(map(id, policies.values()))  # policies on devices are kept for good
-        self._with: dict[int, Policies] = {}
+        self.within: dict[int, Policies] = {}
 
     def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
         """Return these, but on the device of ``policy`` that one."""
-        found = self._with.get(policy.number)
+        found = self.within.get(policy.number)
         if found is None:
             made = Policies({**self, policy.device: policy})
-            found = self._with[policy.number] = _all_policies.setdefault(made.key, made)
+            found = self.within[policy.number] = _all_policies.setdefault(made.key, made)
         return found
 
 
@@ -69,20 +79,23 @@ class Scope(NamedTuple):
 
 class _Thread(threading.local):
     scope = Scope(NO_POLICIES)
+    followed: Policies = NO_POLICIES  # what torch.compile knows of
+    guard_outside = _torch.compile_guard()  # as it was before there were policies
 
 
-_thread = _Thread()
+thread = _Thread()
+"""``thread.scope`` is :func:`current`, unless it has a nesting depth."""
 
 
 def current() -> Scope:
     """Return the innermost scope of this thread."""
-    scope = _thread.scope
+    scope = thread.scope
     if scope.nesting is not None:
         nesting = _nesting()
         while scope.nesting is not None and scope.nesting > nesting:
             assert scope.outer is not None
             scope = scope.outer
-        _thread.scope = scope
+        thread.scope = scope
     return scope
 
 
@@ -102,23 +115,75 @@ def enter(
         settings: what it switches on.
         switches: PyTorch's autocast switches as they are now.
     """
-    casts = ContextCasts() if outer.casts is None else outer.casts
-    _thread.scope = Scope(policies, outer, context, settings, switches, None, casts)
-    guards.follow(policies)
+    casts = outer.casts
+    if casts is None:
+        casts = ContextCasts()
+    scope = (policies, outer, context, settings, switches, None, casts)
+    thread.scope = tuple.__new__(Scope, scope)  # in half the time of Scope(...)
+    if policies is not thread.followed:
+        follow(policies)
 
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
     """Do it where torch.compile is tracing the call, or runs what it traced."""
     casts = ContextCasts() if outer.casts is None else outer.casts
-    _thread.scope = Scope(policies, outer, nesting=_nesting(), casts=casts)
+    thread.scope = Scope(policies, outer, nesting=_nesting(), casts=casts)
 
 
 def leave(scope: Scope) -> None:
     """Bring back the scope outside the current one, which is ``scope``."""
-    assert scope.outer is not None
-    _thread.scope = scope.outer
-    if scope.nesting is None:
-        guards.follow(scope.outer.policies)
+    outer = scope.outer
+    assert outer is not None
+    thread.scope = outer
+    if scope.nesting is None and outer.policies is not thread.followed:
+        follow(outer.policies)
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+class _Mark(NamedTuple):
+    """What torch.compile knows a set of policies by.
+
+    Attributes:
+        guard: unique in this process.
+        tag: in the keys of caches; the same in every process.
+    """
+
+    guard: _torch.CompileGuard
+    tag: str
+
+
+_marks: dict[frozenset[int], _Mark] = {}
+_lock = threading.Lock()
+
+
+def follow(policies: Policies) -> None:
+    """Let torch.compile know, in this thread, that these policies are active now.
+
+    The tag holds for the whole process: compiling in two threads under different policies at the
+    same time can miss a cache that would have been right.
+    """
+    if not policies:
+        guard, tag = thread.guard_outside, ""
+    else:
+        if not thread.followed:
+            thread.guard_outside = _torch.compile_guard()
+        guard, tag = _marks.get(policies.key) or _mark(policies)
+    thread.followed = policies
+    _torch.set_compile_mark(guard, tag)
+
+
+def _mark(policies: Policies) -> _Mark:
+    tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
+    with _lock:
+        if len(_marks) == _torch.NUM_GUARD_VALUES:
+            _torch.forget_compiled_code()
+            _marks.clear()
+        return _marks.setdefault(policies.key, _Mark(_torch.numbered_guard(len(_marks)), tag))
+
+
+# --- casts of weights and recomputation -----------------------------------------------------------
 
 
 @functools.cache

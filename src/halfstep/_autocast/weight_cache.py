@@ -29,7 +29,7 @@ from halfstep.errors import CallOrderError
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
-SMALL, SMALL_WITHOUT_GRADIENT = 2**17, 2**15
+SMALL = 2**17
 """On the CPU, weights of fewer bytes are cast faster than looked up."""
 
 _ATTRIBUTE = "_halfstep_casts"
@@ -158,13 +158,10 @@ def cast(weight: Tensor, dtype: torch.dtype, current: Callable[[], _Scope]) -> T
     """
     if weight.layout is not torch.strided or weight.is_nested:
         return None
+    if is_small(weight) or not torch.is_autocast_cache_enabled() or _torch.is_tracing():
+        return None
     has_gradient = weight.requires_grad and torch.is_grad_enabled()
-    small = SMALL if has_gradient else SMALL_WITHOUT_GRADIENT
-    if weight.nbytes < small and weight.is_cpu:
-        return None
-    if not torch.is_autocast_cache_enabled() or _torch.is_tracing():
-        return None
-    held = _held_casts(weight)
+    held = _held_casts(weight) if type(weight) is Held else None
     if held is not None:
         with _torch.no_torch_function():
             return _cast(weight, dtype, held, has_gradient)
@@ -172,6 +169,12 @@ def cast(weight: Tensor, dtype: torch.dtype, current: Callable[[], _Scope]) -> T
     if context is None or not _is_kept_by_torch(weight):
         return None
     return _cast(weight, dtype, context.of(weight), has_gradient)
+
+
+def is_small(weight: Tensor) -> bool:
+    """Return whether a weight is cast faster than its cast is looked up."""
+    is_plain = weight.is_cpu and weight.layout is torch.strided and not weight.is_nested
+    return is_plain and weight.nbytes < SMALL
 
 
 def _cast(weight: Tensor, dtype: torch.dtype, casts: _Casts, has_gradient: bool) -> Tensor | None:
@@ -222,14 +225,15 @@ def _cast_anew(
 
 
 def _marks(weight: Tensor) -> _Marks:
-    return _Marks(
+    marks = (
         weight._version,
         weight.untyped_storage()._cdata,
-        int(weight.storage_offset()),
+        weight.storage_offset(),
         weight.shape,
         weight.stride(),
-        _torch.stream_of(weight),
+        0 if weight.is_cpu else _torch.stream_of(weight),
     )
+    return tuple.__new__(_Marks, marks)  # in half the time of _Marks(...)
 
 
 def _is_its_own(weight: Tensor) -> bool:
@@ -327,7 +331,7 @@ class hold_casts:
         self._model, self._max_bytes = model, max_bytes
         self._num_hits = self._num_misses = self._num_stale = self._num_bytes = 0
         self._is_released = False
-        large = [p for p in model.parameters() if not (p.is_cpu and _is_small(p))]
+        large = [p for p in model.parameters() if not is_small(p)]
         self._weights = [p for p in large if _can_be_held(p)]
         for weight in self._weights:
             weight.__dict__[_ATTRIBUTE] = _HeldCasts(weight, self)
@@ -516,11 +520,6 @@ def _writes_unseen(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
     return is_in_place or function in _HAND_OUT_ADDRESSES or _torch.writes_to_arguments(function)
-
-
-def _is_small(weight: Tensor) -> bool:
-    is_plain = weight.layout is torch.strided and not weight.is_nested
-    return is_plain and weight.nbytes < SMALL
 
 
 def _can_be_held(weight: Tensor) -> bool:

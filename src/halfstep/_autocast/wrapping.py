@@ -16,7 +16,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.gathered import has_ranks
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
 
 
@@ -117,7 +116,7 @@ def _new(cls: Any, *args: Any) -> Any:
 
 def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     dtype, cast_back = island
-    if not torch.compiler.is_compiling() and has_ranks():
+    if not torch.compiler.is_compiling() and _torch.has_process_group():
         _require_gathered(module, dtype)
     given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
     args, kwargs = _cast((args, kwargs), dtype, None)
