@@ -2,7 +2,7 @@
 
 from halfstep._autocast.context import autocast
 from halfstep._autocast.custom_function import custom_bwd, custom_fwd
-from halfstep._autocast.islands import keep
+from halfstep._autocast.modules import keep
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.weight_cache import hold_casts

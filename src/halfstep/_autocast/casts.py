@@ -1,6 +1,10 @@
-"""Casting the arguments of an op."""
+"""Casts of the arguments of ops: for each action of a rule, a kernel that casts and calls the op.
+
+A kernel calls its op with the Autocast key excluded: what the op is made of is not cast again.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,8 +12,188 @@ from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep._autocast import scopes, weight_cache
-from halfstep._autocast.gathered import GatheredMet, is_gathered, is_weight
+from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weight
+from halfstep._autocast.op_names import WITH_DTYPE, overload
+from halfstep._autocast.presets import rules_of
+from halfstep._autocast.rule import Rule
 from halfstep._autocast.weight_cache import Held
+from halfstep._torch import Kernel
+
+
+@cache  # once our kernel is registered, it would be the answer
+def pytorch_kernel(name: str, device: str) -> Kernel:
+    """Return what PyTorch does at the Autocast key of ``device``: cast, or nothing."""
+    op, key = overload(name), _torch.autocast_key(device)
+    if _torch.has_kernel(op, key):
+        kernel: Kernel = torch.library.get_kernel(op, key).call_boxed
+        return kernel
+    return _leave(name, device)
+
+
+def _leave(name: str, device: str) -> Kernel:
+    """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
+    op, key = overload(name), _torch.autocast_key(device)
+    below, autocast = _torch.keys_below(key), _torch.key_set(key)
+    tensors = [i for i, arg in enumerate(op._schema.arguments) if str(arg.type) == "Tensor"]
+
+    def leave(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # x * 2 calls mul(Tensor, Tensor), and the 2 comes here as it is. Only a call takes it.
+        if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
+            with _torch.exclude_keys(autocast):
+                return op(*args, **kwargs)
+        return op.redispatch(keys & below, *args, **kwargs)
+
+    return leave
+
+
+def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Return the kernel that carries out ``rule`` for the overload ``name``."""
+    match rule.action:
+        case "lower":
+            return _cast_to(name, device, dtype, use_cache=_is_product(name))
+        case "fp32":
+            return _cast_to(name, device, torch.float32)
+        case "fp32-dtype":
+            return _ask_for_fp32(name, device)
+        case "promote":
+            return _promote(name, device)
+        case "destination":
+            return _cast_to_destination(name, device)
+        case "refuse":
+            return _refuse(rule)
+        case "leave":
+            return _leave(name, device)
+
+
+def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
+    """Return a kernel that leaves to PyTorch's, which is faster, all but the cache of weights."""
+    pytorch = pytorch_kernel(name, device)
+    in_float64 = _promote(name, device)
+
+    def lower(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        is_cache_on = torch.is_autocast_cache_enabled()
+        try:
+            casts: Any = args
+            if not are_for_pytorch(args, dtype):
+                casts = [cast_weights(arg, device, dtype) for arg in args]
+            torch.set_autocast_cache_enabled(False)  # PyTorch's, for the rest
+            return pytorch(keys, *casts, **kwargs)
+        except Float64Met:
+            return in_float64(keys, *args, **kwargs)
+        except GatheredMet:
+            pass  # called outside of this block, whose error would be the context of the op's own
+        finally:
+            torch.set_autocast_cache_enabled(is_cache_on)
+        return _with_gathered(lower, keys, args, kwargs, dtype)
+
+    return lower
+
+
+def _is_product(name: str) -> bool:
+    """Return whether an op is one of those that lower precision is for, or a custom one.
+
+    The results of these share no memory with their inputs: nobody can write to a kept cast.
+    """
+    if "::" in name:
+        return all(result.alias_info is None for result in overload(name)._schema.returns)
+    return any(rule.action == "lower" and rule.names(name) for rule in rules_of("standard"))
+
+
+def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
+    op = _torch.callable_of(overload(name))
+    autocast = _torch.key_set(_torch.autocast_key(device))
+    in_float64 = _promote(name, device)
+
+    def cast_to(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        with _torch.exclude_keys(autocast):
+            try:
+                if use_cache:
+                    args = tuple(cast_weights(arg, device, dtype) for arg in args)
+                casts = [cast(arg, device, dtype) for arg in args]
+                named = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
+            except Float64Met:
+                return in_float64(keys, *args, **kwargs)
+            except GatheredMet:
+                pass
+            else:
+                return op(*casts, **named)
+        return _with_gathered(cast_to, keys, args, kwargs, dtype)
+
+    return cast_to
+
+
+def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+    """Call a kernel with gathered weights cast already, and no cast saved for the backward pass."""
+    lent = Lent(dtype)
+    casts = lent.cast(args)
+    with lent.until_backward():
+        return kernel(keys, *casts, **kwargs)
+
+
+def _promote(name: str, device: str) -> Kernel:
+    op = _torch.callable_of(overload(name))
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # None means that there is nothing to cast.
+        dtype = widest((*args, *kwargs.values()), device) or torch.float32
+        with _torch.exclude_keys(autocast):
+            return op(
+                *(cast(arg, device, dtype) for arg in args),
+                **{key: cast(arg, device, dtype) for key, arg in kwargs.items()},
+            )
+
+    return promote
+
+
+def _cast_to_destination(name: str, device: str) -> Kernel:
+    op = _torch.callable_of(overload(name))
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def cast_to_destination(
+        _: torch._C.DispatchKeySet, destination: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with _torch.exclude_keys(autocast):
+            if not destination.is_floating_point():
+                return op(destination, *args, **kwargs)
+            dtype = destination.dtype
+            return op(
+                destination,
+                *(cast_any(arg, device, dtype) for arg in args),
+                **{key: cast_any(arg, device, dtype) for key, arg in kwargs.items()},
+            )
+
+    return cast_to_destination
+
+
+def _ask_for_fp32(name: str, device: str) -> Kernel:
+    op = overload(name)
+    with_dtype = overload(WITH_DTYPE.get(name, name))
+    names = [argument.name for argument in with_dtype._schema.arguments][1:]
+    # The dispatcher leaves out arguments that have their default; with_dtype may have none.
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    autocast = _torch.key_set(_torch.autocast_key(device))
+
+    def ask_for_fp32(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        with _torch.exclude_keys(autocast):
+            if not is_eligible(args[0], device):
+                return op(*args, **kwargs)
+            named = defaults | dict(zip(names, args[1:], strict=False)) | kwargs
+            named["dtype"] = named.get("dtype") or torch.float32
+            return with_dtype(args[0], **named)
+
+    return ask_for_fp32
+
+
+def _refuse(rule: Rule) -> Kernel:
+    def refuse(_: torch._C.DispatchKeySet, *__: Any, **___: Any) -> Any:
+        raise RuntimeError(rule.message)
+
+    return refuse
+
+
+# --- casting arguments ----------------------------------------------------------------------------
+
 
 _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: Tensor.half,
@@ -28,7 +212,7 @@ class Float64Met(Exception):  # noqa: N818  # nothing is wrong: see cast
 
 
 def is_eligible(tensor: Tensor, device: str) -> bool:
-    """Say whether autocast for ``device`` may cast ``tensor``: floating point, but not float64."""
+    """Return whether autocast for ``device`` may cast a tensor: floating point, but not float64."""
     return (
         tensor.is_floating_point()
         and tensor.dtype is not torch.float64

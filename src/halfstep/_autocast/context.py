@@ -10,7 +10,7 @@ from torch import nn
 
 from halfstep import _torch
 from halfstep._autocast import kernels
-from halfstep._autocast.named_modules import name_modules
+from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, outside_of
 from halfstep._autocast.rule import LOWER_PRECISIONS

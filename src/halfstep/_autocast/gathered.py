@@ -26,7 +26,7 @@ class GatheredMet(Exception):  # noqa: N818  # nothing is wrong: see cast_weight
 
 
 def is_gathered(weight: Tensor) -> bool:
-    """Say whether others have the memory of a weight, and may free it before the backward pass.
+    """Return whether others have the memory of a weight, and may free it before the backward pass.
 
     Only where there are ranks, autograd saves something, and nobody else looks after what it saves
     (activation checkpointing does: it saves nothing). Sync: none.
@@ -140,7 +140,7 @@ def _unpack(packed: _Cast | _Other) -> Tensor:
 
 
 def is_weight(value: Any) -> bool:
-    """Say whether an argument of an op is a parameter, distributed or not."""
+    """Return whether an argument of an op is a parameter, distributed or not."""
     if type(value) in (nn.Parameter, Held):
         return True
     return _torch.is_dtensor(value) and isinstance(value, nn.Parameter)

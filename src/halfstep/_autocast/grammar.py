@@ -19,9 +19,8 @@ from itertools import groupby
 import torch
 
 from halfstep import _torch
-from halfstep._autocast.names import did_you_mean
 from halfstep._autocast.presets import PRESETS, rules_of
-from halfstep._autocast.rule import ACTIONS, DTYPE_NAMES, PHASES, Phase, Rule
+from halfstep._autocast.rule import ACTIONS, DTYPE_NAMES, PHASES, Phase, Rule, did_you_mean
 
 _PART = re.compile(r'(?:[^;"]|"(?:[^"\\]|\\.)*")+')
 _RULE = re.compile(

@@ -1,4 +1,4 @@
-"""Carrying out a policy: kernels at PyTorch's Autocast dispatch keys.
+"""Policies carried out: kernels at PyTorch's Autocast dispatch keys.
 
 The dispatcher calls the kernel of an op at ``AutocastCPU``, ``AutocastCUDA``, ... when an argument
 lives on that device and autocast is on for it. There, above autograd, casts are differentiated,
@@ -11,22 +11,151 @@ the plan does not name its op, does what PyTorch would have done.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from halfstep import _torch
-from halfstep._autocast import functorch, op_names, scopes
-from halfstep._autocast.actions import pytorch_kernel
+from halfstep._autocast import op_names, scopes
+from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel, tensors_in
 from halfstep._autocast.op_names import overload
-from halfstep._autocast.plans import PolicyOnDevice
-from halfstep._autocast.policy import Policy
-from halfstep._autocast.rule import Rule
+from halfstep._autocast.policy import Policy, preset
+from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._torch import Kernel
 from halfstep.errors import CallOrderError
+
+# What a policy does to each op, where PyTorch's autocast does something else.
+Plan = dict[str, Kernel]
+
+
+class PolicyOnDevice:
+    """What a policy does on one device type: a plan for each lower precision, made when asked for.
+
+    Args:
+        policy: the policy.
+        device: the device type.
+        native: whether PyTorch's own kernels carry out the rules that they agree with.
+        number: what :func:`prepared` finds it by.
+        module: the module in which it is active: some rules may hold there only. Empty outside of
+            modules that have rules.
+    """
+
+    def __init__(
+        self, policy: Policy, device: str, *, native: bool, number: int, module: str
+    ) -> None:
+        self.policy = policy
+        self.device = device
+        self.number = number
+        self.module = module
+        self._native = native
+        self._ruled = op_names.meant_by(policy.rules)
+        self._has_phases = any(rule.phase is not None for rule in policy.rules)
+        self._plans: dict[Phase, dict[torch.dtype, Plan]] = {phase: {} for phase in PHASES}
+        self.numbers_within: dict[tuple[str, torch.dtype, Phase], int | None] = {}
+        self._casts: dict[tuple[torch.dtype, Phase], Plan] = {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A short text that is the same in every process for the same rules in force."""
+        within = self.policy.rules_within(self.module)
+        return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
+
+    def plan(self) -> Plan:
+        """Return the plan for the lower precision and the phase of this thread."""
+        is_eval = self._has_phases and not torch.is_grad_enabled()  # phase(), without the call
+        phase: Phase = "eval" if is_eval else "train"
+        dtype = torch.get_autocast_dtype(self.device)
+        plan = self._plans[phase].get(dtype)
+        return self.plan_for(dtype, phase) if plan is None else plan
+
+    def rule(self, op: str) -> Rule | None:
+        """Return the rule that decides an overload in this thread, None if none does."""
+        dtype = torch.get_autocast_dtype(self.device)
+        return self.policy.rule(op, self.device, dtype, self.phase(), self.module)
+
+    def casts(self) -> Plan:
+        """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
+        now = torch.get_autocast_dtype(self.device), self.phase()
+        casts = self._casts.get(now)
+        if casts is None:
+            casts = self._casts[now] = self._all_casts(*now)
+        return casts
+
+    def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        """Return the plan for a lower precision and a phase."""
+        plan = self._plans[phase].get(dtype)
+        if plan is None:
+            plan = self._plans[phase][dtype] = self._plan(dtype, phase)
+        return plan
+
+    def ops(self) -> set[str]:
+        """Return the overloads that some plan names."""
+        phases = PHASES if self._has_phases else PHASES[:1]
+        return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
+
+    def table(self) -> frozenset[str]:
+        """Return the overloads that the policy rules or PyTorch casts."""
+        return _torch.overloads_with_autocast_kernel(self.device) | self._ruled
+
+    def _all_casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        rules = {
+            op: self.policy.rule(op, self.device, dtype, phase, self.module) for op in self._ruled
+        }
+        return {
+            op: carry_out(rule, op, self.device, dtype)
+            for op, rule in rules.items()
+            if rule is not None and rule.action != "leave"
+        }
+
+    @cached_property
+    def observed(self) -> "PolicyOnDevice":
+        """The same policy with every rule carried out by our kernels, so that each can be told."""
+        return PolicyOnDevice(
+            self.policy, self.device, native=False, number=self.number, module=self.module
+        )
+
+    def ruled_ops(self) -> set[str]:
+        """Return the overloads that some plan names, or some rule, if only to leave them alone."""
+        return self.ops() | self._ruled
+
+    def phase(self) -> Phase:
+        """Return the phase of this thread: "train" where no rule asks for it."""
+        return "eval" if self._has_phases and not torch.is_grad_enabled() else "train"
+
+    def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        plan: Plan = {}
+        by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
+        for op in sorted(self.table()):
+            rule = self.policy.rule(op, self.device, dtype, phase, self.module) or Rule(op, "leave")
+            theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
+            is_native = self._native and _is_native(rule, theirs)
+            if is_native or (rule.action, theirs) == ("leave", "leave"):
+                continue
+            if self._native and rule.action == theirs == "lower":
+                plan[op] = lower_with_pytorch(op, self.device, dtype)
+            else:
+                plan[op] = carry_out(rule, op, self.device, dtype)
+        return plan
+
+
+def _is_native(rule: Rule, theirs: Action) -> bool:
+    """Return whether PyTorch's own kernel does what a rule says."""
+    match theirs:
+        case "lower":  # PyTorch's cache may give an old cast of a weight
+            return False
+        case "promote":  # PyTorch's promotion refuses the other half precision
+            return rule in preset("torch").rules
+    return rule.action == theirs
+
+
+def _pytorchs_action(op: str, device: str, dtype: torch.dtype) -> Action:
+    return preset("torch").action(op, device, dtype)
+
+
+# --- preparing ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -75,7 +204,7 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
             on_device = PolicyOnDevice(policy, device, native=native, number=number, module=module)
             for op in sorted(on_device.ops()):
                 _register(op, device)
-            functorch.register(on_device.table())
+            _register_in_functorch(on_device.table())
             _torch.wrap_recomputed(scopes.carry)
             scopes.follow_weights()
             _prepared.append(on_device)
@@ -190,3 +319,55 @@ def _kernel(name: str, device: str) -> Kernel:
         return policy.plan().get(name, pytorch)(keys, *args, **kwargs)
 
     return kernel
+
+
+# --- inside torch.func ----------------------------------------------------------------------------
+
+# vmap, grad, jvp and what is made of them: there the dispatcher comes to the keys of functorch
+# before the Autocast keys. vmap takes a composite such as linear apart, or replaces an op by its
+# batched form, before autocast can see which op was called; and what autocast has switched off
+# inside an op is on again in the next transform. So each op of a policy's table gets a kernel of
+# ours at the keys of functorch too. It does to the op what the policy says, with autocast off for
+# every transform below, and goes on to the kernel that was there.
+#
+# Not so mul, add and their like, to whose kernels PyTorch gives x * 2 in a form that none can pass
+# on. They are no composites: below vmap they come to the Autocast keys as they are.
+
+
+def _register_in_functorch(ops: Iterable[str]) -> None:
+    """Register our kernels for overloads at the keys of functorch, each once and for good."""
+    for op in sorted(ops):
+        if not _torch.takes_numbers(overload(op)):
+            for key in _torch.FUNCTORCH_KEYS:
+                _register_at(op, key)
+
+
+@cache
+def _register_at(name: str, key: torch._C.DispatchKey) -> None:
+    op = overload(name)
+    pytorch = torch.library.get_kernel(op, key).call_boxed
+    is_composite = _torch.is_composite(op)
+
+    @_torch.do_not_compile_alone
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        device = _device_of((*args, *kwargs.values()))
+        if device is None:
+            return pytorch(keys, *args, **kwargs)
+        cast = scopes.current().policies[device].casts().get(name)
+        if cast is not None:
+            return cast(keys, *args, **kwargs)
+        if is_composite:  # the ops it is made of have rules of their own
+            return pytorch(keys, *args, **kwargs)
+        # Its batched form has none: matmul in the place of a mm that is left alone.
+        with _torch.exclude_keys(_torch.key_set(_torch.autocast_key(device))):
+            return pytorch(keys, *args, **kwargs)
+
+    _torch.register_kernel(op, key, kernel)
+
+
+def _device_of(args: Iterable[Any]) -> str | None:
+    """Return the device type of a tensor for which a policy is active and autocast is on."""
+    for device in filter(torch.is_autocast_enabled, scopes.current().policies):
+        if any(tensor.device.type == device for tensor in tensors_in(args)):
+            return device
+    return None

@@ -12,9 +12,8 @@ from functools import cache
 import torch
 
 from halfstep import _torch
-from halfstep._autocast.names import did_you_mean
 from halfstep._autocast.presets import PRESETS, rules_of
-from halfstep._autocast.rule import Rule, is_in_place
+from halfstep._autocast.rule import Rule, did_you_mean, is_in_place
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -72,7 +71,7 @@ WITH_DTYPE = {
 
 
 def _takes_dtype(name: str) -> bool:
-    """Say whether an overload, or the one it stands for, can be asked for a dtype."""
+    """Return whether an overload, or the one it stands for, can be asked for a dtype."""
     return any(arg.name == "dtype" for arg in _arguments(WITH_DTYPE.get(name, name)))
 
 
@@ -131,7 +130,7 @@ def _split(name: str) -> tuple[str, str, str]:
 
 
 def _writes_out(name: str) -> bool:
-    """Say whether it writes to something else than its first argument, and in place."""
+    """Return whether it writes to something else than its first argument, and in place."""
     written = [arg.alias_info is not None and arg.alias_info.is_write for arg in _arguments(name)]
     return any(written[1:]) or (any(written) and not is_in_place(name.rpartition(".")[0]))
 

@@ -16,9 +16,8 @@ import torch
 from halfstep import _torch
 from halfstep._autocast import comparison, grammar, op_names, policy_file
 from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.names import did_you_mean
 from halfstep._autocast.presets import PRESETS, rules_of
-from halfstep._autocast.rule import Action, Phase, Rule
+from halfstep._autocast.rule import Action, Phase, Rule, did_you_mean
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 """What policies are compared and explained for, unless other device types are asked for."""

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfstep._autocast.names import did_you_mean
-from halfstep._autocast.rule import ACTIONS, PHASES, Rule
+from halfstep._autocast.rule import ACTIONS, PHASES, Rule, did_you_mean
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")

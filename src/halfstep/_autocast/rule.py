@@ -1,7 +1,9 @@
 """One rule: what happens to some ops under autocast. Nothing here knows tensors' values."""
 
+import difflib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
@@ -144,7 +146,7 @@ class Rule:
         return "*" in self.op or "?" in self.op
 
     def names(self, op: str) -> bool:
-        """Say whether the rule is about ``op``, an overload such as ``"exp.default"``."""
+        """Return whether the rule is about ``op``, an overload such as ``"exp.default"``."""
         of_any_overload = op.rpartition(".")[0]
         casts_in_place, casts = self.action == "destination", self.action not in ("leave", "refuse")
         if casts and is_in_place(of_any_overload) != casts_in_place:
@@ -156,13 +158,13 @@ class Rule:
     def holds(
         self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
     ) -> bool:
-        """Say whether the rule decides ``op``, an overload such as ``"exp.default"``."""
+        """Return whether the rule decides ``op``, an overload such as ``"exp.default"``."""
         return (
             self.holds_where(device, dtype, phase) and self.names(op) and self.holds_within(module)
         )
 
     def holds_where(self, device: str, dtype: torch.dtype, phase: Phase) -> bool:
-        """Say whether its conditions are met."""
+        """Return whether its conditions are met."""
         return (
             self.device in (None, device)
             and self.dtype in (None, dtype)
@@ -170,11 +172,11 @@ class Rule:
         )
 
     def holds_within(self, module: str) -> bool:
-        """Say whether it holds in a module: by its name, or that of one around it."""
+        """Return whether it holds in a module: by its name, or that of one around it."""
         return self.module is None or any(map(self.is_about, around(module)))
 
     def is_about(self, module: str) -> bool:
-        """Say whether it names this very module."""
+        """Return whether it names this very module."""
         return self.module is not None and fnmatchcase(module, self.module)
 
     @property
@@ -216,5 +218,11 @@ def around(module: str) -> list[str]:
 
 
 def is_in_place(op: str) -> bool:
-    """Say whether the name of an op is that of one which writes to its first argument."""
+    """Return whether the name of an op is that of one which writes to its first argument."""
     return op.endswith("_") and not op.endswith("__")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -24,7 +24,7 @@ from halfstep._autocast import weight_cache
 from halfstep._autocast.weight_cache import ContextCasts
 
 if TYPE_CHECKING:
-    from halfstep._autocast.plans import PolicyOnDevice
+    from halfstep._autocast.kernels import PolicyOnDevice
     from halfstep._autocast.region import Region, Settings
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from halfstep._autocast.module_names import without_wrappers
+from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Cure

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep._autocast.module_names import without_wrappers
+from halfstep._autocast.modules import without_wrappers
 from halfstep._common.machine import rank
 from halfstep._diagnose import across_ranks, curing
 from halfstep._diagnose.blame import OUTSIDE, Blame, Blames, GradientPlace

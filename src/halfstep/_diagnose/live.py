@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.module_names import replicated
+from halfstep._autocast.modules import replicated
 from halfstep._common.force_eager import eager
 from halfstep._common.patches import Patches
 from halfstep._diagnose import across_ranks, curing

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.module_names import without_wrappers
+from halfstep._autocast.modules import without_wrappers
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Line, Operand

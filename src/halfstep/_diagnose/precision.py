@@ -12,11 +12,9 @@ from torch import nn
 
 from halfstep import _torch
 from halfstep._autocast import kernels
-from halfstep._autocast.module_names import matching
-from halfstep._autocast.named_modules import name_modules
+from halfstep._autocast.modules import Wrapped, matching, name_modules, unwrap
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, changed
-from halfstep._autocast.wrapping import Wrapped, unwrap
 from halfstep._common.patches import Patches
 
 

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.plans import PolicyOnDevice
+from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.rule import Rule
 from halfstep._common.force_eager import eager
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps

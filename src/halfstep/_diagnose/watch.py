@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.module_names import replicated
+from halfstep._autocast.modules import replicated
 from halfstep._common.patches import Patches
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.capture import Capture

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.module_names import replicated, without_wrappers
-from halfstep._autocast.plans import PolicyOnDevice
+from halfstep._autocast.kernels import PolicyOnDevice
+from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._autocast.rule import Rule
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.undo import Undo

@@ -12,9 +12,9 @@ from torch import nn
 
 from halfstep import _torch
 from halfstep._autocast.context import default_device
-from halfstep._autocast.named_modules import name_modules
-from halfstep._autocast.names import did_you_mean
+from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy
+from halfstep._autocast.rule import did_you_mean
 from halfstep._common.force_eager import eager
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._simulate import text

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep._autocast.kernels import observed_by
-from halfstep._autocast.module_names import without_wrappers
-from halfstep._autocast.plans import PolicyOnDevice
+from halfstep._autocast.kernels import PolicyOnDevice, observed_by
+from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Rule
 from halfstep._simulate.arithmetic import Arithmetic, Where

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from halfstep import _torch
-from halfstep._autocast.module_names import without_wrappers
+from halfstep._autocast.modules import without_wrappers
 from halfstep._trace.rows import grouped
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep import _torch
-from halfstep._autocast.plans import PolicyOnDevice
+from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.rule import Rule
 from halfstep._trace.modules import Call, RunningModules
 from halfstep._trace.rows import Phase, dtype_name

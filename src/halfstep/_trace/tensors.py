@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
-from halfstep._autocast.module_names import without_wrappers
+from halfstep._autocast.modules import without_wrappers
 from halfstep._trace.rows import Value, dtype_name
 
 

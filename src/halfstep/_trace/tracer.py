@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.plans import PolicyOnDevice
+from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.rule import Rule
 from halfstep._trace.clock import Clock
 from halfstep._trace.modules import RunningModules

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from halfstep._autocast import Policy, keep
-from halfstep._autocast.wrapping import Wrapped, unwrap
+from halfstep._autocast.modules import Wrapped, unwrap
 from halfstep._tune import plain, timing
 from halfstep._tune.passes import (
     Bench,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.module_names import replicated, without_wrappers
+from halfstep._autocast.modules import replicated, without_wrappers
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)``: calls the model, in whichever way, and returns a scalar."""

@@ -1,4 +1,4 @@
-"""Modules that run under other rules than what is around them.
+"""Modules that run under other rules than what is around them, and the names that find them.
 
 Such a module gets a class of the same name, derived from its own, whose ``forward`` looks up how to
 run. (Not a ``forward`` of the object itself: a replica or a copy would run that of the original.
@@ -7,16 +7,136 @@ Not hooks: these are called once the module's own have been, and stop ``torch.co
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatchcase
 from functools import cache
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
+from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
+from halfstep._autocast.rule import did_you_mean
+
+
+def keep(
+    model: nn.Module,
+    *patterns: str,
+    dtype: torch.dtype = torch.float32,
+    cast_back: bool = False,
+) -> Kept:
+    """Run modules in one dtype, also under autocast: for good, or as long as a block.
+
+    Their floating-point inputs are cast to ``dtype`` and autocast is off inside, for all of their
+    submodules too. Parameters, ``state_dict`` and the kind of the modules stay as they are. Works
+    inside ``torch.compile`` and activation checkpointing, in copies of the model and in threads.
+
+    Args:
+        model: The model; the patterns go by its names.
+        *patterns: Globs over the names of ``model.named_modules()``: ``"head"``, ``"*.norm"``; a
+            ``*`` stands for dots too.
+        dtype: A floating dtype, that of the modules' parameters.
+        cast_back: Cast outputs of ``dtype`` to that of the first floating-point input.
+
+    Returns:
+        What undoes it: ``keep(...).remove()``, or ``with keep(...):``.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``dtype`` no floating dtype.
+        ValueError: A pattern matches no module (the message names those like it), or the parameters
+            of a module have another dtype.
+
+    Sync: none.
+
+    Example:
+        >>> import halfstep
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> with halfstep.autocast("cpu", torch.bfloat16), keep(model, "1"):
+        ...     model(torch.ones(1, 4)).dtype
+        torch.float32
+        >>> with halfstep.autocast("cpu", torch.bfloat16):
+        ...     model(torch.ones(1, 4)).dtype
+        torch.bfloat16
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"keep({type(model).__name__}): pass the model and patterns of its names")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"keep(dtype={dtype!r}): pass a floating dtype, such as torch.float32")
+    if not patterns:
+        raise ValueError("keep(model): say which modules to keep, such as keep(model, '*.norm')")
+    modules: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        modules |= matching(model, pattern, "keep()")
+    for name, module in modules.items():
+        require_parameters(name, module, dtype)
+    return Kept(list(modules.values()), Island(dtype, cast_back))
+
+
+class Kept:
+    """Modules that are kept in one dtype until :meth:`remove`, or until the block is left."""
+
+    def __init__(self, modules: list[nn.Module], island: Island) -> None:
+        self._modules = modules
+        self._island = island
+        for module in modules:
+            wrapped = wrap(module)
+            wrapped._islands = (*wrapped._islands, island)
+
+    def remove(self) -> None:
+        """Let the modules run as autocast says again."""
+        for module in map(wrap, self._modules):
+            module._islands = tuple(each for each in module._islands if each is not self._island)
+            unwrap(module)
+        self._modules = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{len(self._modules)} modules kept in {self._island.dtype}>"
+
+
+# --- rules of a policy ----------------------------------------------------------------------------
+
+
+def name_modules(model: nn.Module | None, policy: Policy) -> None:
+    """Let the modules of ``model`` that ``policy`` has rules for look these up when they run.
+
+    Raises:
+        ValueError: There is no model, a rule is for no module of it, or the parameters of a module
+            that is to be an island have another dtype.
+        TypeError: ``model`` is something else.
+    """
+    if model is None:
+        rules = "; ".join(map(str, policy.module_rules))
+        raise ValueError(
+            f"the policy has rules for modules ({rules}): pass the model that has them, "
+            "autocast(..., module=model)"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"autocast(module={type(model).__name__}): pass the model")
+    for rule in policy.module_rules:
+        for name, module in matching(model, rule.module or "", f"policy rule {rule}").items():
+            if rule.is_for_whole_module and rule.action == "fp32":
+                require_parameters(name, module, torch.float32)
+            wrap(module)._path = name
+
+
+# --- wrapped modules ------------------------------------------------------------------------------
 
 
 class Island(NamedTuple):
@@ -165,3 +285,45 @@ def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None) -> Any:
     if isinstance(value, dict):
         return type(value)((key, _cast(item, dtype, only)) for key, item in value.items())
     return value
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+# What torch.compile, FSDP and checkpoint wrappers put into the names of modules.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+
+
+def without_wrappers(name: str) -> str:
+    """Return the name that a module has before it, or one around it, is wrapped."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """Return what data parallelism runs copies of; another module as it is."""
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
+def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]:
+    """Return the modules whose names in ``model`` are like ``pattern``, a glob.
+
+    Args:
+        model: The model; inside ``DistributedDataParallel``, what that wraps.
+        pattern: The glob; a ``*`` stands for dots too.
+        asker: What the error message begins with.
+
+    Raises:
+        ValueError: There is none; the message names those like it.
+    """
+    modules = replicated(model).named_modules(remove_duplicate=False)
+    names = {without_wrappers(name): module for name, module in modules if name}
+    found = {name: module for name, module in names.items() if fnmatchcase(name, pattern)}
+    if not found:
+        near = did_you_mean(pattern, names) or f"; its modules are {', '.join(list(names)[:8])}"
+        raise ValueError(
+            f"{asker}: no module of this {type(model).__name__} is named like {pattern!r}{near}"
+        )
+    return found
