@@ -1,8 +1,10 @@
 import asyncio
 import copy
 import pickle
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -545,3 +547,42 @@ def test_gradients_equal_those_of_casting_by_hand() -> None:
     expected = torch.autograd.grad(loss, (weight, x))
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
+
+
+# --- lightness ------------------------------------------------------------------------------------
+
+
+def calls_of_ours(function: Callable[[], object]) -> list[str]:
+    """Return the functions of halfstep that are called once all that is kept is kept."""
+    function()
+    function()
+    called: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and "/halfstep/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_a_context_takes_few_calls() -> None:
+    def enter() -> None:
+        with autocast("cpu", BF16):
+            pass
+
+    outermost = calls_of_ours(enter)
+    assert len(outermost) <= 16, outermost
+    with autocast("cpu", BF16):  # torch.compile need not be told again
+        assert len(calls_of_ours(enter)) <= len(outermost) - 5
+
+
+def test_an_op_with_a_small_weight_takes_few_calls() -> None:
+    x, weight = torch.ones(1, 2), nn.Parameter(torch.ones(2, 2))
+    with autocast("cpu", BF16):
+        called = calls_of_ours(lambda: F.linear(x, weight))
+    assert len(called) <= 6, called
