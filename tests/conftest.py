@@ -10,6 +10,42 @@ import torch
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
 
+# What `make quick` leaves out: most of the time of the suite, and little that the rest does not
+# touch. Modules that compile, start processes, or try very many cases.
+SLOW = (
+    "autocast/test_compile.py",
+    "autocast/test_gathered.py",
+    "autocast/test_op_coverage.py",
+    "autocast/test_op_lists.py",
+    "autocast/test_sharded.py",
+    "autocast/test_sharded_modules.py",
+    "autocast/test_tensor_parallel.py",
+    "autocast/test_weight_libraries.py",
+    "cli/test_cli.py",
+    "cli/test_run.py",
+    "cli/test_tune.py",
+    "demo/test_run.py",
+    "demo/test_train.py",
+    "diagnose/test_faults.py",
+    "diagnose/test_hard_cases.py",
+    "diagnose/test_ranks.py",
+    "diagnose/test_score.py",
+    "diagnose/test_sharded.py",
+    "diagnose/test_untouched.py",
+    "ranks/test_",
+    "record/test_damaged_fuzz.py",
+    "record/test_several.py",
+    "report/test_chromium.py",
+    "report/test_page_size.py",
+    "run/test_",
+    "scaler/test_scaler_compile.py",
+    "scaler/test_scaler_fuzz.py",
+    "test_distributed_examples.py",
+    "test_examples.py",
+    "test_imports.py",
+    "test_typing.py",
+)
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # the workers of pytest-xdist share the cores
@@ -18,6 +54,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = tuple(f"tests/{path}" for path in SLOW)
+    for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker("slow")
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
