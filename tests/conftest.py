@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -9,6 +10,8 @@ import torch
 
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
+
+TESTS = Path(__file__).parent
 
 # What `make quick` leaves out: most of the time of the suite, and little that the rest does not
 # touch. Modules that compile, start processes, or try very many cases.
@@ -53,10 +56,18 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("untimed")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # To import the slow modules, and what they need of PyTorch, takes seconds too.
+    return True if "not slow" in config.option.markexpr and _is_slow(collection_path) else None
+
+
+def _is_slow(path: Path) -> bool:
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix().startswith(SLOW)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    slow = tuple(f"tests/{path}" for path in SLOW)
     for item in items:
-        if item.nodeid.startswith(slow):
+        if _is_slow(item.path):
             item.add_marker("slow")
     if not torch.cuda.is_available():
         for item in items:

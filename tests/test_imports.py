@@ -18,7 +18,7 @@ import sys
 {code}
 names = set(sys.modules)
 rooms = {{name.split(".")[1] for name in names if name.startswith("halfstep.")}}
-heavy = names & {{"torch", "torch.distributed", "msgspec", "jinja2", "rich"}}
+heavy = names & {{"torch", "torch.distributed", "torch._dynamo", "msgspec", "jinja2", "rich"}}
 with open({path!r}, "w") as file:
     print(*sorted(rooms | heavy), file=file)
 """
@@ -46,6 +46,11 @@ def loaded_by(words: Iterable[object], folder: Path) -> set[str]:
 
 def test_halfstep_alone_loads_nothing(tmp_path: Path) -> None:
     assert loaded("import halfstep; dir(halfstep); hasattr(halfstep, 'x')", tmp_path) == set()
+
+
+def test_errors_need_no_pytorch(tmp_path: Path) -> None:
+    code = "import halfstep; halfstep.errors.RecordError; halfstep.CallOrderError"
+    assert loaded(code, tmp_path) == {"errors"}
 
 
 def test_a_training_loads_autocast_and_the_scaler_only(tmp_path: Path) -> None:

@@ -109,16 +109,6 @@ def test_without_rich_the_cure_is_named(tmp_path):
     )
 
 
-def test_importing_halfstep_loads_no_command_line():
-    script = (
-        "import sys, halfstep; "
-        "print([name for name in sys.modules "
-        "if name.startswith(('rich', 'halfstep._cli', 'halfstep._demo'))])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
 def test_the_installed_command_trains(tmp_path):
     command = Path(sys.executable).with_name("halfstep")
     done = subprocess.run(
