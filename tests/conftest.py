@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 
 # What `make quick` leaves out: most of the time of the suite, and little that the rest does not
-# touch. Modules that compile, start processes, or try very many cases.
+# touch: modules, and single tests, that compile, start processes, or try very many cases.
 SLOW = (
     "autocast/test_compile.py",
     "autocast/test_gathered.py",
+    "autocast/test_module_rules.py::test_compiled",
     "autocast/test_op_coverage.py",
     "autocast/test_op_lists.py",
     "autocast/test_sharded.py",
@@ -35,12 +36,15 @@ SLOW = (
     "diagnose/test_score.py",
     "diagnose/test_sharded.py",
     "diagnose/test_untouched.py",
+    "doctor/test_source.py::test_functions_that_call_each_other_end",
+    "doctor/test_source.py::test_there_is_no_false_alarm_in_our_own_code",
     "ranks/test_",
     "record/test_damaged_fuzz.py",
     "record/test_several.py",
     "report/test_chromium.py",
     "report/test_page_size.py",
     "run/test_",
+    "scaler/test_device_state.py::test_the_device_does_the_same_bit_for_bit",
     "scaler/test_scaler_compile.py",
     "scaler/test_scaler_fuzz.py",
     "test_distributed_examples.py",
@@ -58,16 +62,13 @@ def pytest_configure() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # To import the slow modules, and what they need of PyTorch, takes seconds too.
-    return True if "not slow" in config.option.markexpr and _is_slow(collection_path) else None
-
-
-def _is_slow(path: Path) -> bool:
-    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix().startswith(SLOW)
+    is_slow = collection_path.relative_to(TESTS).as_posix().startswith(SLOW)
+    return True if is_slow and "not slow" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if _is_slow(item.path):
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker("slow")
     if not torch.cuda.is_available():
         for item in items:
