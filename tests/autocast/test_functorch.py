@@ -258,7 +258,7 @@ def test_compiled() -> None:
 
 def test_outside_nothing_changes() -> None:
     code = (
-        "import torch, halfstep.casting as h\n"
+        "import torch, halfstep._autocast as h\n"
         "from torch.func import grad, vmap\n"
         "F = torch.nn.functional\n"
         "torch.manual_seed(0)\n"

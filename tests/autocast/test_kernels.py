@@ -414,7 +414,7 @@ def test_plain_autocast_is_unchanged_after_ours() -> None:
         )
     )
     code = (
-        "import torch, halfstep.casting as h\n"
+        "import torch, halfstep._autocast as h\n"
         "x = torch.arange(8.).reshape(2, 4).bfloat16() / 8\n"
         "w = torch.arange(16.).reshape(4, 4).requires_grad_()\n"
         "def run():\n"
@@ -448,7 +448,7 @@ def test_plain_autocast_is_unchanged_in_a_thread_while_ours_is_active() -> None:
 def test_nothing_is_registered_before_the_first_context() -> None:
     code = (
         "import torch, halfstep\n"
-        "import halfstep.casting as h, halfstep._autocast.kernels\n"
+        "import halfstep._autocast as h, halfstep._autocast.kernels\n"
         "dump = torch._C._dispatch_dump('aten::exp')\n"
         "h.autocast('cpu', enabled=False)\n"
         "print('AutocastCPU' in dump, 'AutocastCPU' in torch._C._dispatch_dump('aten::exp'))\n"
