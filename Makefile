@@ -8,7 +8,7 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test test-torch pytest check fuzz score test-gpu test-ranks bench clean
+.PHONY: help setup demo test quick test-torch pytest check fuzz score test-gpu test-ranks bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -29,6 +29,9 @@ check: $(READY)  ## lint, format and types
 
 test: check  ## check, then all tests that need no GPU
 	@$(MAKE) --no-print-directory pytest
+
+quick: check  ## check, then the tests that find most in a minute and a half
+	$(BIN)/pytest -n $(JOBS) -m "not gpu and not slow" $(ARGS)
 
 test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python3.13]
 	@$(MAKE) --no-print-directory pytest OTHER_TORCH=$(TORCH) \

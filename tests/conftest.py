@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
@@ -10,6 +11,48 @@ import torch
 if TYPE_CHECKING:
     from tests.ranks.pool import Pool
 
+TESTS = Path(__file__).parent
+
+# What `make quick` leaves out: most of the time of the suite, and little that the rest does not
+# touch: modules, and single tests, that compile, start processes, or try very many cases.
+SLOW = (
+    "autocast/test_compile.py",
+    "autocast/test_gathered.py",
+    "autocast/test_module_rules.py::test_compiled",
+    "autocast/test_op_coverage.py",
+    "autocast/test_op_lists.py",
+    "autocast/test_sharded.py",
+    "autocast/test_sharded_modules.py",
+    "autocast/test_tensor_parallel.py",
+    "autocast/test_weight_libraries.py",
+    "cli/test_cli.py",
+    "cli/test_run.py",
+    "cli/test_tune.py",
+    "demo/test_run.py",
+    "demo/test_train.py",
+    "diagnose/test_faults.py",
+    "diagnose/test_hard_cases.py",
+    "diagnose/test_ranks.py",
+    "diagnose/test_score.py",
+    "diagnose/test_sharded.py",
+    "diagnose/test_untouched.py",
+    "doctor/test_source.py::test_functions_that_call_each_other_end",
+    "doctor/test_source.py::test_there_is_no_false_alarm_in_our_own_code",
+    "ranks/test_",
+    "record/test_damaged_fuzz.py",
+    "record/test_several.py",
+    "report/test_chromium.py",
+    "report/test_page_size.py",
+    "run/test_",
+    "scaler/test_device_state.py::test_the_device_does_the_same_bit_for_bit",
+    "scaler/test_scaler_compile.py",
+    "scaler/test_scaler_fuzz.py",
+    "test_distributed_examples.py",
+    "test_examples.py",
+    "test_imports.py",
+    "test_typing.py",
+)
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # the workers of pytest-xdist share the cores
@@ -17,7 +60,16 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("untimed")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # To import the slow modules, and what they need of PyTorch, takes seconds too.
+    is_slow = collection_path.relative_to(TESTS).as_posix().startswith(SLOW)
+    return True if is_slow and "not slow" in config.option.markexpr else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+            item.add_marker("slow")
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

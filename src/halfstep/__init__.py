@@ -8,28 +8,82 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from halfstep._public import *  # noqa: F403
+if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
+    from torch.amp import is_autocast_available as is_autocast_available
+
+    from halfstep import errors as errors
+    from halfstep import sinks as sinks
+    from halfstep._autocast.context import autocast as autocast
+    from halfstep._autocast.custom_function import custom_bwd as custom_bwd
+    from halfstep._autocast.custom_function import custom_fwd as custom_fwd
+    from halfstep._autocast.modules import keep as keep
+    from halfstep._autocast.policy import Policy as Policy
+    from halfstep._autocast.policy import preset as preset
+    from halfstep._autocast.rule import Rule as Rule
+    from halfstep._autocast.weight_cache import hold_casts as hold_casts
+    from halfstep._diagnose.diagnose import diagnose as diagnose
+    from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
+    from halfstep._doctor.checkup import doctor as doctor
+    from halfstep._record.record import record as record
+    from halfstep._scaler.outcomes.outcome import Outcome as Outcome
+    from halfstep._scaler.scale.rules import Dynamic as Dynamic
+    from halfstep._scaler.scale.rules import LogMax as LogMax
+    from halfstep._scaler.scale.rules import Static as Static
+    from halfstep._scaler.scale.state import Reason as Reason
+    from halfstep._scaler.scaler import GradScaler as GradScaler
+    from halfstep._simulate.simulate import simulate as simulate
+    from halfstep._trace.trace import trace as trace
+    from halfstep._tune.check import self_check as self_check
+    from halfstep._tune.tuner import tune as tune
+    from halfstep.errors import CallOrderError as CallOrderError
 
 __version__ = "0.1.0.dev0"
 
+_MODULES = {
+    "CallOrderError": "halfstep.errors",
+    "Diagnosis": "halfstep._diagnose.diagnosis",
+    "Dynamic": "halfstep._scaler.scale.rules",
+    "GradScaler": "halfstep._scaler.scaler",
+    "LogMax": "halfstep._scaler.scale.rules",
+    "Outcome": "halfstep._scaler.outcomes.outcome",
+    "Policy": "halfstep._autocast.policy",
+    "Reason": "halfstep._scaler.scale.state",
+    "Rule": "halfstep._autocast.rule",
+    "Static": "halfstep._scaler.scale.rules",
+    "autocast": "halfstep._autocast.context",
+    "custom_bwd": "halfstep._autocast.custom_function",
+    "custom_fwd": "halfstep._autocast.custom_function",
+    "diagnose": "halfstep._diagnose.diagnose",
+    "doctor": "halfstep._doctor.checkup",
+    "hold_casts": "halfstep._autocast.weight_cache",
+    "is_autocast_available": "torch.amp",
+    "keep": "halfstep._autocast.modules",
+    "preset": "halfstep._autocast.policy",
+    "record": "halfstep._record.record",
+    "self_check": "halfstep._tune.check",
+    "simulate": "halfstep._simulate.simulate",
+    "trace": "halfstep._trace.trace",
+    "tune": "halfstep._tune.tuner",
+}
+"""The public names, and where each comes from."""
 
-def __getattr__(name: str) -> Any:
-    """Import all public names, and with them PyTorch, when the first of them is asked for.
+if not TYPE_CHECKING:  # which know the names from above
+    __all__ = ["__version__", *_MODULES]
 
-    So the command line runs before PyTorch is imported, which takes seconds.
-    """
-    if name == "__all__" or not name.startswith("_"):
-        public = import_module("halfstep._public")
-        if hasattr(public, "__all__"):  # else it is being imported
-            names = {each: getattr(public, each) for each in public.__all__}
-            globals().update(names, __all__=["__version__", *names])
-    try:
-        return globals()[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first asked for, and nothing that it does not need.
+
+        PyTorch takes seconds, which reading a record does not; nor does a training that uses
+        autocast import doctor and tune.
+        """
+        if name in ("errors", "sinks"):
+            return import_module(f"halfstep.{name}")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:
     """Return the public names."""
-    return sorted(__getattr__("__all__"))
+    return sorted(["__version__", *_MODULES])

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -11,11 +11,23 @@ from halfstep._autocast.context import autocast, default_device
 from halfstep._autocast.region import Region, Settings, current_settings, in_graph
 from halfstep.errors import CallOrderError
 
-_Method = Callable[..., Any]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@overload
+def custom_fwd(
+    fwd: None = None, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> Callable[[_Method], _Method]: ...
+
+
+@overload
+def custom_fwd(
+    fwd: _Method, *, device_type: str | None = None, cast_inputs: torch.dtype | None = None
+) -> _Method: ...
 
 
 def custom_fwd(
-    fwd: _Method | None = None,
+    fwd: Callable[..., Any] | None = None,
     *,
     device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
@@ -68,7 +80,17 @@ def custom_fwd(
     return forward
 
 
-def custom_bwd(bwd: _Method | None = None, *, device_type: str | None = None) -> Any:
+@overload
+def custom_bwd(
+    bwd: None = None, *, device_type: str | None = None
+) -> Callable[[_Method], _Method]: ...
+
+
+@overload
+def custom_bwd(bwd: _Method, *, device_type: str | None = None) -> _Method: ...
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
     """Decorate the ``backward`` that goes with a :func:`custom_fwd`.
 
     ``backward`` runs under the autocast, and the policy, that ``forward`` ran under.

@@ -1,8 +1,9 @@
 """The ``halfstep`` command.
 
 Each subcommand is a module of this package with ``add_parser(subcommands)``; it sets the default
-``run``, a function from the parsed arguments to the exit code. To add one, add it to
-``_build_parser``. They are imported, and PyTorch with them, when ``main`` is called.
+``run``, a function from the parsed arguments to the exit code, and imports what it needs in that
+function. To add a subcommand, add it to ``_build_parser``. ``--help`` loads no PyTorch, nor do the
+commands that read a record.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from halfstep import __version__
 from halfstep._cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, ending_at_interrupts
 from halfstep._common.text import printable
 
+_WITHOUT_PYTORCH = ("watch", "report", "check")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
@@ -25,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; those of the process when left out.
     """
     words = sys.argv[1:] if argv is None else argv
-    # What a script raises is Python's to show, and what its Ctrl-C does; it owns its streams too.
+    # A script's errors and its Ctrl-C are left to Python, and its streams to the script.
     is_script = words[:1] == ["run"]
     with ending_at_interrupts(by_signal=is_script):
         parser = _build_parser()
@@ -34,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if function is None:
             parser.print_help()
             return EXIT_USAGE
-        import torch  # noqa: F401 - all of them need it
+        if arguments.command not in _WITHOUT_PYTORCH:
+            import torch  # noqa: F401 - here, where Ctrl-C ends the import cleanly
     try:
         code = function(arguments)
         if not (is_script or sys.stdout is None):
@@ -47,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_script:
             raise
         if sys.stdout is not None:
-            # Nobody reads the output any more (`| head -1`), or there is no room for it.
+            # The reader of a pipe has gone (`| head -1`), or the disk is full.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with words from outside, whatever they are."""
+    """An argument parser whose errors are safe to print, whatever the arguments hold."""
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

@@ -1,4 +1,4 @@
-"""How a subcommand ends when it does not end well."""
+"""Exit codes, errors for the user, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 
 class CommandError(Exception):
-    """One line for the user: what is wrong and what to do. Printed without a traceback."""
+    """One line for the user: what is wrong and what to do; printed without a traceback."""
 
 
 def require_rich() -> None:
-    """Look whether rich is there.
+    """Raise an error if rich is not installed.
 
     Raises:
         CommandError: It is not.
@@ -35,11 +35,11 @@ def require_rich() -> None:
 def ending_at_interrupts(*, by_signal: bool) -> Iterator[None]:
     """Let Ctrl-C end this process in the block, at once and without a traceback.
 
-    PyTorch takes seconds to import, and what it imports turns a KeyboardInterrupt into errors.
+    PyTorch takes seconds to import, and its dependencies turn a KeyboardInterrupt into errors.
 
     Args:
-        by_signal: End as a process does that does not handle SIGINT, which a shell reports as 130,
-            and not with that exit code.
+        by_signal: End by the signal, as a process that does not handle SIGINT; a shell reports 130
+            for it as well. Otherwise exit with 130.
     """
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

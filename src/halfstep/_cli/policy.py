@@ -1,4 +1,4 @@
-"""``halfstep policy``: look at policies, compare them, check files."""
+"""``halfstep policy``: show and compare policies, and check files."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def read_policy(text: str) -> Policy:
     """Return the policy in a file, of a preset, or of a text.
 
     Raises:
-        CommandError: It is none.
+        CommandError: The text names no policy.
     """
-    from halfstep import Policy  # imports PyTorch: not for --help
+    from halfstep import Policy
 
     path = Path(text)
     try:

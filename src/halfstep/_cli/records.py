@@ -1,4 +1,4 @@
-"""Where the record of a run is, and how it is read, for the commands that look at one."""
+"""The record that a command is about."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RUN_HELP = f"folder of the record; left out, the newest under {RUNS}/"
 
 
 def run_at(path: Path | None) -> Run:
-    """Read the record in a folder, or the newest under ``runs/``, which is said on stderr.
+    """Read the record in a folder, or the newest under ``runs/``, whose path goes to stderr.
 
     Raises:
-        CommandError: There is none, it cannot be read, or it holds no steps.
+        CommandError: There is no record, it cannot be read, or it holds no steps.
     """
     from halfstep._record.reading import read_run
-    from halfstep.errors import RecordError  # imports PyTorch: not for --help
+    from halfstep.errors import RecordError
 
     if path is None:
         path = newest_in(RUNS)

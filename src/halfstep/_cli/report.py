@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._cli.exits import CommandError
+from halfstep._cli.exits import CommandError, ending_at_interrupts
 from halfstep._cli.records import RUN_HELP, run_at
 from halfstep._common.text import printable, tell
 
@@ -55,56 +55,61 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
     run = run_at(arguments.run_path)
-    if arguments.against is None:
-        _report(run, arguments)
+    against = None if arguments.against is None else run_at(arguments.against)
+    with ending_at_interrupts(by_signal=False):  # PyTorch may be imported, to check a cure
+        text, page = (
+            _about(run, arguments) if against is None else _against(run, against, arguments)
+        )
+    if arguments.json:
+        print(text)  # as it is, or it would not be JSON
     else:
-        _compare(run, run_at(arguments.against), arguments)
+        tell(text)
+    if page is not None:
+        name = "report.html" if against is None else "comparison.html"
+        print(_written(arguments.output or run.path / name, page))
     return 0
 
 
-def _report(run: Run, arguments: argparse.Namespace) -> None:
+def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
+    """Return what to print on a run, and its page, None if none is asked for."""
     from halfstep._report import plain
     from halfstep._report.sentences import sentences
     from halfstep._report.summarizing import summarize
 
     summary = summarize(run)
     if arguments.json:
-        _print_json(plain.summary_json(summary))
-    elif arguments.md:
-        tell(plain.summary_markdown(summary))
-    else:
-        from halfstep._report.page import render
+        return _json(plain.summary_json(summary)), None
+    if arguments.md:
+        return plain.summary_markdown(summary), None
+    from halfstep._report.page import render
 
-        for sentence in sentences(summary):
-            print(printable(f"{sentence.severity}: {sentence.text}"))
-        page = render(summary, run)
-        print(_written(arguments.output or run.path / "report.html", page))
+    lines = [f"{sentence.severity}: {sentence.text}" for sentence in sentences(summary)]
+    return "\n".join(lines), render(summary, run)
 
 
-def _compare(first: Run, second: Run, arguments: argparse.Namespace) -> None:
+def _against(first: Run, second: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
+    """Return what to print on two runs, and the page on both, None if none is asked for."""
     from halfstep._report import plain
     from halfstep._report.comparison import compare
     from halfstep._report.summarizing import summarize
 
     comparison = compare(summarize(first), summarize(second))
     if arguments.json:
-        _print_json(plain.comparison_json(comparison))
-    elif arguments.md:
-        tell(plain.comparison_markdown(comparison))
-    else:
-        from halfstep._report.page import render_comparison
+        return _json(plain.comparison_json(comparison)), None
+    if arguments.md:
+        return plain.comparison_markdown(comparison), None
+    from halfstep._report.page import render_comparison
 
-        page = render_comparison(comparison, first, second)
-        path = _written(arguments.output or first.path / "comparison.html", page)
-        tell(plain.comparison_text(comparison) + f"\n\n{path}")
+    text = plain.comparison_text(comparison) + "\n"
+    return text, render_comparison(comparison, first, second)
 
 
-def _print_json(values: dict[str, Any]) -> None:
-    print(json.dumps(values, allow_nan=False, indent=1))
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False, indent=1)
 
 
 def _written(path: Path, page: str) -> str:
-    """Write a page in the place of what has its name; of a link, not of what it leads to."""
+    """Write a page, replacing a file of that name; a link is replaced, not its target."""
     try:
         if path.exists() and not path.is_file():  # /dev/stdout, a pipe
             path.write_text(page, encoding="utf-8", errors="replace")

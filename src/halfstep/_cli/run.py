@@ -87,7 +87,7 @@ def add_parser(subcommands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the target. What it raises, SystemExit and KeyboardInterrupt too, passes through."""
+    """Run the target; its exceptions, SystemExit and KeyboardInterrupt too, pass through."""
     with ending_at_interrupts(by_signal=True):
         session = _prepare(arguments)
     if session is None:
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> Session | None:
-    """Return what runs the target, None if there is no target."""
+    """Return the session that runs the target; None, with the help printed, if none is given."""
     words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
     if not words:
         arguments.print_help()

@@ -121,7 +121,7 @@ def _function(target: str) -> Callable[[], Any]:
     """Return the function that a target names.
 
     Raises:
-        CommandError: There is none.
+        CommandError: There is no such function.
     """
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
@@ -142,7 +142,7 @@ def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise CommandError(f"{path}: there is no such file")
     sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
-    # Not by its own name, which may be that of another module.
+    # Under a name of ours: its own may be that of another module.
     spec = importlib.util.spec_from_file_location("_halfstep_target", path)
     assert spec is not None
     assert spec.loader is not None
@@ -163,7 +163,7 @@ def _module(name: str) -> ModuleType:
             raise CommandError(
                 f"there is no module {error.name!r} here; for a file write {name}.py:function"
             ) from None
-        raise  # what it imports is missing
+        raise  # an import inside the module failed
 
 
 def _is_own(value: object, module: ModuleType) -> bool:
@@ -171,10 +171,10 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """Call the function.
+    """Call the function, and return its model, batches and loss function.
 
     Raises:
-        CommandError: What it returns cannot be tuned.
+        CommandError: Its result cannot be tuned.
     """
     from halfstep._tune.task import Task
     from halfstep._tune.tuner import require_batches

@@ -74,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
             _watch(path, every)
     except RecordError as error:
         raise CommandError(str(error)) from None
-    except BrokenPipeError:  # `| head` has seen enough; nor can Python flush what is left
+    except (
+        BrokenPipeError
+    ):  # `| head` has ended; Python must not flush the rest into the closed pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

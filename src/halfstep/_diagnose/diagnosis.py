@@ -6,10 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
-import torch
-
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._trace.rows import Phase
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
 """Why: see :class:`Diagnosis`."""
@@ -100,7 +100,7 @@ class BadOp:
         """Whether a float32 would hold what it returns, and its dtype does not."""
         if self.needs is None or self.limit is None:
             return False
-        return self.limit < self.needs < torch.finfo(torch.float32).max
+        return self.limit < self.needs < _LARGEST_FLOAT32
 
 
 @dataclass(frozen=True)

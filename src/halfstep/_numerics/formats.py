@@ -1,15 +1,18 @@
 """The formats that values are judged by: where each ends, above and below.
 
 Sources: IEEE 754-2019 (binary16); P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
-arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in casts of PyTorch.
+arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in casts of PyTorch. The
+limits are computed from the layouts, so that reading a record needs no PyTorch.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Format:
 
     Attributes:
         name: What the record calls it.
-        dtype: PyTorch's dtype.
+        dtype_name: What PyTorch calls it, ``"float16"``.
         largest: The largest finite value.
         smallest_normal: The smallest value with full precision.
         smallest_subnormal: The smallest value above zero.
@@ -26,11 +29,20 @@ class Format:
     """
 
     name: str
-    dtype: torch.dtype
+    dtype_name: str
     largest: float
     smallest_normal: float
     smallest_subnormal: float
     last_held: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """PyTorch's dtype."""
+        import torch
+
+        found = getattr(torch, self.dtype_name)
+        assert isinstance(found, torch.dtype)
+        return found
 
     @property
     def flushed_below(self) -> float:
@@ -38,30 +50,37 @@ class Format:
         return self.smallest_subnormal / 2
 
 
-def _format(name: str, dtype: torch.dtype, *, has_inf: bool = True) -> Format:
-    info = torch.finfo(dtype)
-    subnormal = info.smallest_normal * info.eps
+def _format(
+    name: str, dtype_name: str, largest: float, first: int, digits: int, *, has_inf: bool = True
+) -> Format:
+    """Return a format.
+
+    Args:
+        name: What the record calls it.
+        dtype_name: What PyTorch calls it.
+        largest: The largest finite value.
+        first: The exponent of the smallest normal value.
+        digits: The stored bits of the significand.
+        has_inf: Whether it has inf.
+    """
+    last = math.floor(math.log2(largest))
     # Halfway to the value that would come next. With inf that tie is rounded to inf, since the
     # largest finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
-    ulp = info.eps * 2.0 ** math.floor(math.log2(info.max))
-    tie = info.max + ulp / 2
-    last_held = math.nextafter(tie, 0.0) if has_inf else tie
-    in_float32 = torch.tensor(last_held, dtype=torch.float64).float()
-    if in_float32.double() > last_held:
-        in_float32 = torch.nextafter(in_float32, torch.tensor(0.0))
-    return Format(name, dtype, info.max, info.smallest_normal, subnormal, in_float32.item())
+    tie = largest + 2.0 ** (last - digits) / 2
+    last_held = tie - 2.0 ** (last - 23) if has_inf else tie
+    return Format(name, dtype_name, largest, 2.0**first, 2.0 ** (first - digits), last_held)
 
 
 FORMATS = {
     format.name: format
     for format in (
-        _format("fp16", torch.float16),
-        _format("bf16", torch.bfloat16),
-        _format("e4m3", torch.float8_e4m3fn, has_inf=False),
-        _format("e5m2", torch.float8_e5m2),
+        _format("fp16", "float16", 65504.0, -14, 10),
+        _format("bf16", "bfloat16", (2 - 2**-7) * 2.0**127, -126, 7),
+        _format("e4m3", "float8_e4m3fn", 448.0, -6, 3, has_inf=False),
+        _format("e5m2", "float8_e5m2", 57344.0, -14, 2),
     )
 }
 """The formats by the names that the record gives them."""
 
-FORMATS_BY_DTYPE = {str(format.dtype).removeprefix("torch."): format for format in FORMATS.values()}
+FORMATS_BY_DTYPE = {format.dtype_name: format for format in FORMATS.values()}
 """The same by the names of their dtypes, such as ``"float16"``."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from halfstep._autocast.policy import Policy
 from halfstep._common import numbers
 from halfstep._record.run import Kind
 from halfstep._report.summary import Layer, PolicyInForce, Summary
@@ -162,6 +161,8 @@ def _policy_difference(first: Summary, second: Summary) -> str:
     mine, its = _policy(first), _policy(second)
     if mine is None or its is None or mine.text == its.text:
         return "" if (mine and mine.text) == (its and its.text) else _lines(mine, its)
+    from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
+
     try:
         difference = str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
     except ValueError:  # rules of another version: the texts have to do

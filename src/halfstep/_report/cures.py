@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
-from halfstep._autocast import Policy
 from halfstep._common.text import Code
 from halfstep._report.summary import Summary
 
 
 def island(module: str | None, summary: Summary) -> Code | None:
     """Return the call that keeps a module in float32; None if no rule can name it."""
+    from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
+
     policy = summary.policies[-1].text if summary.policies else "standard"
     text = f"{policy}; @{module}:fp32"
     # A second model has names with its number, which are not in it.

@@ -9,9 +9,8 @@ from typing import NamedTuple
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Action, Rule
 from halfstep._trace.dataflow import Dataflow
-from halfstep._trace.modules import folded, pattern
 from halfstep._trace.prediction import Prediction
-from halfstep._trace.rows import Row, grouped, is_lower
+from halfstep._trace.rows import Row, folded, grouped, is_lower, pattern
 
 # A model has them everywhere: a rule for all of them is to be good for each.
 _GENERIC = ("add", "sub", "mul", "div")

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 
 from halfstep._trace.findings import Finding
-from halfstep._trace.modules import folded
-from halfstep._trace.rows import Row, Value, grouped, is_lower, short
+from halfstep._trace.rows import Row, Value, folded, grouped, is_lower, short
 
 MULTIPLE = 8
 """What the dimensions of a product in two-byte dtypes are to be multiples of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from torch.nn.modules.module import (
 
 from halfstep import _torch
 from halfstep._autocast.modules import without_wrappers
-from halfstep._trace.rows import grouped
 
 
 class Call(NamedTuple):
@@ -103,14 +102,3 @@ class RunningModules:
         if any(running is module for running, _ in calls):
             while calls.pop()[0] is not module:
                 pass
-
-
-def pattern(module: str) -> str:
-    """Return the glob that a path shares with those that differ from it in an index only."""
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
-
-
-def folded(modules: Iterable[str]) -> list[str]:
-    """Return paths, with one glob for those that differ in an index only."""
-    alike = grouped(dict.fromkeys(modules), pattern)
-    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from halfstep._common.json import decoded
-from halfstep._trace import comparison, search, table
+from halfstep._trace import comparison, table
 from halfstep._trace.comparison import TraceDiff
 from halfstep._trace.findings import Waste
 from halfstep._trace.rows import Row
@@ -121,4 +121,6 @@ class Recording:
 
         A sequence of findings, the most bytes first; it prints as text.
         """
+        from halfstep._trace import search  # PyTorch, which nothing else here needs
+
         return search.find(self.ops, self.environment.get("policy", "standard"))

@@ -1,23 +1,26 @@
-"""One op that ran, as plain data: no tensors, nothing that knows PyTorch's dispatcher."""
+"""One op that ran, as plain data, which is read without PyTorch."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 
-import torch
 from msgspec import Meta
 
 from halfstep._common.json import Count
 
+if TYPE_CHECKING:
+    import torch
+
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
-_DTYPES = "|".join(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+_DTYPES = r"bool|bits\d+(x\d+)?|q?u?int\d+(x\d+)?|b?float\d+(_[a-z0-9]+)*|complex\d+"
 Dtype: TypeAlias = Annotated[str, Meta(pattern=f"^({_DTYPES})$")]
-"""The name of a dtype of this PyTorch, ``"bfloat16"``."""
+"""The name of a dtype of PyTorch, of this version or another, ``"bfloat16"``."""
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -193,6 +196,17 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
     return groups
 
 
+def pattern(module: str) -> str:
+    """Return the glob that a path shares with those that differ from it in an index only."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def folded(modules: Iterable[str]) -> list[str]:
+    """Return paths, with one glob for those that differ in an index only."""
+    alike = grouped(dict.fromkeys(modules), pattern)
+    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]
+
+
 # --- dtypes by name -------------------------------------------------------------------------------
 
 
@@ -203,7 +217,7 @@ def short(dtype: str) -> str:
 
 def is_float(dtype: str) -> bool:
     """Say whether a dtype is real floating point."""
-    return bool(dtype) and _dtype(dtype).is_floating_point
+    return dtype.startswith(("float", "bfloat"))
 
 
 def is_lower(dtype: str) -> bool:
@@ -213,7 +227,8 @@ def is_lower(dtype: str) -> bool:
 
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element."""
-    return _dtype(dtype).itemsize
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits[0]) // 8, 1) if bits else 1  # "bool"; several of "int4" share a byte
 
 
 def cast_bytes(shape: tuple[int, ...], source: str, to: str) -> int:
@@ -225,15 +240,15 @@ def promoted(values: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """Return the dtype in which PyTorch computes with floating tensors of these dtypes and shapes.
 
     Empty if none of them is floating. A tensor without dimensions does not widen one with some.
+    PyTorch promotes no float8; the ops that take one with others compute in the wider dtype.
     """
     floats = [(dtype, shape) for dtype, shape in values if is_float(dtype)]
     deciding = [dtype for dtype, shape in floats if shape] or [dtype for dtype, _ in floats]
     if not deciding:
         return ""
-    found = _dtype(deciding[0])
-    for dtype in deciding[1:]:
-        found = torch.promote_types(found, _dtype(dtype))
-    return dtype_name(found)
+    widest = max(map(itemsize, deciding))
+    found = {dtype for dtype in deciding if itemsize(dtype) == widest}
+    return found.pop() if len(found) == 1 else "float32"  # float16 and bfloat16
 
 
 def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
@@ -251,9 +266,3 @@ def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found

@@ -12,9 +12,8 @@ from halfstep._trace.cures import Cure, Cures, use
 from halfstep._trace.dataflow import Dataflow
 from halfstep._trace.dimensions import odd_dimensions
 from halfstep._trace.findings import Finding, Kind, Waste
-from halfstep._trace.modules import pattern
 from halfstep._trace.prediction import Prediction, is_small
-from halfstep._trace.rows import Cast, Row, grouped, is_lower, short
+from halfstep._trace.rows import Cast, Row, grouped, is_lower, pattern, short
 from halfstep._trace.table import bytes_text, seconds_text
 
 # Matrix products, which are why one lowers at all.

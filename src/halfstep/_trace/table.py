@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from halfstep._trace.modules import folded, pattern
-from halfstep._trace.rows import PHASES, Phase, Row, grouped, short
+from halfstep._trace.rows import PHASES, Phase, Row, folded, grouped, pattern, short
 
 _HEAD = ("op", "n", "inputs", "compute", "rule", "bytes", "time")
 _LONGEST_OP, _LONGEST_RULE = 32, 26

@@ -1,0 +1,105 @@
+"""Which rooms of halfstep, and which heavy libraries, are loaded for what is asked for."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from tests.report import records
+
+import halfstep
+
+# To a file: a command prints to stdout itself.
+LOADED = """
+import sys
+{code}
+names = set(sys.modules)
+rooms = {{name.split(".")[1] for name in names if name.startswith("halfstep.")}}
+heavy = names & {{"torch", "torch.distributed", "torch._dynamo", "msgspec", "jinja2", "rich"}}
+with open({path!r}, "w") as file:
+    print(*sorted(rooms | heavy), file=file)
+"""
+COMMAND = """
+from halfstep._cli import main
+try:
+    main({words!r})
+except SystemExit as ended:
+    assert ended.code == 0, ended.code
+"""
+
+
+def loaded(code: str, folder: Path) -> set[str]:
+    """Return the rooms and libraries that a fresh interpreter has loaded after running code."""
+    path = folder / "loaded.txt"
+    script = LOADED.format(code=code, path=str(path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(path.read_text().split())
+
+
+def loaded_by(words: Iterable[object], folder: Path) -> set[str]:
+    return loaded(COMMAND.format(words=[str(word) for word in words]), folder)
+
+
+def test_halfstep_alone_loads_nothing(tmp_path: Path) -> None:
+    assert loaded("import halfstep; dir(halfstep); hasattr(halfstep, 'x')", tmp_path) == set()
+
+
+def test_errors_need_no_pytorch(tmp_path: Path) -> None:
+    code = "import halfstep; halfstep.errors.RecordError; halfstep.CallOrderError"
+    assert loaded(code, tmp_path) == {"errors"}
+
+
+def test_a_training_loads_autocast_and_the_scaler_only(tmp_path: Path) -> None:
+    found = loaded("from halfstep import GradScaler, autocast", tmp_path)
+    rooms = {"_autocast", "_common", "_scaler", "_torch", "errors"}
+    assert found == {*rooms, "torch", "torch.distributed"}
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["run", "--help"], ["report", "--help"], ["tune", "-h"]]
+)
+def test_help_loads_the_command_line_only(words: list[str], tmp_path: Path) -> None:
+    assert loaded_by(words, tmp_path) == {"_cli", "_common", "_record", "errors", "msgspec"}
+
+
+READING = {"_cli", "_common", "_diagnose", "_numerics", "_record", "_report", "_trace", "errors"}
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        (["report"], {"jinja2"}),
+        (["report", "--md"], set()),
+        (["check"], set()),
+        (["watch", "--once"], {"_watch", "rich"}),
+    ],
+)
+def test_a_record_is_read_without_pytorch(words: list[str], more: set[str], tmp_path: Path) -> None:
+    folder = records.healthy(tmp_path)
+    assert loaded_by([*words, folder], tmp_path) == {*READING, "msgspec", *more}
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    """The imports under ``TYPE_CHECKING`` are those that Python makes."""
+    tree = ast.parse(inspect.getsource(halfstep))
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    told = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name
+    }
+    for module in ("errors", "sinks"):
+        assert told.pop(module) == "halfstep"
+        assert getattr(halfstep, module).__name__ == f"halfstep.{module}"
+    assert told == halfstep._MODULES
+    assert halfstep.__all__ == ["__version__", *sorted(told)]

@@ -1,0 +1,117 @@
+"""A script that uses every public name, for type checkers; it is never run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import (
+    CallOrderError,
+    Diagnosis,
+    Dynamic,
+    GradScaler,
+    LogMax,
+    Outcome,
+    Policy,
+    Reason,
+    Rule,
+    Static,
+    __version__,
+    autocast,
+    custom_bwd,
+    custom_fwd,
+    diagnose,
+    doctor,
+    hold_casts,
+    is_autocast_available,
+    keep,
+    preset,
+    record,
+    self_check,
+    simulate,
+    trace,
+    tune,
+)
+
+NAMES = (
+    CallOrderError,
+    Diagnosis,
+    Dynamic,
+    GradScaler,
+    LogMax,
+    Outcome,
+    Policy,
+    Reason,
+    Rule,
+    Static,
+    __version__,
+    autocast,
+    custom_bwd,
+    custom_fwd,
+    diagnose,
+    doctor,
+    hold_casts,
+    is_autocast_available,
+    keep,
+    preset,
+    record,
+    self_check,
+    simulate,
+    trace,
+    tune,
+)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch).sum()
+    return loss
+
+
+def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = halfstep.Dynamic(2.0**10), halfstep.LogMax(), halfstep.Static()
+    scaler: GradScaler = halfstep.GradScaler("cpu", rule=rules[0])
+    policy: halfstep.Policy = halfstep.preset("standard")
+    rule = halfstep.Rule("softmax", "lower", dtype=torch.bfloat16)
+    with halfstep.record(folder, model, scaler), halfstep.hold_casts(model):
+        for batch in batches:
+            with halfstep.autocast("cpu", torch.float16, policy=policy):
+                loss = loss_of(model, batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    outcome: halfstep.Outcome = scaler.outcome(optimizer)
+    is_overflow = outcome.reason is halfstep.Reason.OVERFLOW
+    print(halfstep.__version__, rule, is_overflow, halfstep.is_autocast_available("cpu"))
+    return outcome.norm
+
+
+def look(model: nn.Module, batch: Tensor) -> str:
+    with halfstep.trace(model) as seen, halfstep.autocast("cpu", torch.bfloat16):
+        model(batch)
+    with halfstep.keep(model, "*.norm"), halfstep.simulate(model, torch.float16):
+        found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
+    checkup = halfstep.doctor(model)
+    check = halfstep.self_check(model, batch, loss_of)
+    tuned = halfstep.tune(model, [batch], loss_of)
+    return "\n".join([seen.table(), found.to_json(), str(checkup), str(check), str(tuned.policy)])
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    @halfstep.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    @halfstep.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0] * 2
+
+
+try:
+    print(look(nn.Linear(1, 1), torch.ones(1, 1)))
+except (halfstep.CallOrderError, halfstep.errors.RecordError) as error:
+    print(error)
