@@ -10,7 +10,7 @@ import pytest
 from tests.report import records
 
 from halfstep._cli import main
-from halfstep._record.lines import file_of
+from halfstep._record.files import file_of
 
 
 @pytest.fixture(autouse=True)

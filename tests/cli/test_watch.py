@@ -12,7 +12,7 @@ import pytest
 from tests.record import events
 
 from halfstep._cli import main
-from halfstep._record.lines import file_of
+from halfstep._record.files import file_of
 from halfstep._watch import loop
 
 COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]

@@ -9,12 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from halfstep._demo.chart import draw_chart, round_step
-from halfstep._demo.machine import Machine
-from halfstep._demo.results import Results
+from halfstep._demo.corpus import Corpus
+from halfstep._demo.results import Machine, Results
 from halfstep._demo.settings import PRECISIONS, Settings
-from halfstep._demo.table import ROWS, build_table
-from halfstep._demo.text import Corpus
+from halfstep._demo.show import ROWS, build_table, draw_chart, round_step
 from halfstep._demo.train import Run
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 import halfstep._demo.run as module
-from halfstep._demo.progress import Bars, Lines
 from halfstep._demo.run import run_demo
 from halfstep._demo.settings import PRECISIONS, DemoError, Settings
+from halfstep._demo.show import Bars, Lines
 from halfstep._demo.train import Run
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 
 TINY = Settings(size="tiny", steps=8)
 

@@ -3,9 +3,9 @@ import os
 import pytest
 import torch
 
-from halfstep._demo import text
+from halfstep._demo import corpus as corpus_module
+from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.settings import DemoError
-from halfstep._demo.text import Corpus, draw_batches, held_out_windows
 
 CONTEXT = 16
 
@@ -14,7 +14,7 @@ def test_every_python_carries_enough_english():
     corpus = Corpus.load(None, context=256)
     assert len(corpus.train) > 300_000
     assert len(corpus.held_out) > 30_000
-    assert " the " in text.python_text()
+    assert " the " in corpus_module.python_text()
 
 
 def test_characters_are_numbered_without_gaps_and_nothing_is_lost(tmp_path):
@@ -117,7 +117,7 @@ def test_unreadable_file(tmp_path):
 
 
 def test_a_file_without_end_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(text, "LARGEST_FILE", 2**20)
+    monkeypatch.setattr(corpus_module, "LARGEST_FILE", 2**20)
     file = tmp_path / "large"
     file.write_bytes(b"abcd" * 2**18 + b"e")
     with pytest.raises(DemoError, match="larger than 1 MiB"):

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 import halfstep._demo.train as module
-from halfstep._demo.memory import peak_memory
+from halfstep._demo.corpus import Corpus
 from halfstep._demo.settings import PRECISIONS, Settings
-from halfstep._demo.text import Corpus
-from halfstep._demo.train import Run, new_model, train, training_loop, zero_share
+from halfstep._demo.train import Run, new_model, peak_memory, train, training_loop, zero_share
 
 SETTINGS = Settings(size="tiny", steps=8)
 

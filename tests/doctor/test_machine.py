@@ -5,9 +5,14 @@ import json
 import pytest
 import torch
 
-from halfstep._doctor import flags, machine, speed
-from halfstep._doctor.machine import advise, units_of_capability, units_of_flags
-from halfstep._doctor.speed import measure_speeds, speeds_of
+from halfstep._doctor import flags, hardware
+from halfstep._doctor.hardware import (
+    advise,
+    measure_speeds,
+    speeds_of,
+    units_of_capability,
+    units_of_flags,
+)
 
 
 def test_ratios_are_medians_of_pairs_and_rates_the_best() -> None:
@@ -19,8 +24,8 @@ def test_ratios_are_medians_of_pairs_and_rates_the_best() -> None:
 
 
 def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(speed.MATRIX_SIDE, "cpu", 8)
-    monkeypatch.setitem(speed.CONVOLUTION, "cpu", (1, 2, 8))
+    monkeypatch.setitem(hardware.MATRIX_SIDE, "cpu", 8)
+    monkeypatch.setitem(hardware.CONVOLUTION, "cpu", (1, 2, 8))
     shares: list[float] = []
     found = measure_speeds("cpu", seconds=0.01, on_round=shares.append)
     for rates in (found.gflops, found.ratios):
@@ -30,7 +35,7 @@ def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
         }
         assert all(rate > 0 for names in rates.values() for rate in names.values())
     assert found.ratios["matmul"]["fp32"] == 1.0
-    assert len(shares) >= speed.FEWEST_ROUNDS
+    assert len(shares) >= hardware.FEWEST_ROUNDS
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert measure_speeds("cpu", 0.01, ("matmul",)).gflops.keys() == {"matmul"}
@@ -39,7 +44,7 @@ def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_operations_are_counted_as_torch_counts_them() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    for make in (speed._matmul, speed._convolution):
+    for make in (hardware._matmul, hardware._convolution):
         run, operations = make("cpu", torch.float32)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             run()
@@ -49,7 +54,7 @@ def test_operations_are_counted_as_torch_counts_them() -> None:
 def test_tf32_is_set_for_a_while_only() -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
-    with speed._fp32_precision("tf32"):
+    with hardware._fp32_precision("tf32"):
         assert matmul.fp32_precision == "tf32"
     assert (matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
     assert isinstance(matmul.allow_tf32, bool)  # the older call still works
@@ -92,11 +97,11 @@ def test_units() -> None:
 
 def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        machine, "measure_speeds", lambda device, on_round: speeds_of(
+        hardware, "measure_speeds", lambda device, on_round: speeds_of(
             [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")], [[1.0, 0.5, 2.0]]
         )
     )  # fmt: skip
-    found = machine.look()
+    found = hardware.look()
     values = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert values["advice"]["precision"] == "bf16"
     assert values["name"]
@@ -106,7 +111,7 @@ def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_the_look_on_cuda() -> None:
-    found = machine.look()
+    found = hardware.look()
     assert found.device == "cuda"
     assert list(found.speeds.gflops["matmul"]) == ["fp32", "bf16", "fp16", "tf32"]
     assert found.units[0].startswith("compute capability")
@@ -168,7 +173,7 @@ def test_findings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ids("cuda", torch.float16, (7, 0)) == []
     finally:
         matmul.allow_fp16_reduced_precision_reduction = True
-    with speed._fp32_precision("tf32"):
+    with hardware._fp32_precision("tf32"):
         assert ids("cuda", None, (9, 0)) == []
 
 

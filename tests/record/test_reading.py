@@ -9,8 +9,8 @@ from tests.report import records
 
 from halfstep._common.json import to_plain
 from halfstep._numerics.statistics import Statistics
-from halfstep._record.lines import file_of
-from halfstep._record.reading import read_run
+from halfstep._record.files import file_of
+from halfstep._record.read import read_run
 from halfstep._record.run import Measured
 from halfstep.errors import RecordError
 

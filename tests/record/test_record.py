@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 import halfstep
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._record.run import Run
 from halfstep._scaler.observers import OBSERVERS
 

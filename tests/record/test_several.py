@@ -9,13 +9,13 @@ import pytest
 from tests.ranks.pool import Pool, RankFailedError
 from tests.record import several
 
-from halfstep._record.following import Follower
-from halfstep._record.reading import read_run
-from halfstep._report.checking import Limits, violations
-from halfstep._report.sentences import sentences
-from halfstep._report.summarizing import summarize
-from halfstep._watch.lines import lines
+from halfstep._record.follow import Follower
+from halfstep._record.read import read_run
+from halfstep._report.limits import Limits, violations
+from halfstep._report.summarize import summarize
+from halfstep._report.text import sentences
 from halfstep._watch.state import watched
+from halfstep._watch.text import lines
 
 
 def said(folder: Path) -> str:

@@ -7,11 +7,11 @@ import pytest
 from tests.report import records
 from tests.report.markup import at, parse
 
-from halfstep._record.reading import read_run
-from halfstep._report.comparison import compare
+from halfstep._record.read import read_run
+from halfstep._report.compare_runs import compare
 from halfstep._report.page import render_comparison
-from halfstep._report.plain import comparison_json
-from halfstep._report.summarizing import summarize
+from halfstep._report.summarize import summarize
+from halfstep._report.text import comparison_json
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import re
 
 from tests.report import records
 
-from halfstep._record.reading import read_run
-from halfstep._report.page_layers import HEIGHT, MOST_HISTOGRAMS, layer_table, limits
-from halfstep._report.summarizing import summarize
+from halfstep._record.read import read_run
+from halfstep._report.page_tables import HEIGHT, MOST_HISTOGRAMS, layer_table, limits
+from halfstep._report.summarize import summarize
 
 
 def table_of(folder, tensors, dtype="float16"):

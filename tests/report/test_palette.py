@@ -4,7 +4,7 @@ import struct
 import zlib
 from itertools import pairwise
 
-from halfstep._report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE, palette, png, ramp
+from halfstep._report.drawing import FIRST_LEVEL, NO_VALUE, NOT_FINITE, palette, png, ramp
 
 
 def lightness(colour):

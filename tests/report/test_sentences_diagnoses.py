@@ -8,9 +8,9 @@ from tests.report.records import bad_op, diagnosis, skip, step
 from tests.report.test_sentences import ADVICE, codes, said, said_of, the_one
 
 from halfstep._diagnose.diagnosis import Cure, Line
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._report.about_diagnoses import MOST_PLACES
-from halfstep._report.summarizing import summarize
+from halfstep._report.summarize import summarize
 
 
 def went_bad(folder, **values):

@@ -8,11 +8,10 @@ from tests.report import records
 from tests.report.records import counted, sample, tensor
 
 from halfstep._numerics.formats import FORMATS
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._record.run import Measured
-from halfstep._report.layers import judge
-from halfstep._report.summarizing import summarize
-from halfstep._report.windows import largest_scale, power_below, smallest_scale
+from halfstep._report.layers import judge, largest_scale, power_below, smallest_scale
+from halfstep._report.summarize import summarize
 
 GRADIENT = "parameter_gradient"
 

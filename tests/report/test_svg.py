@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from halfstep._report.svg import Axis, bars, dots, line, round_numbers
+from halfstep._report.drawing import Axis, bars, dots, line, round_numbers
 
 
 def test_an_axis_that_points_up_counts_from_the_top():

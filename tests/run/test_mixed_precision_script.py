@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._run.mixed_precision import mixed_precision
+from halfstep._run.amp import mixed_precision
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -18,8 +18,8 @@ from torch import nn
 import halfstep
 from halfstep import preset
 from halfstep._autocast.region import current_policy
-from halfstep._run import replacements, stand_ins
-from halfstep._run.replacements import NAMES, replaced
+from halfstep._run import stand_ins
+from halfstep._run.stand_ins import NAMES, replaced
 
 STANDARD = preset("standard")
 ALL = [*NAMES, ("torch.distributed.fsdp.sharded_grad_scaler", "ShardedGradScaler")]
@@ -360,4 +360,4 @@ def test_pytorch_can_switch_autocast_off_for_every_device_in_compiled_backwards(
 
 
 def test_the_originals_are_pytorchs():
-    assert {key: ORIGINALS[key] for key in NAMES} == replacements._ORIGINALS
+    assert {key: ORIGINALS[key] for key in NAMES} == stand_ins._ORIGINALS

@@ -10,7 +10,7 @@ from tests.report import records
 
 import halfstep
 from halfstep import preset
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._run import session
 from halfstep._run.session import Options, Program, Session
 
@@ -43,7 +43,7 @@ def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsy
         yield
         seen.events.append("left")
 
-    monkeypatch.setattr("halfstep._run.mixed_precision.mixed_precision", mixed_precision)
+    monkeypatch.setattr("halfstep._run.amp.mixed_precision", mixed_precision)
     Session(PROGRAM, options(amp=torch.float16)).run()
     assert seen.events == [(torch.float16, preset("fp32")), "program"]
     assert capsys.readouterr().err == "halfstep: a line\n"

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.report import records
 
 from halfstep._numerics.statistics import Statistics
-from halfstep._record.following import Update
+from halfstep._record.follow import Update
 from halfstep._record.run import (
     Culprits,
     Diagnosed,
@@ -23,9 +23,9 @@ from halfstep._record.run import (
     Sample,
     Step,
 )
-from halfstep._watch.lines import end_line, heading, lines
 from halfstep._watch.page import Page
 from halfstep._watch.state import watched
+from halfstep._watch.text import end_line, heading, lines
 
 NONE_LOST = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), 0)
 HEADER = Header(command=("train.py",), machine="EPYC", device="cpu", every=4, world_size=1)

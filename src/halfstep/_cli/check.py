@@ -59,8 +59,8 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
     run = run_at(arguments.run_path)
-    from halfstep._report.checking import Limits, defaults, held, violations
-    from halfstep._report.summarizing import summarize
+    from halfstep._report.limits import Limits, defaults, held, violations
+    from halfstep._report.summarize import summarize
 
     summary = summarize(run)
     shares = (arguments.max_skipped, arguments.max_underflow, arguments.max_overflow)

@@ -13,7 +13,7 @@ from halfstep._cli.exits import CommandError
 
 if TYPE_CHECKING:
     from halfstep._doctor.finding import Checkup
-    from halfstep._doctor.machine import MachineReport
+    from halfstep._doctor.hardware import MachineReport
 
 EPILOG = """\
 Exit code 0 if nothing bad and no warning is found, 1 if there is, 2 if a file cannot be read.
@@ -79,7 +79,7 @@ def _read(scripts: list[Path]) -> Checkup:
 
 
 def _measured() -> MachineReport:
-    from halfstep._doctor.machine import look
+    from halfstep._doctor.hardware import look
 
     if not sys.stderr.isatty():
         return look()

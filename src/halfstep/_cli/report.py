@@ -63,15 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(run: Run, arguments: argparse.Namespace) -> None:
-    from halfstep._report import plain
-    from halfstep._report.sentences import sentences
-    from halfstep._report.summarizing import summarize
+    from halfstep._report import text
+    from halfstep._report.summarize import summarize
+    from halfstep._report.text import sentences
 
     summary = summarize(run)
     if arguments.json:
-        _print_json(plain.summary_json(summary))
+        _print_json(text.summary_json(summary))
     elif arguments.md:
-        tell(plain.summary_markdown(summary))
+        tell(text.summary_markdown(summary))
     else:
         from halfstep._report.page import render
 
@@ -82,21 +82,21 @@ def _report(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def _compare(first: Run, second: Run, arguments: argparse.Namespace) -> None:
-    from halfstep._report import plain
-    from halfstep._report.comparison import compare
-    from halfstep._report.summarizing import summarize
+    from halfstep._report import text
+    from halfstep._report.compare_runs import compare
+    from halfstep._report.summarize import summarize
 
     comparison = compare(summarize(first), summarize(second))
     if arguments.json:
-        _print_json(plain.comparison_json(comparison))
+        _print_json(text.comparison_json(comparison))
     elif arguments.md:
-        tell(plain.comparison_markdown(comparison))
+        tell(text.comparison_markdown(comparison))
     else:
         from halfstep._report.page import render_comparison
 
         page = render_comparison(comparison, first, second)
         path = _written(arguments.output or first.path / "comparison.html", page)
-        tell(plain.comparison_text(comparison) + f"\n\n{path}")
+        tell(text.comparison_text(comparison) + f"\n\n{path}")
 
 
 def _print_json(values: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
 
 def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
-    from halfstep._run.launch import command_inside_launcher
+    from halfstep._run.session import command_inside_launcher
 
     given = {name: getattr(arguments, name) for name in ("policy", "output", "every", "amp")}
     options = [

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, require_rich
-from halfstep._record.lines import files_in
+from halfstep._record.files import files_in
 from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ def _print_once(path: Path | None) -> None:
     require_rich()
     from rich.console import Console
 
-    from halfstep._record.following import Follower
-    from halfstep._record.lines import RUNS, newest_in
-    from halfstep._watch.screen import print_page
+    from halfstep._record.files import RUNS, newest_in
+    from halfstep._record.follow import Follower
+    from halfstep._watch.page import print_page
     from halfstep._watch.state import watched
-    from halfstep._watch.words import how_to_start, missing
+    from halfstep._watch.text import how_to_start, missing
 
     folder = path or newest_in(RUNS)
     update = None if folder is None else Follower(folder).read()
@@ -116,6 +116,6 @@ def _screen() -> View:
     require_rich()
     from rich.console import Console
 
-    from halfstep._watch.screen import Screen
+    from halfstep._watch.page import Screen
 
     return Screen(Console())

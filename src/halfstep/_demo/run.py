@@ -7,20 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from halfstep._demo.chart import draw_chart
+from halfstep._demo.corpus import Corpus
 from halfstep._demo.gpt import SIZES
-from halfstep._demo.machine import measure_machine
-from halfstep._demo.progress import watcher_for
-from halfstep._demo.results import Results
+from halfstep._demo.results import Results, measure_machine
 from halfstep._demo.settings import DemoError, Settings
-from halfstep._demo.table import NOTES, build_table
-from halfstep._demo.text import Corpus
+from halfstep._demo.show import NOTES, build_table, draw_chart, watcher_for
 from halfstep._demo.train import Run, new_model, train
-from halfstep._record.lines import file_of
-from halfstep._record.reading import read_run
+from halfstep._record.files import file_of
+from halfstep._record.read import read_run
 from halfstep._record.record import record
 from halfstep._report.page import render
-from halfstep._report.summarizing import summarize
+from halfstep._report.summarize import summarize
 
 RECORD = "run"
 NUM_SAMPLES = 10

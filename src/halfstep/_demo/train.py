@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halfstep import GradScaler, autocast
+from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._demo.memory import peak_memory
 from halfstep._demo.settings import Precision, Settings
-from halfstep._demo.text import Corpus, draw_batches, held_out_windows
 
 Batch = tuple[Tensor, Tensor]
 
@@ -58,7 +61,7 @@ class Run:
         seconds: duration of each step.
         zero_shares: step to share of all gradient entries that are exactly zero.
         held_out_loss: in nats per token, after the last step; None when cut short.
-        peak_memory: bytes, see :func:`halfstep._demo.memory.peak_memory`.
+        peak_memory: bytes, see :func:`halfstep._demo.train.peak_memory`.
     """
 
     precision: Precision
@@ -192,3 +195,61 @@ def _timed_step(
     if device == "cuda":
         torch.cuda.synchronize()
     return loss, scaler, time.perf_counter() - started
+
+
+def peak_memory(device: str, work: Callable[[], object]) -> int:
+    """Run ``work`` and return the largest number of bytes that its tensors took at one moment.
+
+    On CUDA it is what the allocator reports. The CPU has no such counter, and the largest resident
+    size of a process never shrinks from one run to the next; so the live tensors are counted.
+    Scratch space inside a CPU kernel is no tensor and is left out.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        work: makes everything it uses, so that all of it is counted.
+    """
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return int(torch.cuda.max_memory_allocated()) - before
+    live = _LiveTensors()
+    with live:
+        work()
+    return live.peak
+
+
+class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that ops return, for as long as each of them is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self._now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._now += size
+        self.peak = max(self.peak, self._now)

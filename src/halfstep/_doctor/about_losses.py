@@ -6,10 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program, Root
-from halfstep._doctor.reading.scopes import Scope
-from halfstep._doctor.reading.sites import Site
-from halfstep._doctor.reading.values import argument
+from halfstep._doctor.read_names import Scope, argument
+from halfstep._doctor.read_program import Program, Root, Site
 
 
 def findings(program: Program) -> Iterator[Finding]:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program, Root
-from halfstep._doctor.reading.scopes import Scope, dotted
-from halfstep._doctor.reading.sites import Site
+from halfstep._doctor.read_names import Scope, dotted
+from halfstep._doctor.read_program import Program, Root, Site
 
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _LOWERS = {"half": "float16", "bfloat16": "bfloat16"}

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program
-from halfstep._doctor.reading.scopes import dotted
-from halfstep._doctor.reading.sites import Site
+from halfstep._doctor.read_names import dotted
+from halfstep._doctor.read_program import Program, Site
 
 
 def findings(program: Program) -> Iterator[Finding]:

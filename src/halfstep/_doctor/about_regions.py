@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program
-from halfstep._doctor.reading.sites import Around, Site
+from halfstep._doctor.read_program import Around, Program, Site
 
 SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """What names are like where somebody scales a loss."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from halfstep._doctor import about_losses, about_models, about_order, about_regions
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program
-from halfstep._doctor.reading.scopes import Function
+from halfstep._doctor.read_names import Function
+from halfstep._doctor.read_program import Program
 
 _RULES = (about_order, about_regions, about_models, about_losses)
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}

@@ -20,9 +20,9 @@ import halfstep
 from halfstep import _torch
 from halfstep._common.machine import device_name, num_ranks, rank
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.lines import SCHEMA, Event, LineWriter, file_of
-from halfstep._record.models import Models
+from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.recorder import Recorder
+from halfstep._record.sample import Models
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError

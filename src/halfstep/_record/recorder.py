@@ -19,10 +19,9 @@ from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.lines import Event, LineWriter
-from halfstep._record.models import Models
-from halfstep._record.sampling import Sampler
-from halfstep._record.steps import RawStep, Waiting
+from halfstep._record.files import Event, LineWriter
+from halfstep._record.pending import RawStep, Waiting
+from halfstep._record.sample import Models, Sampler
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import collect, parameters
 from halfstep._scaler.gradients.passes import measure

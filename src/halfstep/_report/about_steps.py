@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from halfstep._autocast import Policy
 from halfstep._common.numbers import (
     at_steps,
     count,
@@ -17,9 +18,8 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._report.cures import island, literal
+from halfstep._report.layers import power_below
 from halfstep._report.summary import Facts, Origin, Steps, Summary
-from halfstep._report.windows import power_below
 
 ENDLESS = 5
 """So many skipped iterations at the end are skips that do not end."""
@@ -264,3 +264,22 @@ def about_course(summary: Summary) -> str:
         else:
             words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
     return listed(words)
+
+
+def island(module: str | None, summary: Summary) -> Code | None:
+    """Return the call that keeps a module in float32; None if no rule can name it."""
+    policy = summary.policies[-1].text if summary.policies else "standard"
+    text = f"{policy}; @{module}:fp32"
+    # A second model has names with its number, which are not in it.
+    if not module or "[" in module or "(" in module:
+        return None
+    try:
+        Policy.parse(text)
+    except ValueError:
+        return None
+    return Code(f'halfstep.autocast(..., policy="{text}", module=model)')
+
+
+def literal(power: float) -> str:
+    """Return a power of two as it is written in code."""
+    return f"{power:g}" if power.is_integer() and power <= 65536 else f"2.0**{math.log2(power):g}"

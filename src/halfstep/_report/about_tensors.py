@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from halfstep._common.numbers import bits, count, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._record.run import Kind
-from halfstep._report.cures import island, literal
+from halfstep._report.about_steps import island, literal
 from halfstep._report.summary import Layer, Summary
 
 NOTABLE, HARMFUL, SEVERE = 0.01, 0.05, 0.5

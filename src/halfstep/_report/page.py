@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -23,18 +23,14 @@ from halfstep._common.text import SEVERITIES, Sentence, Severity
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.run import Run, Step
 from halfstep._report.about_diagnoses import when
-from halfstep._report.comparison import Comparison
-from halfstep._report.origins import Beginning, beginnings
+from halfstep._report.compare_runs import Comparison
+from halfstep._report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._report.page_curves import curves
-from halfstep._report.page_heat import KIND_TITLES, Heat, heat
-from halfstep._report.page_layers import layer_table, limits
-from halfstep._report.page_levels import HEADROOM, LOST
-from halfstep._report.page_precision import precision_map
-from halfstep._report.page_tiles import Figure, tiles, value_tag
-from halfstep._report.palette import FIRST_LEVEL, NOT_FINITE, css
-from halfstep._report.sentences import sentences
-from halfstep._report.summary import Layer, Summary
-from halfstep._report.svg import dots
+from halfstep._report.page_heat import HEADROOM, KIND_TITLES, LOST, Heat, heat
+from halfstep._report.page_tables import layer_table, limits, precision_map
+from halfstep._report.summarize import Beginning, beginnings
+from halfstep._report.summary import Layer, ScaleWindow, Summary
+from halfstep._report.text import sentences
 from halfstep._trace.rows import short
 
 MOST_SKIPS = 200
@@ -239,3 +235,97 @@ def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
     began = beginnings(run)
     skipped = run.skipped[:MOST_SKIPS]
     return [(step, began.get((step.step, step.optimizer))) for step in skipped]
+
+
+def value_tag(key: str, value: Any, text: str) -> Markup:
+    """Return a text with the exact value that it stands for, as JSON, and where that value is.
+
+    Args:
+        key: Names and indices, with dots between.
+        value: The value.
+        text: How it is shown.
+    """
+    exact = json.dumps(to_plain(value), allow_nan=False)
+    return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Shows numbers of a summary by their place in it."""
+
+    summary: Summary
+
+    def __call__(self, key: str, form: Callable[[Any], str] = numbers.count) -> Markup:
+        """Return the number at a place such as ``"steps.num_skipped"``, marked."""
+        value: Any = self.summary
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value_tag(key, value, form(value))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure with what belongs to it.
+
+    Attributes:
+        title: What it is.
+        figure: The number.
+        lines: More about it.
+    """
+
+    title: str
+    figure: Markup
+    lines: list[Markup]
+
+
+def tiles(summary: Summary) -> list[Tile]:
+    """Return the figures that say most about a run."""
+    show = Figure(summary)
+    found = [
+        Tile("Steps", show("steps.num"), [_join("{} taken", show("steps.num_taken"))]),
+        _skips(summary, show),
+    ]
+    if summary.scale:
+        ends = show("scale.min", numbers.power), show("scale.max", numbers.power)
+        found.append(
+            Tile("Last scale", show("scale.last", numbers.power), [_join("from {} to {}", *ends)])
+        )
+    if summary.loss:
+        found.append(_curve("Last loss", "loss", summary.loss.recent, show))
+    if summary.norm:
+        found.append(_curve("Last gradient norm", "norm", summary.norm.recent, show))
+    if summary.gradients:
+        lost = show("gradients.share_lost", numbers.percent)
+        at = _join("at scale {}", show("gradients.scale", numbers.power))
+        window = _window(summary.gradients.window, show)
+        found.append(Tile("Gradients underflow", lost, [at] if not window else [at, window]))
+    if summary.facts.seconds_per_step is not None:
+        found.append(Tile("Time per step", show("facts.seconds_per_step", numbers.seconds), []))
+    return found
+
+
+def _join(text: str, *figures: Markup) -> Markup:
+    return Markup(text).format(*figures)
+
+
+def _skips(summary: Summary, show: Figure) -> Tile:
+    lines = [_join("{} of all", show("steps.share_skipped", numbers.percent))]
+    if summary.steps.start_up:
+        lines.append(_join("{} out of the ordinary", show("steps.num_skipped_later")))
+    return Tile("Skipped", show("steps.num_skipped"), lines)
+
+
+def _curve(title: str, key: str, recent: float | None, show: Figure) -> Tile:
+    last = show(f"{key}.last", numbers.number)
+    if recent is None:
+        return Tile(title, last, [])
+    return Tile(title, last, [_join("{} in the last 20", show(f"{key}.recent", numbers.number))])
+
+
+def _window(window: ScaleWindow, show: Figure) -> Markup | None:
+    if window.is_empty or window.smallest is None:
+        return None
+    smallest = show("gradients.window.smallest", numbers.power)
+    if window.largest is None:
+        return _join("none lost at {} or more", smallest)
+    return _join("none lost at {} to {}", smallest, show("gradients.window.largest", numbers.power))

@@ -1,6 +1,6 @@
 """What a recorded run comes to, in numbers: the values that all forms of the report are made from.
 
-:func:`halfstep._report.summarizing.summarize` fills them. Everything here is plain data: it is
+:func:`halfstep._report.summarize.summarize` fills them. Everything here is plain data: it is
 printed as it is by ``halfstep report --json``, and the page shows the same numbers. Steps are
 numbers of iterations, shares go from 0 to 1, headroom is in bits, times are in seconds.
 """

@@ -18,14 +18,21 @@ from halfstep._common import machine
 from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._run import launch
-from halfstep._run.once import show_once
-from halfstep._run.replacements import replaced
 from halfstep._run.script import execute, hide_our_frames
+from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from halfstep._diagnose.watch import Watch
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+
+from halfstep import _torch
+from halfstep._common.machine import num_ranks
+from halfstep._record.files import RUNS
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class Session:
         self._watch: Watch | None = None
         self._stderr = sys.stderr  # the program may put another there
         self._stack = ExitStack()
-        self._folder = options.folder or launch.make_folder(program.stem, os.environ, os.getppid())
+        self._folder = options.folder or make_folder(program.stem, os.environ, os.getppid())
         sys.argv = [program.target, *program.arguments]  # the record says what was run
         self._record = record(self._folder.absolute(), every=options.every)
         self._record.__enter__()
@@ -105,7 +112,7 @@ class Session:
     def _put_in_place(self) -> None:
         amp, policy = self._options.amp, self._options.policy
         # They are imported before the names mean something else: they see PyTorch's scaler too.
-        from halfstep._run.mixed_precision import mixed_precision
+        from halfstep._run.amp import mixed_precision
 
         if self._options.is_diagnosing:
             from halfstep._diagnose.watch import Watch
@@ -167,3 +174,107 @@ class Session:
                 tell(f"halfstep: {text}", self._stderr, flush=True)
             except (OSError, ValueError):  # nobody reads it any more, or it was closed
                 return
+
+
+def show_once(error: BaseException) -> None:
+    """Let one rank show the error that now ends the script, with its traceback; the others a line.
+
+    It is the first to come here, not rank 0: a launcher ends the others as soon as one has failed.
+    """
+    if _is_first(error):
+        return
+    rank = torch.distributed.get_rank()
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        print(f"[rank{rank}]: {kind.__name__}, shown by another rank", file=sys.stderr)
+
+    sys.excepthook = excepthook
+
+
+def _is_first(error: BaseException) -> bool:
+    """Say whether no other rank has shown the same."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
+    try:
+        return int(_torch.default_store().add(f"halfstep/error/{digest}", 1)) == 1
+    except RuntimeError:  # the store is gone, with the rank that held it
+        return True
+
+
+# What starts the processes of a run: modules and, by the name of the file, scripts, with the words
+# of the right command line. After these stand its own options, then ours.
+_LAUNCHERS = {
+    "torch.distributed.run": ("torchrun",),
+    "torch.distributed.launch": ("torchrun",),
+    "torchrun": ("torchrun",),
+    "accelerate.commands.launch": ("accelerate", "launch"),
+    "accelerate-launch": ("accelerate", "launch"),
+    "accelerate launch": ("accelerate", "launch"),
+    "deepspeed": ("deepspeed",),
+    "deepspeed.launcher.runner": ("deepspeed",),
+}
+_MODULE_OPTION = {"deepspeed": "--module"}
+
+
+def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
+    """Make and return the folder for a run that was given none.
+
+    All ranks come to the same one without a word between them.
+    """
+    if num_ranks(environ) > 1:
+        folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    first = folder = RUNS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
+        else:
+            return folder
+
+
+def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
+    given = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if given != "none":
+        return re.sub(r"[^\w.-]", "-", given)
+    return f"{environ.get('MASTER_PORT', 'ranks')}-{parent_pid}"
+
+
+def command_inside_launcher(
+    target: str, arguments: Sequence[str], options: Sequence[str]
+) -> str | None:
+    """Return the right command line if the target is a launcher, None if it is none.
+
+    A launcher starts the processes that train, and halfstep has to be in these.
+
+    Args:
+        target: Of ``halfstep run``.
+        arguments: Those of the target.
+        options: Those of ``halfstep run``.
+    """
+    name = Path(target).name
+    if name in ("accelerate", "accelerate.commands.accelerate_cli") and arguments[:1] == ["launch"]:
+        name, arguments = "accelerate launch", arguments[1:]
+    words = _LAUNCHERS.get(name)
+    if words is None:
+        return None
+    module = _MODULE_OPTION.get(words[0], "-m")
+    own, script = _split(arguments)
+    return shlex.join([*words, *own, module, "halfstep", "run", *options, *script])
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split what a launcher is given into its own options and what it starts, as we take it."""
+    for index, argument in enumerate(arguments):
+        if argument in ("-m", "--module"):
+            return list(arguments[:index]), ["-m", *arguments[index + 1 :]]
+        if argument.endswith(".py"):
+            return list(arguments[:index]), list(arguments[index:])
+    return list(arguments), ["train.py"]

@@ -7,7 +7,13 @@ raises; these do as PyTorch does.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -263,3 +269,102 @@ class ShardedGradScaler(GradScaler):
             process_group = distributed.group.WORLD  # as PyTorch's: all ranks step together
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._begin(_is_possible(device, enabled), numbers, process_group)
+
+
+NAMES: dict[tuple[str, str], object] = {
+    ("torch", "autocast"): Autocast,
+    ("torch.amp", "autocast"): Autocast,
+    ("torch.amp.autocast_mode", "autocast"): AutocastInMode,
+    ("torch.cuda.amp", "autocast"): CudaAutocast,
+    ("torch.cuda.amp.autocast_mode", "autocast"): CudaAutocast,
+    ("torch.cpu.amp", "autocast"): CpuAutocast,
+    ("torch.cpu.amp.autocast_mode", "autocast"): CpuAutocast,
+    ("torch", "GradScaler"): GradScaler,
+    ("torch.amp", "GradScaler"): GradScaler,
+    ("torch.amp.grad_scaler", "GradScaler"): GradScaler,
+    ("torch.cuda.amp", "GradScaler"): CudaGradScaler,
+    ("torch.cuda.amp.grad_scaler", "GradScaler"): CudaGradScaler,
+    ("torch.cpu.amp", "GradScaler"): CpuGradScaler,
+    ("torch.cpu.amp.grad_scaler", "GradScaler"): CpuGradScaler,
+}
+"""What ``import torch`` has loaded: module and name, and what stands in for it."""
+
+_ORIGINALS = {key: getattr(import_module(key[0]), key[1]) for key in NAMES}
+
+_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
+_COMPILER = "torch._dynamo.variables.torch"
+
+
+@contextmanager
+def replaced(policy: Policy) -> Iterator[None]:
+    """Put halfstep in the place of PyTorch's autocast and GradScaler, under all their names.
+
+    Args:
+        policy: What ``torch.autocast`` means where the script gives no policy.
+    """
+    names = _Names()
+    names.replace(NAMES)
+
+    def when_loaded(module: str) -> None:
+        if module == _SHARDED:
+            names.replace({(_SHARDED, "ShardedGradScaler"): ShardedGradScaler})
+
+    loader = _WithOriginals((_SHARDED, _COMPILER), when_loaded)
+    if _SHARDED in sys.modules:
+        when_loaded(_SHARDED)
+    sys.meta_path.insert(0, loader)
+    policy_before = set_policy(policy)
+    try:
+        yield
+    finally:
+        set_policy(policy_before)
+        sys.meta_path.remove(loader)
+        names.restore()
+
+
+class _Names:
+    """Names that mean something else for a while."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, str], object] = {}
+
+    def replace(self, meanings: Mapping[tuple[str, str], object]) -> None:
+        for (module, name), meaning in meanings.items():
+            self._before[module, name] = getattr(sys.modules[module], name)
+            setattr(sys.modules[module], name, meaning)
+
+    def restore(self) -> None:
+        for (module, name), meaning in self._before.items():
+            setattr(sys.modules[module], name, meaning)
+
+
+class _WithOriginals:
+    """Loads modules of PyTorch that keep, or derive from, what the names mean at that moment.
+
+    Importing them beforehand would cost every script two seconds.
+    """
+
+    def __init__(self, modules: Sequence[str], when_loaded: Callable[[str], None]) -> None:
+        self._modules = modules
+        self._when_loaded = when_loaded
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_with_originals(module: ModuleType) -> None:
+                names = _Names()
+                names.replace(_ORIGINALS)
+                try:
+                    execute(module)
+                finally:
+                    names.restore()
+                self._when_loaded(name)
+
+            spec.loader.exec_module = execute_with_originals  # type: ignore[method-assign]
+        return spec

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Protocol, Self, TextIO
 
-from halfstep._record.following import Follower, Update
-from halfstep._record.lines import RUNS, newest_in
-from halfstep._watch import words
-from halfstep._watch.lines import end_line, heading, lines
+from halfstep._record.files import RUNS, newest_in
+from halfstep._record.follow import Follower, Update
 from halfstep._watch.state import Watched, watched
+from halfstep._watch.text import end_line, heading, how_to_start, lines, missing, run_state
 
 REFRESH_SECONDS = 0.5
 """Where ``halfstep run`` puts its records."""
@@ -64,7 +63,7 @@ def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
             if update is not None:
                 return follower, update
         if not has_said:
-            text = f"waiting for {words.missing(path)} ... {words.how_to_start(path)}"
+            text = f"waiting for {missing(path)} ... {how_to_start(path)}"
             print(text, file=say, flush=True)
             has_said = True
         time.sleep(REFRESH_SECONDS)
@@ -74,7 +73,7 @@ class Lines:
     """Prints what is new as plain lines.
 
     Args:
-        every: As in :func:`halfstep._watch.lines.lines`.
+        every: As in :func:`halfstep._watch.text.lines`.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -91,7 +90,7 @@ class Lines:
             print(line)
         is_silent = watched.silent_for(time.time()) is not None
         if is_silent and not self._has_said_silent:
-            print(words.state(watched, time.time()))
+            print(run_state(watched, time.time()))
         self._has_said_silent = is_silent
         sys.stdout.flush()
 

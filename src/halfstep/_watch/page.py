@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, OverflowMethod, RenderResult
+from rich.live import Live
 from rich.text import Text
 
 from halfstep._common.numbers import number, percent, power
 from halfstep._common.text import printable
+from halfstep._record.follow import Update
 from halfstep._record.run import Kind
-from halfstep._watch import words
-from halfstep._watch.state import Watched, Worst
-from halfstep._watch.trail import ASCII_BLOCKS, BLOCKS, MARK, Trail, sparkline
+from halfstep._watch.state import Column, Trail, Watched, Worst
+from halfstep._watch.text import (
+    how_far,
+    report_command,
+    run_state,
+    what_is_wrong,
+    what_runs,
+    where_it_runs,
+    why_skipped,
+)
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.,-~=+#"
+MARK = "!"
+"""Stands where a value was NaN or inf."""
 
 MOST_SKIPS = 5
 MOST_LAYERS = 12
@@ -72,7 +90,7 @@ class Page:
 
 
 def _heading(watched: Watched, now: float, width: int, signs: Signs) -> list[Text]:
-    state = words.state(watched, now)
+    state = run_state(watched, now)
     is_bad = watched.run.error is not None
     colour = "red" if is_bad else "yellow" if state.startswith("silent") else "green"
     name = Text(printable(os.fspath(watched.run.path)), "bold")
@@ -83,9 +101,9 @@ def _heading(watched: Watched, now: float, width: int, signs: Signs) -> list[Tex
     name.truncate(max(room, 1), overflow=signs.overflow)
     return [
         _line(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
-        _line(signs.dot.join(words.how_far(watched))),
-        _line((signs.dot.join(words.what_runs(watched)), "dim")),
-        _line((signs.dot.join(words.where_it_runs(watched)), "dim")),
+        _line(signs.dot.join(how_far(watched))),
+        _line((signs.dot.join(what_runs(watched)), "dim")),
+        _line((signs.dot.join(where_it_runs(watched)), "dim")),
     ]
 
 
@@ -123,6 +141,29 @@ def _range(trail: Trail, text: Callable[[float | None], str]) -> str:
     return "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
 
 
+def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
+    """Draw columns as one line: blocks, :data:`MARK` for NaN, a space where there is no value.
+
+    The heights are logarithmic if all values are above zero.
+    """
+    values = [column for column in columns if column is not None and not math.isnan(column)]
+    if not values:
+        return "".join(" " if column is None else MARK for column in columns)
+    height = math.log if min(values) > 0 else float
+    low, high = height(min(values)), height(max(values))
+
+    def block(column: Column) -> str:
+        if column is None:
+            return " "
+        if math.isnan(column):
+            return MARK
+        if low == high:
+            return blocks[len(blocks) // 2]
+        return blocks[round((height(column) - low) / (high - low) * (len(blocks) - 1))]
+
+    return "".join(block(column) for column in columns)
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 
@@ -139,7 +180,7 @@ def _below(watched: Watched, width: int, height: int | None, signs: Signs) -> li
     layers = min(len(worst), MOST_LAYERS, max(0, left - 3))
     lines: list[Text] = []
     if diagnosed is not None:
-        what = words.what_is_wrong(diagnosed)
+        what = what_is_wrong(diagnosed)
         lines.append(_line((f"step {diagnosed.step:,} went bad: {what}", "red")))
     if skips:
         lines += [Text(), *_skips(watched, skips, width, signs)]
@@ -156,7 +197,7 @@ def _skips(watched: Watched, num: int, width: int, signs: Signs) -> list[Text]:
     rows = [
         [
             Text(f"{step.step:,}", justify="right"),
-            Text(words.why_skipped(step)),
+            Text(why_skipped(step)),
             Text(f"{power(step.scale)} {signs.arrow} {power(step.scale_after)}"),
             Text(printable(watched.began_in.get(step.step, "-"))),
         ]
@@ -233,3 +274,42 @@ def _row(cells: Sequence[Text], widths: Sequence[int], signs: Signs) -> Text:
         line.append_text(padded).append(" " * GAP)
     line.rstrip()
     return line
+
+
+class Screen:
+    """Shows the page and draws it anew, in place and only when told to."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, screen=True, auto_refresh=False)
+        self._last: Watched | None = None
+
+    def show(self, watched: Watched, update: Update) -> None:
+        """Draw the page."""
+        self._last = watched
+        page = Page(watched, time.time(), self._console.height)
+        self._live.update(page, refresh=True)
+
+    def __enter__(self) -> Self:
+        # A killed process would leave the terminal on the alternate screen, without a cursor.
+        self._handler = signal.signal(signal.SIGTERM, _exit)
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the alternate screen and print how it stands."""
+        self._live.stop()
+        signal.signal(signal.SIGTERM, self._handler)
+        if self._last is not None:
+            print_page(self._console, self._last)
+
+
+def print_page(console: Console, watched: Watched) -> None:
+    """Print the page once, with the command that makes the report."""
+    console.print(Page(watched, time.time()))
+    command = report_command(watched.run.path)
+    console.print(Text(f"\nreport: {command}"), soft_wrap=True)
+
+
+def _exit(number: int, frame: Any) -> None:
+    sys.exit(128 + number)

@@ -1,11 +1,12 @@
-"""A sampled step: hooks that look at every tensor that the recorder tells of, while it runs."""
+"""The models of a run: which modules they have, what those are called, in which order they ran."""
 
 from __future__ import annotations
 
 import re
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,162 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
+from halfstep._autocast.module_names import without_wrappers
 from halfstep._numerics.measure import measure
 from halfstep._numerics.statistics import Statistics, merged
-from halfstep._record.models import Models
+from halfstep._record.files import Event
 from halfstep._record.run import KINDS, Kind, Measured
+
+
+@dataclass
+class _Model:
+    """A model that is recorded, held weakly."""
+
+    ref: weakref.ref[nn.Module]
+    prefix: str
+    is_written: bool = False
+
+
+class Models:
+    """All models that are trained.
+
+    Names in the first are without a prefix; those in a later one begin with its class and number,
+    as in ``Critic[1].fc.weight``.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[_Model] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._order: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (model for _, model in self._present())
+
+    def add(self, model: nn.Module) -> bool:
+        """Take in a model, unless it is one already, or a part of one.
+
+        Returns:
+            Whether a part of it was taken for a model before, which it is no longer.
+        """
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        if model in self._names:
+            return False
+        modules, num_before = set(model.modules()), len(self)
+        self._models = [known for known in self._models if known.ref() not in modules]
+        has_parts = len(self) < num_before
+        prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
+        self._models.append(_Model(weakref.ref(model), prefix))
+        for name, module in model.named_modules():
+            if has_parts or module not in self._names:
+                self._names[module] = _joined(prefix, without_wrappers(name))
+        return has_parts
+
+    def name(self, module: nn.Module) -> str | None:
+        """Return the name of a module, None if it is in no model."""
+        return self._names.get(module)
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether torch.compile has made something of any of their modules."""
+        return any(map(_torch.is_compiled, self._names))
+
+    def eager_modules(self) -> Iterator[nn.Module]:
+        """Yield the modules that are not inside compiled ones."""
+        for model in self:
+            yield from _eager(model)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters."""
+        for known, model in self._present():
+            for name, parameter in model.named_parameters():
+                yield _joined(known.prefix, without_wrappers(name)), parameter
+
+    def ran(self, name: str) -> None:
+        """Take note of when a module first ran to its end."""
+        self._order.setdefault(name, len(self._order))
+
+    def culprits(self, found: list[Tensor]) -> tuple[list[str], str | None]:
+        """Return the names of parameters with bad gradients, and where it began.
+
+        That is the module, of theirs, that ran last in the forward pass: the backward pass meets it
+        first, and everything before it gets inf or NaN from it. A module around others of them ran
+        longer than they did, and tells nothing; nor does one that was not seen to run.
+        """
+        bad = set(map(id, found))
+        names = [name for name, p in self.parameters() if id(p) in bad]
+        # A parameter in several modules belongs to the last of them.
+        owners = {
+            _joined(known.prefix, without_wrappers(name)).rpartition(".")[0]
+            for known, model in self._present()
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in bad
+        }
+        around = {owner for owner in owners if any(_is_in(other, owner) for other in owners)}
+        seen = [owner for owner in owners - around if owner in self._order]
+        return names, max(seen, key=self._order.__getitem__, default=None)
+
+    def events(self, step: int) -> list[Event]:
+        """Return a ``model`` line for each that has none yet."""
+        prefixes = [known.prefix for known in self._models if known.prefix]
+        events = []
+        for known, model in self._present():
+            if known.is_written:
+                continue
+            known.is_written = True
+            others = [prefix for prefix in prefixes if prefix != known.prefix]
+            events.append(
+                {
+                    "event": "model",
+                    "step": step,
+                    "name": type(model).__name__,
+                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                    "modules": [
+                        name
+                        for name in self._order
+                        if _starts(name, known.prefix)
+                        and not any(_starts(name, other) for other in others)
+                    ],
+                }
+            )
+        return events
+
+    def _present(self) -> Iterator[tuple[_Model, nn.Module]]:
+        for known in self._models:
+            model = known.ref()
+            if model is not None:
+                yield known, model
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(other + "."))
+
+
+def _starts(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def _eager(module: nn.Module) -> Iterator[nn.Module]:
+    if _torch.is_compiled(module):
+        return
+    yield module
+    for child in module.children():
+        yield from _eager(child)
+
 
 OUTERMOST = "(model)"
 """What the outermost module is called."""

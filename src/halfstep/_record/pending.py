@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._record.lines import Event
+from halfstep._record.files import Event
 from halfstep._scaler.outcomes.outcome import Outcome
 from halfstep._scaler.scalars import moved
 

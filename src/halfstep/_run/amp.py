@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 
 from halfstep._autocast import Policy
 from halfstep._common.patches import Patches, watch_steps
-from halfstep._run.amp.backward import Backward
-from halfstep._run.amp.findings import Findings
-from halfstep._run.amp.forward import Forward
-from halfstep._run.amp.fresh import Fresh
-from halfstep._run.amp.schedules import Schedules
-from halfstep._run.amp.steps import Steps
+from halfstep._run.amp_backward import Backward, Fresh
+from halfstep._run.amp_forward import Forward
+from halfstep._run.amp_script import Findings
+from halfstep._run.amp_steps import Schedules, Steps
 from halfstep._scaler import GradScaler
 from halfstep._scaler.torch_calls import TorchCalls
 

@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 
 from halfstep._autocast import autocast
-from halfstep._doctor.reading.scopes import Scope, dotted
-from halfstep._doctor.reading.values import Values, argument
+from halfstep._doctor.read_names import Scope, Values, argument, dotted
 from halfstep._scaler import GradScaler
 
 _T = TypeVar("_T")

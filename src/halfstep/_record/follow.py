@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from os import fstat
 from pathlib import Path
 
-from halfstep._record.joining import JoinedSteps, disagreement, joined_samples
-from halfstep._record.lines import files_in
-from halfstep._record.ranks import Rank
-from halfstep._record.reading import joined
+from halfstep._record.files import files_in
+from halfstep._record.rank_record import Rank
+from halfstep._record.read import JoinedSteps, disagreement, joined, joined_samples
 from halfstep._record.run import Note, Run, Sample, Step
 from halfstep.errors import RecordError
 

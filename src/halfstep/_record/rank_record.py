@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from halfstep._common.json import Count, decoded
 from halfstep._common.numbers import count, step_list
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.lines import has_checksum, require_schema
+from halfstep._record.files import has_checksum, require_schema
 from halfstep._record.run import (
     Culprits,
     Device,

@@ -1,17 +1,107 @@
-"""What several ranks have recorded of the same thing, put together."""
+"""From the files of a record to a :class:`halfstep._record.run.Run`."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from halfstep._numerics.statistics import merged
-from halfstep._record.ranks import Rank
-from halfstep._record.run import Kind, Measured, Model, Note, Sample, Step
+from halfstep._record.files import files_in, read_lines
+from halfstep._record.rank_record import Rank
+from halfstep._record.run import Kind, Measured, Model, Note, Run, Sample, Step
+from halfstep._trace.recording import Recording
+from halfstep.errors import RecordError
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the record in a folder, also while it is being written.
+
+    Args:
+        path: The folder, or one of its files.
+
+    Raises:
+        RecordError: There is no record, or it cannot be read.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        folder = folder.parent
+    files = files_in(folder)
+    if not files:
+        what = "holds no record (rank0.jsonl)" if folder.is_dir() else "does not exist"
+        raise RecordError(
+            f"{folder} {what}: give the folder that `halfstep run` or `halfstep.record` has written"
+        )
+    ranks = {number: _read_rank(file, number) for number, file in files.items()}
+    run = joined(folder, ranks, JoinedSteps().add(ranks, is_all=True))
+    trace, damage = _trace(folder / "trace.json")
+    notes = (*run.notes, *damage, *disagreements(ranks))
+    return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
+
+
+def _read_rank(path: Path, number: int) -> Rank:
+    rank = Rank(path, number)
+    for number, line in read_lines(path):
+        rank.take(number, line)
+    rank.require_begun()
+    return rank
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def joined(folder: Path, ranks: Mapping[int, Rank], steps: Iterable[Step]) -> Run:
+    """Put together what the ranks hold; whether they agree is not looked at.
+
+    Args:
+        folder: Of the record.
+        ranks: In order.
+        steps: Theirs, put together.
+    """
+    first = next(iter(ranks.values()))
+    others = {number: rank for number, rank in ranks.items() if rank is not first}
+    left_out = [note for rank in ranks.values() for note in rank.left_out]
+    notes = [*first.notes, *left_out]
+    for number, rank in others.items():
+        new = [note for note in rank.notes if note not in first.notes]
+        notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
+    error, error_rank = first_error(ranks.values())
+    culprits = (each for rank in ranks.values() for each in rank.culprits)
+    diagnoses = (each for rank in ranks.values() for each in rank.diagnoses)
+    return Run(
+        path=folder,
+        header=first.header,
+        starts=tuple(first.starts),
+        ranks=tuple(ranks),
+        models=tuple(joined_models(ranks.values())),
+        policies=tuple(first.policies),
+        steps=tuple(steps),
+        samples=joined_samples(rank.samples for rank in ranks.values()),
+        culprits=tuple(sorted(culprits, key=lambda each: each.step)),
+        diagnoses=tuple(sorted(diagnoses, key=lambda each: each.step)),
+        notes=tuple(notes),
+        left_out=tuple(left_out),
+        error=error,
+        error_rank=error_rank,
+        without_end=tuple(number for number, rank in ranks.items() if rank.end is None),
+        trace=None,
+    )
+
+
+def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
+    try:
+        return Recording.from_json(path.read_bytes()), ()
+    except FileNotFoundError:
+        return None, ()
+    except (OSError, ValueError) as error:
+        return None, (Note(0, f"{path.name} cannot be read as a trace and was left out: {error}"),)
+
 
 MOST_AHEAD = 128
 """A rank that is so many steps behind the first is not waited for."""
@@ -67,7 +157,7 @@ def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
     losses = {rank: step.loss for rank, step in alike.items() if step.loss is not None}
     norms = (step.norm for step in alike.values() if step.norm is not None)
     ranks = (step.rank for step in alike.values() if step.rank is not None)
-    return replace(
+    return structs.replace(
         first,
         norm=next(norms, None),
         loss=_mean(list(losses.values())),
@@ -118,7 +208,11 @@ def joined_models(ranks: Iterable[Rank]) -> list[Model]:
     own = ((rank.number, model) for rank in others for model in rank.models)
     return [
         *first.models,
-        *(replace(model, rank=number) for number, model in own if _looks(model) not in known),
+        *(
+            structs.replace(model, rank=number)
+            for number, model in own
+            if _looks(model) not in known
+        ),
     ]
 
 
@@ -159,4 +253,4 @@ def _joined_sample(samples: Sequence[Sample]) -> Sample:
         for each in sample.tensors:
             tensors.setdefault((each.kind, each.name, each.dtype), []).append(each)
     together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
-    return replace(samples[0], tensors=tuple(together))
+    return structs.replace(samples[0], tensors=tuple(together))
