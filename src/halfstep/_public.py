@@ -14,7 +14,7 @@ from halfstep._autocast import (
 )
 from halfstep._diagnose.diagnose import diagnose
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._doctor.checkup import doctor
+from halfstep._doctor.doctor import doctor
 from halfstep._record.record import record
 from halfstep._scaler import Dynamic, GradScaler, LogMax, Outcome, Reason, Static
 from halfstep._simulate import simulate

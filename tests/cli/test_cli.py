@@ -84,7 +84,7 @@ def test_mistakes_are_one_line_and_exit_code_2(options, message, capsys):
 
 
 def test_ctrl_c_is_130(monkeypatch, tmp_path):
-    import halfstep._demo.run as module
+    import halfstep._demo.demo as module
 
     def stop(*_):
         raise KeyboardInterrupt

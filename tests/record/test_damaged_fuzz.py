@@ -17,12 +17,12 @@ from halfstep._record.files import line_of
 from halfstep._record.follow import Follower
 from halfstep._record.read import read_run
 from halfstep._report import text
-from halfstep._report.compare_runs import compare
+from halfstep._report.compare_runs import compare_runs
 from halfstep._report.limits import DEFAULTS, held, violations
 from halfstep._report.page import render, render_comparison
 from halfstep._report.summarize import summarize
-from halfstep._watch.page import Page
-from halfstep._watch.state import watched
+from halfstep._watch.screen import Page
+from halfstep._watch.state import live_run
 from halfstep._watch.text import end_line, heading, lines
 from halfstep.errors import RecordError
 
@@ -166,7 +166,7 @@ def draw(follower):
     update = follower.read()
     if update is None:
         return
-    known = watched(None, update)
+    known = live_run(None, update)
     console = Console(file=io.StringIO(), width=100)
     console.print(Page(known, 1e9, 40))
     shown = [heading(known), *lines(known, update, None), end_line(known, 1e9)]
@@ -182,7 +182,7 @@ def look(folder):
     text.summary_markdown(summary)
     violations(summary, DEFAULTS)
     held(summary, DEFAULTS) if summary.layers else None
-    comparison = compare(summary, summary)
+    comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
     render_comparison(comparison, run, run)
     return run

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from halfstep._watch.page import ASCII_BLOCKS, sparkline
+from halfstep._watch.screen import ASCII_BLOCKS, sparkline
 from halfstep._watch.state import Trail
 
 

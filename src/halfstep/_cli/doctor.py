@@ -79,12 +79,14 @@ def _read(scripts: list[Path]) -> Checkup:
 
 
 def _measured() -> MachineReport:
-    from halfstep._doctor.hardware import look
+    from halfstep._doctor.hardware import inspect_machine
 
     if not sys.stderr.isatty():
-        return look()
+        return inspect_machine()
     try:
-        return look(lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr))
+        return inspect_machine(
+            lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr)
+        )
     finally:
         print("\r              \r", end="", file=sys.stderr)
 

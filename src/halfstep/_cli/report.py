@@ -83,10 +83,10 @@ def _report(run: Run, arguments: argparse.Namespace) -> None:
 
 def _compare(first: Run, second: Run, arguments: argparse.Namespace) -> None:
     from halfstep._report import text
-    from halfstep._report.compare_runs import compare
+    from halfstep._report.compare_runs import compare_runs
     from halfstep._report.summarize import summarize
 
-    comparison = compare(summarize(first), summarize(second))
+    comparison = compare_runs(summarize(first), summarize(second))
     if arguments.json:
         _print_json(text.comparison_json(comparison))
     elif arguments.md:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep._demo.settings import DemoError
+from halfstep.errors import DemoError
 
 LARGEST_FILE = 128 * 2**20
 """Bytes of text that are read at most; numbering them takes about 12 times as much memory."""

@@ -14,8 +14,8 @@ import torch
 import halfstep
 from halfstep._common.machine import device_name
 from halfstep._demo.corpus import Corpus
-from halfstep._demo.settings import Settings
-from halfstep._demo.train import Run
+from halfstep._demo.settings import DemoSettings
+from halfstep._demo.train import PrecisionRun
 from halfstep._doctor.hardware import DTYPES, WORTH_IT, measure_speeds
 
 
@@ -31,18 +31,18 @@ class Results:
         num_parameters: of the model.
     """
 
-    settings: Settings
+    settings: DemoSettings
     corpus: Corpus
-    machine: Machine
-    runs: list[Run]
+    machine: MeasuredMachine
+    runs: list[PrecisionRun]
     num_parameters: int
 
     @property
-    def baseline(self) -> Run | None:
+    def baseline(self) -> PrecisionRun | None:
         """The finished fp32 run, to which the others are compared."""
         return next((r for r in self.runs if r.precision.name == "fp32" and r.is_finished), None)
 
-    def summary(self, run: Run) -> dict[str, Any]:
+    def summary(self, run: PrecisionRun) -> dict[str, Any]:
         """The numbers of the table for one run; None where there is none (yet).
 
         Losses in nats per token, times in milliseconds, memory in bytes, shares from 0 to 1.
@@ -82,7 +82,7 @@ class Results:
         }
         return json.dumps(_finite(document), indent=1, allow_nan=False) + "\n"
 
-    def _run_as_dict(self, run: Run) -> dict[str, Any]:
+    def _run_as_dict(self, run: PrecisionRun) -> dict[str, Any]:
         return {
             "precision": run.precision.name,
             "finished": run.is_finished,
@@ -96,7 +96,9 @@ class Results:
         }
 
 
-def _difference(run: Run, base: Run | None, value: float | None, name: str) -> float | None:
+def _difference(
+    run: PrecisionRun, base: PrecisionRun | None, value: float | None, name: str
+) -> float | None:
     """Compare runs of the same length only: an early loss says nothing next to a final one."""
     if base is None or value is None or not run.is_finished:
         return None
@@ -118,7 +120,7 @@ MEASURE_SECONDS = 0.6
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """The machine and the software of one demo.
 
     Attributes:
@@ -158,10 +160,10 @@ class Machine:
         return f"it is good at {fast[0]}; {other} is {than}."
 
 
-def measure_machine(device: str) -> Machine:
+def measure_machine(device: str) -> MeasuredMachine:
     """Measure a few matrix products, in about a second, and look up names and versions."""
     speeds = measure_speeds(device, MEASURE_SECONDS, kinds=("matmul",))
-    return Machine(
+    return MeasuredMachine(
         device=device_name(device),
         threads=torch.get_num_threads(),
         gflops={name: speeds.gflops["matmul"][name] for name in DTYPES},

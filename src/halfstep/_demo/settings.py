@@ -8,14 +8,11 @@ from pathlib import Path
 import torch
 
 from halfstep._demo.gpt import SIZES
-
-
-class DemoError(ValueError):
-    """A setting or a text that cannot work; the message says in one line what to do."""
+from halfstep.errors import DemoError
 
 
 @dataclass(frozen=True)
-class Precision:
+class TrainingPrecision:
     """One way to train: the dtype that autocast lowers to, and whether the loss is scaled.
 
     Attributes:
@@ -31,13 +28,15 @@ class Precision:
     scaling: bool
 
 
-PRECISIONS: dict[str, Precision] = {
+PRECISIONS: dict[str, TrainingPrecision] = {
     precision.name: precision
     for precision in (
-        Precision("fp32", "fp32", torch.float32, scaling=False),
-        Precision("bf16", "bf16 autocast", torch.bfloat16, scaling=False),
-        Precision("fp16-unscaled", "fp16 autocast, no scaler", torch.float16, scaling=False),
-        Precision("fp16", "fp16 autocast + GradScaler", torch.float16, scaling=True),
+        TrainingPrecision("fp32", "fp32", torch.float32, scaling=False),
+        TrainingPrecision("bf16", "bf16 autocast", torch.bfloat16, scaling=False),
+        TrainingPrecision(
+            "fp16-unscaled", "fp16 autocast, no scaler", torch.float16, scaling=False
+        ),
+        TrainingPrecision("fp16", "fp16 autocast + GradScaler", torch.float16, scaling=True),
     )
 }
 """The four ways to train, in the order in which they run; the others are compared to fp32."""
@@ -53,7 +52,7 @@ docs/demo.md says why the demo divides by it, and what other values do.
 
 
 @dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Everything that decides what a run computes.
 
     Attributes:
@@ -103,7 +102,7 @@ class Settings:
             )
 
     @property
-    def ordered_precisions(self) -> list[Precision]:
+    def ordered_precisions(self) -> list[TrainingPrecision]:
         """The chosen precisions, each once, fp32 first."""
         return [precision for name, precision in PRECISIONS.items() if name in self.precisions]
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from halfstep._demo.results import Results
-from halfstep._demo.train import Run
+from halfstep._demo.train import PrecisionRun
 
 NOTES = (
     "Losses in nats per character; the training loss is the mean over the last tenth of the steps, "
@@ -37,7 +37,7 @@ def build_table(results: Results) -> Table:
     return table
 
 
-def _heading(run: Run) -> str:
+def _heading(run: PrecisionRun) -> str:
     heading = run.precision.title.replace(", ", "\n").replace(" + ", "\n+ ")
     return heading if run.is_finished else f"{heading}\nstopped at {len(run.losses)}"
 
@@ -80,7 +80,7 @@ BOTTOM = 52
 
 
 @dataclass(frozen=True)
-class Axis:
+class PixelAxis:
     """Maps values to pixels along one direction.
 
     Attributes:
@@ -114,7 +114,7 @@ def round_step(roughly: float) -> float:
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One curve: the name of its precision and its SVG path."""
 
     name: str
@@ -122,7 +122,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Panel:
+class ChartPanel:
     """One diagram: its curves and all that is written along its vertical axis.
 
     Attributes:
@@ -135,9 +135,9 @@ class Panel:
     """
 
     title: str
-    axis: Axis
+    axis: PixelAxis
     ticks: list[tuple[float, str]]
-    series: list[Series]
+    series: list[ChartSeries]
     is_power: bool = False
     skips: tuple[tuple[float, float, int], ...] = ()
 
@@ -151,7 +151,7 @@ def draw_chart(results: Results) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    x = Axis(1, max(2, results.settings.steps), LEFT, WIDTH - RIGHT)
+    x = PixelAxis(1, max(2, results.settings.steps), LEFT, WIDTH - RIGHT)
     panels = [_loss_panel(results.runs, x), *_scale_panels(results.runs, x)]
     return environment.get_template("chart.svg.j2").render(
         width=WIDTH,
@@ -174,29 +174,29 @@ def _subtitle(results: Results) -> str:
     )
 
 
-def _loss_panel(runs: Sequence[Run], x: Axis) -> Panel:
+def _loss_panel(runs: Sequence[PrecisionRun], x: PixelAxis) -> ChartPanel:
     shown = [loss for run in runs for loss in run.losses if math.isfinite(loss)] or [0.0, 1.0]
     low, high = min(shown), max(shown)
     step = round_step(max(high - low, 0.01) / 6)
     bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
-    y = Axis(bottom, top, LOSS_TOP + LOSS_HEIGHT, LOSS_TOP)
+    y = PixelAxis(bottom, top, LOSS_TOP + LOSS_HEIGHT, LOSS_TOP)
     # The widest line first, fp32 last: curves that lie on each other can all be seen.
     series = [_series(run, run.losses, x, y) for run in reversed(runs)]
-    return Panel("loss (nats per character)", y, y.ticks(6), series)
+    return ChartPanel("loss (nats per character)", y, y.ticks(6), series)
 
 
-def _scale_panels(runs: Sequence[Run], x: Axis) -> list[Panel]:
+def _scale_panels(runs: Sequence[PrecisionRun], x: PixelAxis) -> list[ChartPanel]:
     """The panel of the run that has a scale, if there is one."""
     return [_scale_panel(run, x) for run in runs if run.scales]
 
 
-def _scale_panel(run: Run, x: Axis) -> Panel:
+def _scale_panel(run: PrecisionRun, x: PixelAxis) -> ChartPanel:
     top = LOSS_TOP + LOSS_HEIGHT + SCALE_GAP
     exponents = [math.log2(scale) for scale in run.scales]
     low, high = math.floor(min(exponents)) - 1, math.ceil(max(exponents)) + 1
-    y = Axis(low, high, top + SCALE_HEIGHT, top)
+    y = PixelAxis(low, high, top + SCALE_HEIGHT, top)
     every = max(1, round((high - low) / 5))
-    return Panel(
+    return ChartPanel(
         "scale",
         y,
         [(y.at(exponent), str(exponent)) for exponent in range(low + 1, high, every)],
@@ -206,17 +206,17 @@ def _scale_panel(run: Run, x: Axis) -> Panel:
     )
 
 
-def _series(run: Run, values: Sequence[float], x: Axis, y: Axis) -> Series:
+def _series(run: PrecisionRun, values: Sequence[float], x: PixelAxis, y: PixelAxis) -> ChartSeries:
     """The curve of one value after each step, interrupted where a value is inf or NaN."""
     pieces, pen_is_down = [], False
     for number, value in enumerate(values, start=1):
         if math.isfinite(value):
             pieces.append(f"{'L' if pen_is_down else 'M'}{x.at(number)} {y.at(value)}")
         pen_is_down = math.isfinite(value)
-    return Series(run.precision.name, "".join(pieces))
+    return ChartSeries(run.precision.name, "".join(pieces))
 
 
-def _legend_entry(run: Run) -> dict[str, object]:
+def _legend_entry(run: PrecisionRun) -> dict[str, object]:
     loss, share = run.training_loss, run.zero_share
     details = [
         "no step" if loss is None else f"loss {loss:.3f}",
@@ -234,16 +234,16 @@ REFRESH_SECONDS = 0.1
 LINES_PER_RUN = 5
 
 
-class Watcher(Protocol):
+class ProgressView(Protocol):
     """Shows runs as they go: a context manager with three calls."""
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: PrecisionRun) -> None:
         """A run is about to start; its memory is measured before its first step."""
 
-    def step(self, run: Run) -> None:
+    def step(self, run: PrecisionRun) -> None:
         """A step was done."""
 
-    def end(self, run: Run) -> None:
+    def end(self, run: PrecisionRun) -> None:
         """The run is over."""
 
     def __enter__(self) -> Self: ...
@@ -251,12 +251,12 @@ class Watcher(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def watcher_for(console: Console) -> Watcher:
+def progress_view(console: Console) -> ProgressView:
     """Choose what suits the console."""
-    return Bars(console) if console.is_terminal else Lines(console)
+    return ProgressBars(console) if console.is_terminal else ProgressLines(console)
 
 
-def describe(run: Run) -> str:
+def describe(run: PrecisionRun) -> str:
     """Say how the run goes: loss, scale and time of its last step."""
     if not run.losses:
         return "starting"
@@ -264,24 +264,24 @@ def describe(run: Run) -> str:
     return f"loss {run.losses[-1]:.3f}{scale}  {run.seconds[-1] * 1e3:.0f} ms/step"
 
 
-class Lines:
+class ProgressLines:
     """A few lines for each run."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: PrecisionRun) -> None:
         """Name the run."""
         self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
 
-    def step(self, run: Run) -> None:
+    def step(self, run: PrecisionRun) -> None:
         """Print every fifth of the run."""
         done = len(run.losses)
         if done % max(1, run.steps // LINES_PER_RUN) == 0 or done == run.steps:
             line = f"  step {done}/{run.steps}  {describe(run)}"
             self._console.print(line, highlight=False)
 
-    def end(self, run: Run) -> None:
+    def end(self, run: PrecisionRun) -> None:
         """Nothing is left to say: the last step was printed."""
 
     def __enter__(self) -> Self:
@@ -291,7 +291,7 @@ class Lines:
         """Nothing is open."""
 
 
-class Bars:
+class ProgressBars:
     """One bar for each run, drawn between the steps and never by a thread beside them.
 
     A thread would take time from the steps that are being measured.
@@ -309,20 +309,20 @@ class Bars:
         self._task = TaskID(0)
         self._drawn = 0.0
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: PrecisionRun) -> None:
         """Add a bar."""
         self._task = self._progress.add_task(
             run.precision.title, total=run.steps, state=describe(run)
         )
         self._draw()
 
-    def step(self, run: Run) -> None:
+    def step(self, run: PrecisionRun) -> None:
         """Move the bar, ten times a second at most."""
         self._progress.update(self._task, completed=len(run.losses), state=describe(run))
         if time.perf_counter() - self._drawn > REFRESH_SECONDS:
             self._draw()
 
-    def end(self, run: Run) -> None:
+    def end(self, run: PrecisionRun) -> None:
         """Draw the bar as it stays."""
         self._draw()
 

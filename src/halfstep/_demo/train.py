@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep import GradScaler, autocast
 from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._demo.settings import Precision, Settings
+from halfstep._demo.settings import DemoSettings, TrainingPrecision
 
 Batch = tuple[Tensor, Tensor]
 
@@ -49,7 +49,7 @@ def training_loop(
 
 
 @dataclass
-class Run:
+class PrecisionRun:
     """What one training run left behind; filled step by step, so that it can be cut short.
 
     Attributes:
@@ -64,7 +64,7 @@ class Run:
         peak_memory: bytes, see :func:`halfstep._demo.train.peak_memory`.
     """
 
-    precision: Precision
+    precision: TrainingPrecision
     steps: int
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
@@ -102,10 +102,10 @@ class Run:
 
 
 def train(
-    run: Run,
+    run: PrecisionRun,
     corpus: Corpus,
-    settings: Settings,
-    on_step: Callable[[Run], None],
+    settings: DemoSettings,
+    on_step: Callable[[PrecisionRun], None],
     around: AbstractContextManager[object],
 ) -> None:
     """Do one run and write what happens into ``run``.
@@ -137,7 +137,7 @@ def train(
     run.held_out_loss = evaluate(model, corpus, settings.device)
 
 
-def new_model(corpus: Corpus, settings: Settings) -> GPT:
+def new_model(corpus: Corpus, settings: DemoSettings) -> GPT:
     """Make the model with the same weights each time, whatever was drawn at random before."""
     torch.manual_seed(settings.seed)
     return GPT(GPTConfig.of_size(settings.size, corpus.vocab)).to(settings.device)
@@ -165,7 +165,7 @@ def zero_share(model: nn.Module) -> float:
 
 
 def _start(
-    model: GPT, precision: Precision, corpus: Corpus, settings: Settings, steps: int
+    model: GPT, precision: TrainingPrecision, corpus: Corpus, settings: DemoSettings, steps: int
 ) -> Iterator[tuple[Tensor, GradScaler]]:
     """Return the loop, ready to do its first step."""
     batches = draw_batches(
@@ -181,7 +181,7 @@ def _start(
     )
 
 
-def _first_steps(run: Run, corpus: Corpus, settings: Settings) -> None:
+def _first_steps(run: PrecisionRun, corpus: Corpus, settings: DemoSettings) -> None:
     """Two steps with a model of their own: the second has the optimizer's state in memory too."""
     for _ in _start(new_model(corpus, settings), run.precision, corpus, settings, steps=2):
         pass

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.read_names import Scope, argument
+from halfstep._doctor.read_names import NameScope, argument
 from halfstep._doctor.read_program import Program, Root, Site
 
 
@@ -39,7 +39,7 @@ def _is_sum(program: Program, site: Site) -> bool:
     return any(_reduces_by_sum(program, call, scope) for call, scope in calls)
 
 
-def _reduces_by_sum(program: Program, call: ast.Call, scope: Scope) -> bool:
+def _reduces_by_sum(program: Program, call: ast.Call, scope: NameScope) -> bool:
     reduction = argument(call, "reduction", -1)
     name = program.values.qualified(call.func, scope)
     is_sum = reduction is not None and program.values.constant(reduction, scope) == "sum"

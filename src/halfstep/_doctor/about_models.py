@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.read_names import Scope, dotted
+from halfstep._doctor.read_names import NameScope, dotted
 from halfstep._doctor.read_program import Program, Root, Site
 
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
@@ -44,7 +44,7 @@ def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
                 yield _Built(at, site, model, name or "the optimizer")
 
 
-def _models(program: Program, node: ast.expr, scope: Scope) -> Iterator[str]:
+def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]:
     """Yield the models whose own parameters, and not copies of them, an expression takes."""
     for written in program.values.candidates(node, scope):
         methods = [

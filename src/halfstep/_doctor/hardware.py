@@ -74,7 +74,7 @@ class MachineReport:
         return asdict(self)
 
 
-def look(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
+def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
     """Measure the accelerator of this machine if it is a CUDA device, else the CPU.
 
     Takes a second or two. ``on_round`` is told which share of it has gone. Sync: many.

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from halfstep._autocast import autocast
-from halfstep._doctor.read_names import Scope, Values, argument, dotted
+from halfstep._doctor.read_names import NameScope, Values, argument, dotted
 from halfstep._scaler import GradScaler
 
 _T = TypeVar("_T")
@@ -19,7 +19,7 @@ _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 
 
 @dataclass(frozen=True)
-class Autocast:
+class SourceAutocast:
     """An autocast, as far as it can be read.
 
     Attributes:
@@ -34,7 +34,7 @@ class Autocast:
 
 
 @dataclass(frozen=True)
-class Scaler:
+class SourceScaler:
     """A GradScaler, as far as it can be read.
 
     Attributes:
@@ -60,7 +60,7 @@ class Meaning:
     def __init__(self, values: Values) -> None:
         self.values = values
 
-    def autocast(self, node: ast.expr, scope: Scope) -> Autocast | None:
+    def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
         """Return the autocast that entering ``node`` enters, if it may be one."""
         found = self._each(node, scope, self._autocast_as_written)
         each = [one for one in found if one is not None]
@@ -72,7 +72,7 @@ class Meaning:
         enabled = certain.pop() if len(certain) == 1 and len(each) == len(found) else None
         return replace(each[0], dtype=dtype, enabled=enabled)
 
-    def scaler(self, node: ast.expr, scope: Scope) -> Scaler | None:
+    def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         """Return the scaler that ``node`` is, if it is known to be one."""
         found = self._each(node, scope, self._scaler_as_written)
         each = [scaler for scaler in found if scaler is not None]
@@ -82,31 +82,31 @@ class Meaning:
         enabled = certain.pop() if len(certain) == 1 and len(each) == len(found) else None
         return replace(each[0], enabled=enabled)
 
-    def is_scaler(self, node: ast.expr, scope: Scope) -> bool:
+    def is_scaler(self, node: ast.expr, scope: NameScope) -> bool:
         """Say whether ``node`` is a scaler, or is called one."""
         last = dotted(node).rpartition(".")[2].lower()
         return last.endswith("scaler") or self.scaler(node, scope) is not None
 
-    def is_optimizer(self, node: ast.expr, scope: Scope) -> bool:
+    def is_optimizer(self, node: ast.expr, scope: NameScope) -> bool:
         """Say whether ``node`` is an optimizer, or is called one."""
         last = dotted(node).rpartition(".")[2].lower()
         if "optim" in last or last == "opt" or last.startswith("opt_") or last.endswith("_opt"):
             return True
         return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
 
-    def makes_optimizer(self, call: ast.Call, scope: Scope) -> bool:
+    def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
         """Say whether a call makes an optimizer that knows nothing of master weights."""
         name = self.values.qualified(call.func, scope)
         is_class = name.rpartition(".")[2][:1].isupper()
         return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
 
-    def is_scheduler(self, node: ast.expr, scope: Scope) -> bool:
+    def is_scheduler(self, node: ast.expr, scope: NameScope) -> bool:
         """Say whether ``node`` is a schedule of learning rates, or is called one."""
         if "sched" in dotted(node).rpartition(".")[2].lower():
             return True
         return self._is(node, scope, torch.optim.lr_scheduler.LRScheduler, self._makes_scheduler)
 
-    def switches_grad(self, node: ast.expr, scope: Scope) -> bool | None:
+    def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
         """Return whether gradients are recorded inside this context or decorator; None if left."""
         called = node.func if isinstance(node, ast.Call) else node
         name = self.values.qualified(called, scope).rpartition(".")[2]
@@ -117,34 +117,36 @@ class Meaning:
     # --- as written -------------------------------------------------------------------------------
 
     def _each(
-        self, node: ast.expr, scope: Scope, look: Callable[[ast.expr, Scope], _T | None]
+        self, node: ast.expr, scope: NameScope, look: Callable[[ast.expr, NameScope], _T | None]
     ) -> list[_T | None]:
         return [look(*each) if each else None for each in self.values.candidates(node, scope)]
 
     def _is(
         self,
         node: ast.expr,
-        scope: Scope,
+        scope: NameScope,
         kind: type,
-        is_made_by: Callable[[ast.Call, Scope], bool],
+        is_made_by: Callable[[ast.Call, NameScope], bool],
     ) -> bool:
-        def look(node: ast.expr, scope: Scope) -> bool:
+        def look(node: ast.expr, scope: NameScope) -> bool:
             if isinstance(node, ast.Call):
                 return is_made_by(node, scope)
             return isinstance(self.values.object(node), kind)
 
         return any(self._each(node, scope, look))
 
-    def _makes_scheduler(self, call: ast.Call, scope: Scope) -> bool:
+    def _makes_scheduler(self, call: ast.Call, scope: NameScope) -> bool:
         return self.values.qualified(call.func, scope).startswith("torch.optim.lr_scheduler.")
 
-    def _autocast_as_written(self, node: ast.expr, scope: Scope) -> Autocast | None:
+    def _autocast_as_written(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
         known = self.values.object(node)
         if isinstance(known, torch.autocast):
-            return Autocast(str(known.fast_dtype).removeprefix("torch."), None, True)
+            return SourceAutocast(str(known.fast_dtype).removeprefix("torch."), None, True)
         if isinstance(known, autocast):
             switches = known._settings.switches
-            return Autocast(str(switches.dtype).removeprefix("torch."), switches.enabled, False)
+            return SourceAutocast(
+                str(switches.dtype).removeprefix("torch."), switches.enabled, False
+            )
         if not isinstance(node, ast.Call):
             return None
         name = self.values.qualified(node.func, scope)
@@ -164,13 +166,13 @@ class Meaning:
             lower = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
         else:
             lower = self.values.dtype(dtype, scope)
-        return Autocast(lower, self._flag(enabled, scope), root == "torch")
+        return SourceAutocast(lower, self._flag(enabled, scope), root == "torch")
 
-    def _scaler_as_written(self, node: ast.expr, scope: Scope) -> Scaler | None:
+    def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         known = self.values.object(node)
         if isinstance(known, GradScaler | torch.amp.GradScaler):
             is_torch = isinstance(known, torch.amp.GradScaler)
-            return Scaler(is_torch, known.is_enabled())
+            return SourceScaler(is_torch, known.is_enabled())
         if not isinstance(node, ast.Call):
             return None
         name = self.values.qualified(node.func, scope)
@@ -181,9 +183,9 @@ class Meaning:
         rule = argument(node, "rule", -1)
         is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
         enabled = self._flag(argument(node, "enabled", position), scope)
-        return Scaler(root == "torch", enabled, is_static, node.lineno)
+        return SourceScaler(root == "torch", enabled, is_static, node.lineno)
 
-    def _flag(self, node: ast.expr | None, scope: Scope) -> bool | None:
+    def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
         if node is None:
             return True
         value = self.values.constant(node, scope)

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 import torch
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-Bindings: TypeAlias = "dict[str, list[tuple[ast.expr, Scope] | None]]"
+Bindings: TypeAlias = "dict[str, list[tuple[ast.expr, NameScope] | None]]"
 
 
 @dataclass(eq=False)
-class Scope:
+class NameScope:
     """The names of a file or a function.
 
     Attributes:
@@ -28,14 +28,14 @@ class Scope:
     """
 
     node: ast.Module | Function
-    parent: Scope | None
+    parent: NameScope | None
     class_name: str = ""
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 
-    def lookup(self, name: str) -> list[tuple[ast.expr, Scope] | None]:
+    def lookup(self, name: str) -> list[tuple[ast.expr, NameScope] | None]:
         """Return what a name may be bound to, as seen from here."""
-        scope: Scope | None = self
+        scope: NameScope | None = self
         while scope is not None:
             if name in scope.bindings:
                 return scope.bindings[name]
@@ -44,7 +44,7 @@ class Scope:
 
     def function(self, name: str) -> Function | None:
         """Return the function of this name that is seen from here."""
-        scope: Scope | None = self
+        scope: NameScope | None = self
         while scope is not None:
             if name in scope.functions:
                 return scope.functions[name]
@@ -54,7 +54,7 @@ class Scope:
         return None
 
 
-class Names:
+class FileNames:
     """All names of a file.
 
     Args:
@@ -69,16 +69,16 @@ class Names:
 
     def __init__(self, tree: ast.Module) -> None:
         self.imports: dict[str, str] = {}
-        self.scopes: dict[ast.AST, Scope] = {}
+        self.scopes: dict[ast.AST, NameScope] = {}
         self.attributes: Bindings = {}
         self.methods: dict[tuple[str, str], Function] = {}
-        self._scope = self.scopes[tree] = Scope(tree, None)
+        self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
         for statement in tree.body:
             self._visit(statement)
         self._bind_parameters(tree)
 
-    def method(self, call: ast.expr, scope: Scope) -> Function | None:
+    def method(self, call: ast.expr, scope: NameScope) -> Function | None:
         """Return the method of this class that ``self.name`` names."""
         if isinstance(call, ast.Attribute) and dotted(call.value) == "self":
             return self.methods.get((scope.class_name, call.attr))
@@ -138,7 +138,7 @@ class Names:
             self.methods[self._class, node.name] = node
         else:
             outer.functions[node.name] = node
-        inner = Scope(node, outer, self._class or outer.class_name)
+        inner = NameScope(node, outer, self._class or outer.class_name)
         for decorator in node.decorator_list:
             self._visit(decorator)
         self._scope = self.scopes[node] = inner
@@ -162,7 +162,7 @@ class Names:
 
     def _bind_parameters(self, tree: ast.Module) -> None:
         """Bind what is passed to a function that is called once; of others nothing is known."""
-        calls: dict[Function, list[tuple[ast.Call, Scope]]] = {}
+        calls: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
         for call, scope in self._all_calls(tree):
             called = self._called(call, scope)
             if called is not None:
@@ -175,13 +175,13 @@ class Names:
             for name in _parameter_names(node.args):  # type: ignore[attr-defined]
                 scope.bindings.setdefault(name, []).append(known.get(name))
 
-    def _called(self, call: ast.Call, scope: Scope) -> Function | None:
+    def _called(self, call: ast.Call, scope: NameScope) -> Function | None:
         if isinstance(call.func, ast.Name):
             return scope.function(call.func.id)
         return self.method(call.func, scope)
 
-    def _all_calls(self, tree: ast.Module) -> Iterator[tuple[ast.Call, Scope]]:
-        def below(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.Call, Scope]]:
+    def _all_calls(self, tree: ast.Module) -> Iterator[tuple[ast.Call, NameScope]]:
+        def below(node: ast.AST, scope: NameScope) -> Iterator[tuple[ast.Call, NameScope]]:
             for child in ast.iter_child_nodes(node):
                 inner = self.scopes.get(child, scope)
                 if isinstance(child, ast.Call):
@@ -198,8 +198,8 @@ def _parameter_names(args: ast.arguments) -> list[str]:
 
 
 def _passed(
-    function: Function, call: ast.Call, scope: Scope
-) -> Mapping[str, tuple[ast.expr, Scope]]:
+    function: Function, call: ast.Call, scope: NameScope
+) -> Mapping[str, tuple[ast.expr, NameScope]]:
     """Return what a call passes for each parameter, as far as it can be read."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         return {}
@@ -230,7 +230,7 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
-Written: TypeAlias = "tuple[ast.expr, Scope]"
+Written: TypeAlias = "tuple[ast.expr, NameScope]"
 _MISSING: Any = object()
 
 
@@ -243,15 +243,15 @@ class Values:
     """
 
     def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
-        self.names = Names(tree)
+        self.names = FileNames(tree)
         self._known = known
 
-    def candidates(self, node: ast.expr, scope: Scope) -> list[Written | None]:
+    def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
         """Return the expressions that ``node`` may stand for; None among them for anything else."""
         return list(self._follow(node, scope, frozenset()))
 
     def _follow(
-        self, node: ast.expr, scope: Scope, seen: frozenset[tuple[str, Scope]]
+        self, node: ast.expr, scope: NameScope, seen: frozenset[tuple[str, NameScope]]
     ) -> Iterator[Written | None]:
         match node:
             case ast.IfExp(body=body, orelse=orelse):
@@ -268,7 +268,10 @@ class Values:
                 yield node, scope
 
     def _follow_name(
-        self, node: ast.Name | ast.Attribute, scope: Scope, seen: frozenset[tuple[str, Scope]]
+        self,
+        node: ast.Name | ast.Attribute,
+        scope: NameScope,
+        seen: frozenset[tuple[str, NameScope]],
     ) -> Iterator[Written | None]:
         text = dotted(node)
         first = text.partition(".")[0]
@@ -303,12 +306,12 @@ class Values:
             found = held.get(attribute, _MISSING)
         return None if found is _MISSING else found
 
-    def qualified(self, node: ast.expr, scope: Scope) -> str:
+    def qualified(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of what is named, ``torch.cuda.amp.autocast``; empty if unknown."""
         names = {self._qualified_as_written(*each) for each in self.candidates(node, scope) if each}
         return names.pop() if len(names) == 1 else ""
 
-    def _qualified_as_written(self, node: ast.expr, scope: Scope) -> str:
+    def _qualified_as_written(self, node: ast.expr, scope: NameScope) -> str:
         first, *rest = dotted(node).split(".")
         if first in self.names.imports:
             return ".".join([self.names.imports[first], *rest])
@@ -322,14 +325,14 @@ class Values:
             return ".".join([module.__name__, *rest])
         return ""
 
-    def dtype(self, node: ast.expr, scope: Scope) -> str:
+    def dtype(self, node: ast.expr, scope: NameScope) -> str:
         """Return the name of a dtype, ``"float16"``; empty if it is not certain."""
         found = {
             self._dtype_as_written(*each) if each else "" for each in self.candidates(node, scope)
         }
         return found.pop() if len(found) == 1 else ""
 
-    def _dtype_as_written(self, node: ast.expr, scope: Scope) -> str:
+    def _dtype_as_written(self, node: ast.expr, scope: NameScope) -> str:
         known = self.object(node)
         if isinstance(known, torch.dtype):
             return str(known).removeprefix("torch.")
@@ -337,7 +340,7 @@ class Values:
         dtype = getattr(torch, name.removeprefix("torch."), None) if name else None
         return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else ""
 
-    def constant(self, node: ast.expr, scope: Scope) -> Any:
+    def constant(self, node: ast.expr, scope: NameScope) -> Any:
         """Return a literal's value; None if it is not certain."""
         found = [
             _literal(each[0], self.object(each[0])) if each else _MISSING
@@ -347,7 +350,7 @@ class Values:
         is_certain = first is not _MISSING and all(value == first for value in found)
         return first if is_certain else None
 
-    def local(self, call: ast.Call, scope: Scope) -> Function | None:
+    def local(self, call: ast.Call, scope: NameScope) -> Function | None:
         """Return the function of this file that a call runs."""
         if isinstance(call.func, ast.Name):
             return scope.function(call.func.id)

@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Literal, TypeAlias
 
-from halfstep._doctor.read_meaning import Autocast, Meaning, Scaler
-from halfstep._doctor.read_names import Function, Scope, Values, dotted, words_of
+from halfstep._doctor.read_meaning import Meaning, SourceAutocast, SourceScaler
+from halfstep._doctor.read_names import Function, NameScope, Values, dotted, words_of
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_grad_norm")
 _CLIP_OWNERS = ("accelerator", "fabric", "strategy", "engine", "trainer")
@@ -129,9 +129,9 @@ class Program:
     # --- what there is in the file ----------------------------------------------------------------
 
     @cached_property
-    def scalers(self) -> dict[str, Scaler]:
+    def scalers(self) -> dict[str, SourceScaler]:
         """The scalers that are made in the file, or known, by the names that they are used by."""
-        found: dict[str, Scaler] = {}
+        found: dict[str, SourceScaler] = {}
         for site in self.sites:
             scaler = self.meaning.scaler(site.owner, site.scope) if site.method else None
             if scaler is not None:
@@ -139,7 +139,7 @@ class Program:
         return found
 
 
-Kind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
+AroundKind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
 
 MOST_NESTED_CALLS = 5
 """Functions are followed so deep into others."""
@@ -162,9 +162,9 @@ class Around:
         function: For a call: which.
     """
 
-    kind: Kind
+    kind: AroundKind
     node: ast.AST
-    autocast: Autocast | None = None
+    autocast: SourceAutocast | None = None
     grad: bool = True
     arm: tuple[str, int] = ("", 0)
     is_decorator: bool = False
@@ -183,7 +183,7 @@ class Site:
     """
 
     call: ast.Call
-    scope: Scope
+    scope: NameScope
     statement: ast.stmt
     inside: tuple[Around, ...]
 
@@ -209,7 +209,7 @@ class Site:
         return at[-1] if at else -1
 
     @property
-    def autocast(self) -> Autocast | None:
+    def autocast(self) -> SourceAutocast | None:
         """The autocast that is on there, or may be."""
         at = self.autocast_at
         found = self.inside[at].autocast if at >= 0 else None
@@ -264,7 +264,7 @@ class Walk:
         yield from self._block(root.body, scope, inside)
 
     def _block(
-        self, statements: Iterable[ast.stmt], scope: Scope, inside: tuple[Around, ...]
+        self, statements: Iterable[ast.stmt], scope: NameScope, inside: tuple[Around, ...]
     ) -> Iterator[Site]:
         for statement in statements:
             yield from self._statement(statement, scope, inside)
@@ -273,7 +273,7 @@ class Walk:
                 inside += (_arm(statement, statement.test, 1),)
 
     def _statement(
-        self, statement: ast.stmt, scope: Scope, inside: tuple[Around, ...]
+        self, statement: ast.stmt, scope: NameScope, inside: tuple[Around, ...]
     ) -> Iterator[Site]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -311,14 +311,14 @@ class Walk:
     def _loop(
         self,
         loop: ast.For | ast.AsyncFor | ast.While,
-        scope: Scope,
+        scope: NameScope,
         inside: tuple[Around, ...],
     ) -> Iterator[Site]:
         yield from self._block(loop.body, scope, (*inside, Around("loop", loop)))
         yield from self._block(loop.orelse, scope, inside)
 
     def _entered(
-        self, context: ast.expr, scope: Scope, is_decorator: bool = False
+        self, context: ast.expr, scope: NameScope, is_decorator: bool = False
     ) -> Iterator[Around]:
         autocast = self._meaning.autocast(context, scope)
         if autocast is not None:
@@ -328,7 +328,7 @@ class Walk:
             yield Around("grad", context, grad=grad, is_decorator=is_decorator)
 
     def _calls(
-        self, node: ast.AST, statement: ast.stmt, scope: Scope, inside: tuple[Around, ...]
+        self, node: ast.AST, statement: ast.stmt, scope: NameScope, inside: tuple[Around, ...]
     ) -> Iterator[Site]:
         """Yield the calls in an expression, inner ones first, as they run."""
         if isinstance(node, ast.Lambda):
@@ -341,7 +341,9 @@ class Walk:
             yield Site(node, scope, statement, inside)
             yield from self._followed(node, scope, inside)
 
-    def _followed(self, call: ast.Call, scope: Scope, inside: tuple[Around, ...]) -> Iterator[Site]:
+    def _followed(
+        self, call: ast.Call, scope: NameScope, inside: tuple[Around, ...]
+    ) -> Iterator[Site]:
         function = self._values.local(call, scope)
         outer = [around.function for around in inside if around.kind == "call"]
         if function is not None and function not in outer and len(outer) < MOST_NESTED_CALLS:

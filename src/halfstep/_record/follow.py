@@ -9,14 +9,14 @@ from os import fstat
 from pathlib import Path
 
 from halfstep._record.files import files_in
-from halfstep._record.rank_record import Rank
+from halfstep._record.rank_record import RankRecord
 from halfstep._record.read import JoinedSteps, disagreement, joined, joined_samples
 from halfstep._record.run import Note, Run, Sample, Step
 from halfstep.errors import RecordError
 
 
 @dataclass(frozen=True)
-class Update:
+class RecordUpdate:
     """What was added to a record since it was last read.
 
     Attributes:
@@ -44,7 +44,7 @@ class Follower:
     """
 
     _files: dict[int, _File]
-    _comparisons: dict[int, _Comparison]
+    _comparisons: dict[int, _StepComparison]
     _steps: JoinedSteps
     _last_step: int
     _last_sample: int
@@ -54,7 +54,7 @@ class Follower:
         self._folder = folder
         self._start_over()
 
-    def read(self) -> Update | None:
+    def read(self) -> RecordUpdate | None:
         """Return what is new; None as long as there is no record.
 
         A line counts once it is whole. Files of further ranks are found as they appear.
@@ -73,7 +73,7 @@ class Follower:
         if not ranks:
             return None
         run = joined(self._folder, ranks, self._steps.add(ranks))
-        update = Update(
+        update = RecordUpdate(
             new=replace(
                 run,
                 samples=self._new_sample(ranks),
@@ -101,7 +101,7 @@ class Follower:
         was_replaced = any(file.was_replaced() for file in self._files.values())
         return was_replaced or min(paths) < min(self._files)
 
-    def _new_sample(self, ranks: Mapping[int, Rank]) -> tuple[Sample, ...]:
+    def _new_sample(self, ranks: Mapping[int, RankRecord]) -> tuple[Sample, ...]:
         """Return the newest sample that all ranks have.
 
         A rank that was killed will never have it: then it is the last but one, which is as new as
@@ -116,11 +116,11 @@ class Follower:
         self._last_sample = newest
         return joined_samples([s for s in samples if s.step == newest] for samples in held)
 
-    def _new_disagreements(self, ranks: Mapping[int, Rank]) -> list[Note]:
+    def _new_disagreements(self, ranks: Mapping[int, RankRecord]) -> list[Note]:
         first, *others = ranks.values()
         notes = []
         for rank in others:
-            new = _Comparison(rank.number, after=self._last_step)
+            new = _StepComparison(rank.number, after=self._last_step)
             note = self._comparisons.setdefault(rank.number, new).add(first.steps, rank.steps)
             notes += [] if note is None else [note]
         return notes
@@ -130,7 +130,7 @@ class _File:
     """One file, and how far it was read."""
 
     def __init__(self, path: Path, number: int) -> None:
-        self.rank = Rank(path, number)
+        self.rank = RankRecord(path, number)
         self.written = 0.0
         self._path = path
         self._inode: int | None = None
@@ -169,7 +169,7 @@ class _File:
         del self.rank.samples[:-2]
 
 
-class _Comparison:
+class _StepComparison:
     """Of the steps of the first rank with those of another, as they come.
 
     Args:

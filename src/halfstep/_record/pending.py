@@ -22,7 +22,7 @@ LONGEST_WAIT = 0.25
 
 
 @dataclass(frozen=True)
-class RawStep:
+class PendingStep:
     """A step whose numbers may still be on the device.
 
     Attributes:
@@ -86,21 +86,21 @@ class RawStep:
 class _Sent(NamedTuple):
     """Steps on their way: their numbers one after the other, and when they are there."""
 
-    steps: list[RawStep]
+    steps: list[PendingStep]
     values: Tensor
     sizes: list[int]
     arrival: torch.Event
 
 
-class Waiting:
+class PendingSteps:
     """Steps that have not been read yet. Sync: none but for :meth:`take_all`."""
 
     def __init__(self) -> None:
-        self._steps: list[RawStep] = []
+        self._steps: list[PendingStep] = []
         self._sent: _Sent | None = None
         self._last_sent = time.monotonic()
 
-    def add(self, step: RawStep) -> None:
+    def add(self, step: PendingStep) -> None:
         """Take one more."""
         self._steps.append(step)
 
@@ -150,7 +150,7 @@ class Waiting:
         return [step.event(part) for step, part in zip(sent.steps, parts, strict=True)]
 
 
-def _device_of(steps: Sequence[RawStep]) -> torch.device:
+def _device_of(steps: Sequence[PendingStep]) -> torch.device:
     """Return the device of the newest number, an accelerator if there is one."""
     for step in reversed(steps):
         for scalar in (step.loss, step.norm):

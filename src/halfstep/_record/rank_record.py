@@ -47,7 +47,7 @@ _Line: TypeAlias = (
 _KNOWN = {kind.__struct_config__.tag for kind in get_args(_Line)}
 
 
-class _Beginning(Struct, frozen=True):
+class _LineHead(Struct, frozen=True):
     """What has to be known of a line if its other parts are damaged, or of another version."""
 
     event: str
@@ -65,7 +65,7 @@ class _LeftOut(NamedTuple):
 
 
 @dataclass
-class Rank:
+class RankRecord:
     """What one file holds, with the steps and times of its segments one after the other.
 
     Attributes:
@@ -115,7 +115,7 @@ class Rank:
             self._leave_out(number, line, str(error))
             return
         if isinstance(event, Header):
-            self._begin_segment(number, decoded(_Beginning, line), event)
+            self._begin_segment(number, decoded(_LineHead, line), event)
         elif event is not None:
             self._take(self._numbered_on(event))
 
@@ -155,7 +155,7 @@ class Rank:
         try:
             event: Struct = decoded(_Line, line)  # type: ignore[arg-type]  # mypy: no type
         except ValueError:
-            beginning = _beginning(line)
+            beginning = _line_head(line)
             if beginning is not None and beginning.event not in _KNOWN:
                 return None
             raise
@@ -169,7 +169,7 @@ class Rank:
         is_whole = line.rstrip().endswith(b"}")
         left_out = _LeftOut(number, why[:LONGEST_REASON], self._last_step)
         (self._damaged if is_whole else self._cut).append(left_out)
-        beginning = _beginning(line)
+        beginning = _line_head(line)
         if beginning is not None and beginning.event == "run":  # what follows is of a new segment
             self._begin_segment(number, beginning, Header())
 
@@ -187,7 +187,7 @@ class Rank:
             text += f" ({lines[0].why})" if len(lines) == 1 else f" (the first: {lines[0].why})"
         yield Note(lines[0].step, text)
 
-    def _begin_segment(self, line: int, beginning: _Beginning, header: Header) -> None:
+    def _begin_segment(self, line: int, beginning: _LineHead, header: Header) -> None:
         require_schema(self.path, beginning.schema, beginning.halfstep)
         try:
             started = datetime.fromisoformat(beginning.started)
@@ -234,8 +234,8 @@ class Rank:
                 self.end = event
 
 
-def _beginning(line: bytes) -> _Beginning | None:
+def _line_head(line: bytes) -> _LineHead | None:
     try:
-        return decoded(_Beginning, line)
+        return decoded(_LineHead, line)
     except ValueError:
         return None

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from halfstep._numerics.statistics import merged
 from halfstep._record.files import files_in, read_lines
-from halfstep._record.rank_record import Rank
+from halfstep._record.rank_record import RankRecord
 from halfstep._record.run import Kind, Measured, Model, Note, Run, Sample, Step
 from halfstep._trace.recording import Recording
 from halfstep.errors import RecordError
@@ -45,8 +45,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
 
 
-def _read_rank(path: Path, number: int) -> Rank:
-    rank = Rank(path, number)
+def _read_rank(path: Path, number: int) -> RankRecord:
+    rank = RankRecord(path, number)
     for number, line in read_lines(path):
         rank.take(number, line)
     rank.require_begun()
@@ -56,7 +56,7 @@ def _read_rank(path: Path, number: int) -> Rank:
 # --- several ranks --------------------------------------------------------------------------------
 
 
-def joined(folder: Path, ranks: Mapping[int, Rank], steps: Iterable[Step]) -> Run:
+def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step]) -> Run:
     """Put together what the ranks hold; whether they agree is not looked at.
 
     Args:
@@ -119,7 +119,7 @@ class JoinedSteps:
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Step]] = {}
 
-    def add(self, ranks: Mapping[int, Rank], *, is_all: bool = False) -> list[Step]:
+    def add(self, ranks: Mapping[int, RankRecord], *, is_all: bool = False) -> list[Step]:
         """Take the steps that are new and return those that are complete.
 
         Args:
@@ -174,7 +174,7 @@ def _mean(values: list[float]) -> float | None:
     return fmean(values)
 
 
-def disagreements(ranks: Mapping[int, Rank]) -> Iterator[Note]:
+def disagreements(ranks: Mapping[int, RankRecord]) -> Iterator[Note]:
     """Yield for each rank how it differs from the first, where it begins to."""
     first, *others = ranks.values()
     for rank in others:
@@ -201,7 +201,7 @@ def _verdict(step: Step) -> str:
 # --- models, ends ---------------------------------------------------------------------------------
 
 
-def joined_models(ranks: Iterable[Rank]) -> list[Model]:
+def joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
     """Return the models of the first rank, and those that others have and it has not."""
     first, *others = ranks
     known = [_looks(model) for model in first.models]
@@ -220,7 +220,7 @@ def _looks(model: Model) -> tuple[object, ...]:
     return model.name, model.parameters, model.modules
 
 
-def first_error(ranks: Iterable[Rank]) -> tuple[str | None, int | None]:
+def first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
     """Return the error that came first, and on which rank: it may be why others have theirs."""
     found = [
         (rank.end.time or 0.0, rank.number, rank.end.error)

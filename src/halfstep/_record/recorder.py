@@ -20,7 +20,7 @@ from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._record.files import Event, LineWriter
-from halfstep._record.pending import RawStep, Waiting
+from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Models, Sampler
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import collect, parameters
@@ -88,7 +88,7 @@ class Recorder:
     ) -> None:
         self.num_steps = self.num_skipped = 0
         self._writer, self._engine, self._every, self._sinks = writer, engine, every, list(sinks)
-        self._models, self._waiting = models, Waiting()
+        self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
         self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
@@ -231,7 +231,7 @@ class Recorder:
 
     def _add_step(self, optimizer: str, outcome: Outcome | None, norm: Tensor | None) -> None:
         step = self.num_steps + 1
-        self._waiting.add(RawStep(step, self._time(), optimizer, outcome, self._loss, norm))
+        self._waiting.add(PendingStep(step, self._time(), optimizer, outcome, self._loss, norm))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1

@@ -31,7 +31,7 @@ from halfstep._record.run import KINDS, Kind, Measured
 
 
 @dataclass
-class _Model:
+class _KnownModel:
     """A model that is recorded, held weakly."""
 
     ref: weakref.ref[nn.Module]
@@ -47,7 +47,7 @@ class Models:
     """
 
     def __init__(self) -> None:
-        self._models: list[_Model] = []
+        self._models: list[_KnownModel] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._order: dict[str, int] = {}
 
@@ -71,7 +71,7 @@ class Models:
         self._models = [known for known in self._models if known.ref() not in modules]
         has_parts = len(self) < num_before
         prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
-        self._models.append(_Model(weakref.ref(model), prefix))
+        self._models.append(_KnownModel(weakref.ref(model), prefix))
         for name, module in model.named_modules():
             if has_parts or module not in self._names:
                 self._names[module] = _joined(prefix, without_wrappers(name))
@@ -146,7 +146,7 @@ class Models:
             )
         return events
 
-    def _present(self) -> Iterator[tuple[_Model, nn.Module]]:
+    def _present(self) -> Iterator[tuple[_KnownModel, nn.Module]]:
         for known in self._models:
             model = known.ref()
             if model is not None:

@@ -19,7 +19,7 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._report.layers import power_below
-from halfstep._report.summary import Facts, Origin, Steps, Summary
+from halfstep._report.summary import Facts, Origin, StepCounts, Summary
 
 ENDLESS = 5
 """So many skipped iterations at the end are skips that do not end."""
@@ -146,7 +146,7 @@ def after_growth(summary: Summary) -> Sentence:
     return say("notice", what, *_began(summary, steps), ".")
 
 
-def _skipped(summary: Summary, steps: Steps) -> Sentence:
+def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     num, later = steps.num_skipped_later, steps.later
     what = (
         f"{count(num)} of {things(steps.num, 'step')} {'was' if num == 1 else 'were'} skipped "
@@ -157,7 +157,7 @@ def _skipped(summary: Summary, steps: Steps) -> Sentence:
     return say(severity_of_skips(steps), what, *_began(summary, later), ".", *_cure(summary, later))
 
 
-def severity_of_skips(steps: Steps) -> Severity:
+def severity_of_skips(steps: StepCounts) -> Severity:
     """Return how bad the skips are that are not part of how dynamic scaling works."""
     share = steps.share_skipped_later
     if share > MANY or steps.skipped_at_end >= ENDLESS:

@@ -16,7 +16,7 @@ _Format: TypeAlias = Callable[[float], str]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedNumber:
     """One line of a comparison.
 
     Attributes:
@@ -48,7 +48,7 @@ class LayerPair:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Two runs side by side.
 
     Attributes:
@@ -65,7 +65,7 @@ class Comparison:
 
     first: Summary
     second: Summary
-    entries: tuple[Entry, ...]
+    entries: tuple[ComparedNumber, ...]
     layers: tuple[LayerPair, ...]
     only_first: tuple[tuple[Kind, str], ...]
     only_second: tuple[tuple[Kind, str], ...]
@@ -73,13 +73,13 @@ class Comparison:
     versions: tuple[tuple[str, str, str], ...]
 
 
-def compare(first: Summary, second: Summary) -> Comparison:
+def compare_runs(first: Summary, second: Summary) -> RunComparison:
     """Return two runs side by side; differences are the first minus the second."""
     mine = {(layer.kind, layer.name): layer for layer in first.layers}
     its = {(layer.kind, layer.name): layer for layer in second.layers}
     pairs = [LayerPair(layer, its[key]) for key, layer in mine.items() if key in its]
     pairs = sorted((pair for pair in pairs if _distance(pair)), key=_distance, reverse=True)
-    return Comparison(
+    return RunComparison(
         first=first,
         second=second,
         entries=tuple(_entries(first, second)),
@@ -101,13 +101,13 @@ def _distance(pair: LayerPair) -> float:
     return distance
 
 
-def _entries(first: Summary, second: Summary) -> Iterator[Entry]:
+def _entries(first: Summary, second: Summary) -> Iterator[ComparedNumber]:
     mine, its = _numbers(first), _numbers(second)
     for name, (value, text) in mine.items():
         other = its[name][0]
         if value is None and other is None:
             continue
-        yield Entry(
+        yield ComparedNumber(
             name,
             numbers.NONE if value is None else text(value),
             numbers.NONE if other is None else text(other),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
 from halfstep._numerics.statistics import Statistics, merged
 from halfstep._record.run import Kind, Measured, Sample
-from halfstep._report.summary import Gradients, Layer, PolicyInForce, ScaleWindow
+from halfstep._report.summary import GradientTotals, Layer, PolicyInForce, ScaleWindow
 
 CERTAINLY_WIDER = 2**7
 """Below so many times the smallest subnormal value it shows in which dtype values were made."""
@@ -42,7 +42,7 @@ def lower_at(policies: Sequence[PolicyInForce], step: int) -> tuple[str, bool]:
     return (lower_of(policies[0].dtype) if policies else "fp16"), False
 
 
-class Judged(NamedTuple):
+class FormatFit(NamedTuple):
     """How one tensor of one sample does in its format.
 
     Attributes:
@@ -62,7 +62,7 @@ class Judged(NamedTuple):
     is_held: bool
 
 
-def judge(measured: Measured, lower: str, *, is_in_force: bool) -> Judged:
+def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
     """Judge one tensor of one sample.
 
     Args:
@@ -82,10 +82,10 @@ def judge(measured: Measured, lower: str, *, is_in_force: bool) -> Judged:
             and measured.amin is not None
             and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
         )
-    return Judged(name, measured.headroom(format), lost, measured.share(lost), is_held)
+    return FormatFit(name, measured.headroom(format), lost, measured.share(lost), is_held)
 
 
-class Seen(NamedTuple):
+class SampledTensor(NamedTuple):
     """One tensor of one sample, and where it comes from.
 
     Attributes:
@@ -94,19 +94,19 @@ class Seen(NamedTuple):
         is_overflow: Whether the step was skipped and a smaller scale might have saved it. Only then
             an entry that is inf says something about the scale.
         measured: The tensor.
-        judged: How it does.
+        fit: How it does.
     """
 
     step: int
     scale: float
     is_overflow: bool
     measured: Measured
-    judged: Judged
+    fit: FormatFit
 
 
 def seen_by_layer(
     samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicyInForce]
-) -> dict[tuple[Kind, str], list[Seen]]:
+) -> dict[tuple[Kind, str], list[SampledTensor]]:
     """Return what was sampled by kind and name, in the order in which it was first seen.
 
     Args:
@@ -114,31 +114,31 @@ def seen_by_layer(
         overflows: The scales of the steps that overflowed, by step.
         policies: The policies in force, in order.
     """
-    found: dict[tuple[Kind, str], list[Seen]] = {}
+    found: dict[tuple[Kind, str], list[SampledTensor]] = {}
     for sample in samples:
         lower, is_in_force = lower_at(policies, sample.step)
         for measured in sample.tensors:
-            judged = judge(measured, lower, is_in_force=is_in_force)
-            seen = Seen(sample.step, sample.scale, sample.step in overflows, measured, judged)
+            fit = format_fit(measured, lower, is_in_force=is_in_force)
+            seen = SampledTensor(sample.step, sample.scale, sample.step in overflows, measured, fit)
             found.setdefault((measured.kind, measured.name), []).append(seen)
     return found
 
 
-def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
+def layer_of(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
     """Return what all samples say about one kind of tensor of one parameter or module."""
     total = merged(each.measured for each in seen)
     last = seen[-1]
-    lost = sum(each.judged.lost for each in seen)
+    lost = sum(each.fit.lost for each in seen)
     with_headroom = [
-        (each.judged.headroom, each.step) for each in seen if each.judged.headroom is not None
+        (each.fit.headroom, each.step) for each in seen if each.fit.headroom is not None
     ]
     headroom, headroom_step = min(with_headroom, default=(None, None))
-    most_lost = max(seen, key=lambda each: each.judged.share_lost)
+    most_lost = max(seen, key=lambda each: each.fit.share_lost)
     return Layer(
         kind=kind,
         name=name,
         dtypes=tuple(dict.fromkeys(each.measured.dtype for each in seen)),
-        format=last.judged.format,
+        format=last.fit.format,
         num_samples=len({each.step for each in seen}),
         size=last.measured.size,
         measured=total.measured,
@@ -150,12 +150,12 @@ def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
         amin=total.amin,
         headroom=headroom,
         headroom_step=headroom_step,
-        headroom_last=last.judged.headroom,
+        headroom_last=last.fit.headroom,
         lost=lost,
         share_lost=total.share(lost),
-        share_lost_worst=most_lost.judged.share_lost,
-        share_lost_step=most_lost.step if most_lost.judged.lost else None,
-        share_lost_last=last.judged.share_lost,
+        share_lost_worst=most_lost.fit.share_lost,
+        share_lost_step=most_lost.step if most_lost.fit.lost else None,
+        share_lost_last=last.fit.share_lost,
         flushed=total.flushed,
         underflow=dict(total.underflow),
         overflow=dict(total.overflow),
@@ -165,10 +165,10 @@ def layer_of(kind: Kind, name: str, seen: list[Seen]) -> Layer:
 
 
 def gradients_of(
-    found: Mapping[tuple[Kind, str], list[Seen]],
+    found: Mapping[tuple[Kind, str], list[SampledTensor]],
     layers: Iterable[Layer],
     overflows: Mapping[int, float],
-) -> Gradients | None:
+) -> GradientTotals | None:
     """Return what all samples say about the gradients of all parameters together.
 
     Args:
@@ -194,9 +194,9 @@ def gradients_of(
     scale = max(gradients, key=lambda each: each.step).scale
     best = _best(all_together, scale)
     measured = sum(each.measured.measured for each in gradients)
-    lost = sum(each.judged.lost for each in gradients)
+    lost = sum(each.fit.lost for each in gradients)
     lost_there = None if best is None else sum(_lost_at(best, each) for each in gradients)
-    return Gradients(
+    return GradientTotals(
         scale=scale,
         measured=measured,
         lost=lost,
@@ -207,11 +207,11 @@ def gradients_of(
     )
 
 
-def _is_bad(seen: Seen) -> bool:
+def _is_bad(seen: SampledTensor) -> bool:
     return bool(seen.measured.nan or seen.measured.inf)
 
 
-def _window_of(gradients: Sequence[Seen]) -> ScaleWindow:
+def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
     if _is_held_throughout(gradients):
         return window((), (), is_at_least=False)
     flushed_at = [each.scale for each in gradients if each.measured.flushed]
@@ -221,10 +221,10 @@ def _window_of(gradients: Sequence[Seen]) -> ScaleWindow:
     return window(map(_smallest, gradients), map(_largest, gradients), is_at_least=is_at_least)
 
 
-def _is_held_throughout(gradients: Sequence[Seen]) -> bool:
+def _is_held_throughout(gradients: Sequence[SampledTensor]) -> bool:
     """Of a norm some samples hold nothing so small that it shows: they have no limits either."""
     has_passed = any(each.measured.flushed is not None for each in gradients)
-    return not has_passed and any(each.judged.is_held for each in gradients)
+    return not has_passed and any(each.fit.is_held for each in gradients)
 
 
 def _is_whole(statistics: Statistics) -> bool:
@@ -237,16 +237,16 @@ def _flushed(statistics: Statistics, format: Format) -> int:
     return statistics.flushed or 0 if format.name == "fp16" else 0
 
 
-def _smallest(seen: Seen) -> float | None:
-    if seen.judged.is_held:
+def _smallest(seen: SampledTensor) -> float | None:
+    if seen.fit.is_held:
         return None
-    return smallest_scale(seen.measured, seen.scale, FORMATS[seen.judged.format])
+    return smallest_scale(seen.measured, seen.scale, FORMATS[seen.fit.format])
 
 
-def _largest(seen: Seen) -> float | None:
-    if seen.judged.is_held:
+def _largest(seen: SampledTensor) -> float | None:
+    if seen.fit.is_held:
         return None
-    format = FORMATS[seen.judged.format]
+    format = FORMATS[seen.fit.format]
     statistics = seen.measured
     return largest_scale(statistics, seen.scale, format, is_overflow=seen.is_overflow)
 
@@ -262,17 +262,19 @@ def _best(its: ScaleWindow, scale: float) -> float | None:
     return min(max(its.smallest, scale), its.largest)
 
 
-def _lost_at(scale: float, seen: Seen) -> int:
-    if seen.judged.is_held:
+def _lost_at(scale: float, seen: SampledTensor) -> int:
+    if seen.fit.is_held:
         return 0
     statistics = seen.measured
-    format = FORMATS[seen.judged.format]
+    format = FORMATS[seen.fit.format]
     factor = scale / seen.scale
     flushed = _flushed(statistics, format) if factor <= 1 else 0  # above: nobody knows
     return statistics.underflow_if(factor, format) + flushed
 
 
-def _of_kind(found: Mapping[tuple[Kind, str], list[Seen]], wanted: Kind) -> list[Seen]:
+def _of_kind(
+    found: Mapping[tuple[Kind, str], list[SampledTensor]], wanted: Kind
+) -> list[SampledTensor]:
     return [each for (kind, _), seen in found.items() if kind == wanted for each in seen]
 
 

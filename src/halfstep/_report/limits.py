@@ -57,7 +57,7 @@ def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
     return tuple(one_line(line) for line in found)
 
 
-def held(summary: Summary, limits: Limits) -> str:
+def pass_line(summary: Summary, limits: Limits) -> str:
     """Return what was seen and the limits, for a run that keeps within them."""
     steps = summary.steps
     parts = [things(steps.num, "step")]

@@ -23,11 +23,11 @@ from halfstep._common.text import SEVERITIES, Sentence, Severity
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.run import Run, Step
 from halfstep._report.about_diagnoses import when
-from halfstep._report.compare_runs import Comparison
+from halfstep._report.compare_runs import RunComparison
 from halfstep._report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._report.page_curves import curves
 from halfstep._report.page_heat import HEADROOM, KIND_TITLES, LOST, Heat, heat
-from halfstep._report.page_tables import layer_table, limits, precision_map
+from halfstep._report.page_tables import format_limits, layer_table, precision_map
 from halfstep._report.summarize import Beginning, beginnings
 from halfstep._report.summary import Layer, ScaleWindow, Summary
 from halfstep._report.text import sentences
@@ -76,7 +76,7 @@ def render(summary: Summary, run: Run) -> str:
         not_finite_colour=css(HEADROOM.colours[NOT_FINITE]),
         dots=dots,
         table=table,
-        limits=limits(table.axis) if table else (),
+        limits=format_limits(table.axis) if table else (),
         formats=list(FORMATS),
         kinds={kind: KIND_TITLES[kind] for kind in KIND_TITLES if summary.of_kind(kind)},
         precision=precision_map(run.trace) if run.trace else None,
@@ -86,7 +86,7 @@ def render(summary: Summary, run: Run) -> str:
     )
 
 
-def render_comparison(comparison: Comparison, first: Run, second: Run) -> str:
+def render_comparison(comparison: RunComparison, first: Run, second: Run) -> str:
     """Return the page that holds two runs against each other.
 
     Args:
@@ -203,7 +203,7 @@ def _date(started: str) -> str:
         return started
 
 
-def _names(comparison: Comparison) -> tuple[str, str]:
+def _names(comparison: RunComparison) -> tuple[str, str]:
     """The names of the folders; A and B where they are the same."""
     first, second = (PurePath(s.path).name for s in (comparison.first, comparison.second))
     return (first, second) if first and second and first != second else ("A", "B")

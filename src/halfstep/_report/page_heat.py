@@ -22,7 +22,7 @@ from halfstep._report.drawing import (
     png,
     round_numbers,
 )
-from halfstep._report.layers import judge, lower_at
+from halfstep._report.layers import format_fit, lower_at
 from halfstep._report.summary import Layer, Summary
 
 KIND_TITLES: dict[Kind, str] = {
@@ -37,7 +37,7 @@ LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
 @dataclass(frozen=True)
-class Row:
+class HeatRow:
     """One layer in a map.
 
     Attributes:
@@ -81,7 +81,7 @@ class Tab:
 
     kind: Kind
     title: str
-    rows: list[Row]
+    rows: list[HeatRow]
     row_height: int
     labels: list[tuple[float, str, str]]
     maps: list[HeatMap]
@@ -161,13 +161,13 @@ def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
     for column, sample in zip(column_of, run.samples, strict=True):
         lower, is_in_force = lower_at(summary.policies, sample.step)
         for measured in sample.tensors:
-            judged = judge(measured, lower, is_in_force=is_in_force)
+            fit = format_fit(measured, lower, is_in_force=is_in_force)
             cell = found[measured.kind, measured.name][column]
             cell.is_finite &= not (measured.nan or measured.inf)
-            cell.share_lost = max(cell.share_lost, judged.share_lost)
-            if judged.headroom is not None:
-                known = judged.headroom if cell.headroom is None else cell.headroom
-                cell.headroom = min(known, judged.headroom)
+            cell.share_lost = max(cell.share_lost, fit.share_lost)
+            if fit.headroom is not None:
+                known = fit.headroom if cell.headroom is None else cell.headroom
+                cell.headroom = min(known, fit.headroom)
     return found
 
 
@@ -182,7 +182,7 @@ def _tab(kind: Kind, layers: Sequence[Layer], cells: _Cells, num_columns: int) -
     return Tab(
         kind,
         KIND_TITLES[kind],
-        [Row(i * row_height, layer.name, _title(layer)) for i, layer in enumerate(layers)],
+        [HeatRow(i * row_height, layer.name, _title(layer)) for i, layer in enumerate(layers)],
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])

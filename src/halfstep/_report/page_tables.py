@@ -23,7 +23,7 @@ _DECADES = 6
 
 
 @dataclass(frozen=True)
-class Window:
+class FormatWindow:
     """Where a format lies on the axis of exponents, in units from its lower end.
 
     Attributes:
@@ -55,7 +55,7 @@ class Exponents:
     low: int
     high: int
     ticks: list[Tick]
-    windows: list[Window]
+    windows: list[FormatWindow]
 
     @property
     def width(self) -> int:
@@ -144,13 +144,13 @@ def exponents_of(layers: Iterable[Layer]) -> Exponents:
     return Exponents(low, high, ticks, [_window(name, low, high) for name in FORMATS])
 
 
-def _window(name: str, low: int, high: int) -> Window:
+def _window(name: str, low: int, high: int) -> FormatWindow:
     def place(value: float) -> float:
         return round(min(high, max(low, math.log2(value))) - low, 2)
 
     format = FORMATS[name]
     smallest = math.log2(format.smallest_subnormal)
-    return Window(
+    return FormatWindow(
         name,
         place(format.flushed_below),
         place(format.smallest_normal),
@@ -179,7 +179,7 @@ def _height(share: float) -> int:
     return max(1, round((HEIGHT - 2) * (1 + math.log10(share) / _DECADES)))
 
 
-def limits(axis: Exponents) -> Sequence[float]:
+def format_limits(axis: Exponents) -> Sequence[float]:
     """Return where limits of any format lie, for the thin lines of all histograms."""
     places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
     return sorted(place for place in places if 0 < place < axis.width)

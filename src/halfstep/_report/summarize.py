@@ -21,10 +21,10 @@ from halfstep._report.summary import (
     ModelFacts,
     Origin,
     PolicyInForce,
-    Scale,
+    ScaleCourse,
     State,
     StatedNote,
-    Steps,
+    StepCounts,
     Summary,
 )
 
@@ -120,7 +120,7 @@ def policies_of(run: Run) -> tuple[PolicyInForce, ...]:
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
+def _steps(run: Run, iterations: list[list[Step]]) -> StepCounts:
     skipped = [not all(step.taken for step in each) for each in iterations]
     numbers = [each[0].step for each in iterations]
     scalers = _by_scaler(iterations, run.starts)
@@ -131,7 +131,7 @@ def _steps(run: Run, iterations: list[list[Step]]) -> Steps:
     later = [is_skipped and n not in normal for is_skipped, n in zip(skipped, numbers, strict=True)]
     num, num_skipped = len(run.steps), len(run.skipped)
     num_later = sum(step.step not in normal for step in run.skipped)
-    return Steps(
+    return StepCounts(
         num=num,
         num_taken=num - num_skipped,
         num_skipped=num_skipped,
@@ -211,7 +211,7 @@ def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
         grown_from = None
 
 
-def _scale(steps: Iterable[Step], overflowed_at: float | None) -> Scale | None:
+def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | None:
     scaled = [(step, step.scale) for step in steps if step.scale is not None]
     if not scaled:
         return None
@@ -223,7 +223,7 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> Scale | None:
         by_optimizer.setdefault(step.optimizer, {})[step.step] = _Used(scale, step.taken)
     kept = [x for used in by_optimizer.values() for x in _without_probes([*used.values()])]
     seen = [scale for _, scale in scaled]
-    return Scale(
+    return ScaleCourse(
         first=seen[0],
         last=last,
         before_last=before_last,

@@ -97,7 +97,7 @@ class PolicyInForce:
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepCounts:
     """The steps of the optimizers. With several optimizers an iteration has several.
 
     Attributes:
@@ -141,7 +141,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleCourse:
     """How the scale went.
 
     Attributes:
@@ -306,7 +306,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientTotals:
     """The gradients of all parameters together.
 
     Attributes:
@@ -375,15 +375,15 @@ class Summary:
     policies: tuple[PolicyInForce, ...]
     lower: str
     has_scaler: bool
-    steps: Steps
-    scale: Scale | None
+    steps: StepCounts
+    scale: ScaleCourse | None
     loss: Curve | None
     norm: Curve | None
     origins: tuple[Origin, ...]
     bad_places: tuple[BadPlace, ...]
     sampled: tuple[int, ...]
     layers: tuple[Layer, ...]
-    gradients: Gradients | None
+    gradients: GradientTotals | None
     notes: tuple[StatedNote, ...]
 
     def of_kind(self, kind: Kind) -> tuple[Layer, ...]:

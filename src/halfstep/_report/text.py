@@ -22,7 +22,7 @@ from halfstep._common.numbers import (
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, code, one_line, plain, say
 from halfstep._report import about_diagnoses, about_steps, about_tensors
 from halfstep._report.about_diagnoses import when
-from halfstep._report.compare_runs import Comparison
+from halfstep._report.compare_runs import RunComparison
 from halfstep._report.summary import BadPlace, Layer, Summary
 
 NUM_WORST = 5
@@ -40,7 +40,7 @@ def summary_json(summary: Summary) -> dict[str, Any]:
     return {"sentences": [_sentence_json(s) for s in sentences(summary)], **plain_values}
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: RunComparison) -> dict[str, Any]:
     """Return the whole comparison, with both summaries."""
     values: dict[str, Any] = to_plain(asdict(comparison))
     both = {"first": summary_json(comparison.first), "second": summary_json(comparison.second)}
@@ -75,18 +75,18 @@ def _diagnosis(place: BadPlace, summary: Summary) -> str:
     return "\n".join((f"### Diagnosis, {when(place, summary)}", "", *lines))
 
 
-def comparison_markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: RunComparison) -> str:
     """Return what differs between two runs as tables."""
     return "\n\n".join(_comparison(comparison, _table, code))
 
 
-def comparison_text(comparison: Comparison) -> str:
+def comparison_text(comparison: RunComparison) -> str:
     """Return what differs between two runs for a terminal."""
     return "\n\n".join(_comparison(comparison, _columns, one_line))
 
 
 def _comparison(
-    comparison: Comparison,
+    comparison: RunComparison,
     table: Callable[[Sequence[str], Iterable[Sequence[str]]], str],
     name: Callable[[str], str],
 ) -> Iterator[str]:

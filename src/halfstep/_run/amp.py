@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from halfstep._autocast import Policy
 from halfstep._common.patches import Patches, watch_steps
-from halfstep._run.amp_backward import Backward, Fresh
+from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_forward import Forward
-from halfstep._run.amp_script import Findings
-from halfstep._run.amp_steps import Schedules, Steps
+from halfstep._run.amp_script import ScriptState
+from halfstep._run.amp_steps import ScaledSteps, Schedules
 from halfstep._scaler import GradScaler
 from halfstep._scaler.torch_calls import TorchCalls
 
@@ -70,57 +70,57 @@ def mixed_precision(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"mixed_precision({dtype}): pass torch.float16 or torch.bfloat16")
-    findings = Findings(dtype, say)
-    scaler = GradScaler() if findings.is_scaling else None
+    script = ScriptState(dtype, say)
+    scaler = GradScaler() if script.is_scaling else None
     patches = Patches()
     steps = None
     try:
-        Forward(dtype, policy, findings).install(patches)
-        _watch_scalers(patches, scaler, findings)
+        Forward(dtype, policy, script).install(patches)
+        _watch_scalers(patches, scaler, script)
         if scaler is None:
-            watch_steps(patches, _note_step(findings), meet=lambda _: None)
+            watch_steps(patches, _note_step(script), meet=lambda _: None)
         else:
-            steps = _install_scaling(patches, scaler, findings)
+            steps = _install_scaling(patches, scaler, script)
         try:
             yield scaler
         except SystemExit:  # is how many scripts end
-            _end(steps, findings)
+            _end(steps, script)
             raise
-        _end(steps, findings)
+        _end(steps, script)
     finally:
         patches.undo()
-        findings.is_on = False
+        script.is_on = False
 
 
-def _install_scaling(patches: Patches, scaler: GradScaler, findings: Findings) -> Steps:
-    fresh, schedules = Fresh(), Schedules(findings)
-    backward = Backward(scaler, fresh, findings)
-    steps = Steps(scaler, backward, fresh, schedules, findings)
+def _install_scaling(patches: Patches, scaler: GradScaler, script: ScriptState) -> ScaledSteps:
+    fresh, schedules = FreshGradients(), Schedules(script)
+    backward = Backward(scaler, fresh, script)
+    steps = ScaledSteps(scaler, backward, fresh, schedules, script)
     for part in (backward, steps, schedules):
         part.install(patches)
     return steps
 
 
-def _end(steps: Steps | None, findings: Findings) -> None:
+def _end(steps: ScaledSteps | None, script: ScriptState) -> None:
     if steps is not None:
         steps.end()
-    findings.end()
+    script.end()
 
 
-def _note_step(findings: Findings) -> Callable[..., Any]:
+def _note_step(script: ScriptState) -> Callable[..., Any]:
     def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        findings.note_step(optimizer)
+        script.note_step(optimizer)
         return original(optimizer, *args, **kwargs)
 
     return step
 
 
-def _watch_scalers(patches: Patches, ours: GradScaler | None, findings: Findings) -> None:
+def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptState) -> None:
     """Leave the script alone when it has a scaler of its own."""
 
     def look(scaler: Any) -> None:
-        if findings.is_training and scaler is not ours and scaler.is_enabled():
-            findings.switch_off("the script scales by itself, with a GradScaler of its own")
+        if script.is_training and scaler is not ours and scaler.is_enabled():
+            script.switch_off("the script scales by itself, with a GradScaler of its own")
 
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)

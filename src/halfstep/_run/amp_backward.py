@@ -18,7 +18,7 @@ from torch import Tensor
 
 from halfstep import _torch
 from halfstep._common.patches import Patches
-from halfstep._run.amp_script import Findings
+from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler
 from halfstep._scaler.gradients import passes
 from halfstep._scaler.gradients.collecting import Gradients, collect, parameters
@@ -30,7 +30,7 @@ from halfstep._scaler.steps.iteration import Look
 class ScaledPass:
     """One backward pass: which leaves it adds to, and what it multiplies by."""
 
-    def __init__(self, scale: LossScale, fresh: Fresh) -> None:
+    def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
         self._scale = scale
         self._by = scale.tensor.clone()  # an optimizer that steps on the way may move the scale
         self._fresh = fresh
@@ -58,13 +58,13 @@ class Backward:
     Args:
         scaler: Its scale is used.
         fresh: Is told what was found in the gradients.
-        findings: Is told that there was a backward pass.
+        script: Is told that there was a backward pass.
     """
 
-    def __init__(self, scaler: GradScaler, fresh: Fresh, findings: Findings) -> None:
+    def __init__(self, scaler: GradScaler, fresh: FreshGradients, script: ScriptState) -> None:
         self._scaler = scaler
         self._fresh = fresh
-        self._findings = findings
+        self._script = script
         self._retained: list[weakref.ref[Tensor]] = []
         self.running: ScaledPass | None = None
 
@@ -92,10 +92,10 @@ class Backward:
         def run(roots: Any) -> None:
             original(roots, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
-        if not self._findings.is_training:
+        if not self._script.is_training:
             run(tensors)
             return
-        self._findings.has_backward = True
+        self._script.has_backward = True
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if _torch.backward_number() >= 0:
             # A checkpoint recomputes a part; its gradients are scaled with those of the whole.
@@ -141,7 +141,7 @@ def _can_be_scaled(root: object) -> bool:
     return isinstance(root, Tensor) and root.is_floating_point() and root.requires_grad
 
 
-class Finding:
+class UnscaledGradients:
     """Whether gradients were finite when they were divided by the scale.
 
     They and their parameters are held weakly: what the script drops is gone.
@@ -161,7 +161,7 @@ class Finding:
             if param is not None and grad is not None and param.grad is grad:
                 yield param, grad
 
-    def part(self, is_in: Callable[[Tensor], bool]) -> Finding:
+    def part(self, is_in: Callable[[Tensor], bool]) -> UnscaledGradients:
         """Return what it says of some of the parameters; it is the same of each."""
         part = copy.copy(self)
         part._pairs = [
@@ -181,16 +181,16 @@ class Finding:
         return {id(grad) for _, grad in self._present()}
 
 
-class Fresh:
+class FreshGradients:
     """The findings since each optimizer's last step, and which optimizers there are."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._findings: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Finding]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._unscaled: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, list[UnscaledGradients]
+        ] = weakref.WeakKeyDictionary()
         # Of parameters that no optimizer has, or one that was made before us and is not yet known.
-        self._of_strangers: list[Finding] = []
+        self._of_strangers: list[UnscaledGradients] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Know an optimizer from now on."""
@@ -217,12 +217,12 @@ class Fresh:
             gradients = collect(group)
             if gradients.grads:
                 found = passes.unscale_(gradients, by, can_amplify=scale.can_amplify)
-                finding = Finding(scale, gradients, found)
+                unscaled = UnscaledGradients(scale, gradients, found)
                 for optimizer in owners.get(id(group[0]), ()):
-                    earlier = self._findings.get(optimizer, [])
-                    self._findings[optimizer] = [*_alive(earlier), finding]
+                    earlier = self._unscaled.get(optimizer, [])
+                    self._unscaled[optimizer] = [*_alive(earlier), unscaled]
                 if id(group[0]) not in owners:
-                    self._of_strangers = [*_alive(self._of_strangers), finding]
+                    self._of_strangers = [*_alive(self._of_strangers), unscaled]
 
     def take(self, optimizer: torch.optim.Optimizer) -> Look | None:
         """Return what was found for an optimizer since its last step, and forget it.
@@ -232,13 +232,13 @@ class Fresh:
             another is checked here. None without gradients, or if they come from no scaled pass.
         """
         self._optimizers.add(optimizer)
-        findings = self._findings.pop(optimizer, []) + self._taken_from_strangers(optimizer)
+        earlier = self._unscaled.pop(optimizer, []) + self._taken_from_strangers(optimizer)
         gradients = collect(parameters(optimizer))
-        if not findings or not gradients.grads:
+        if not earlier or not gradients.grads:
             return None
-        scale = findings[0].scale
-        found = [finding.found_inf for finding in findings if finding.is_alive]
-        others = gradients.without(set[int]().union(*(finding.present() for finding in findings)))
+        scale = earlier[0].scale
+        found = [unscaled.found_inf for unscaled in earlier if unscaled.is_alive]
+        others = gradients.without(set[int]().union(*(unscaled.present() for unscaled in earlier)))
         if others.grads:
             found.append(passes.multiply_(others, torch.ones_like(scale.tensor)))
         device = scale.tensor.device
@@ -247,18 +247,18 @@ class Fresh:
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget what was found for an optimizer, whose gradients are dropped or zeroed."""
-        self._findings.pop(optimizer, None)
+        self._unscaled.pop(optimizer, None)
         self._taken_from_strangers(optimizer)
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
         """Say whether an optimizer has gradients from a scaled backward pass, and no step since."""
-        return bool(_alive(self._findings.get(optimizer, [])))
+        return bool(_alive(self._unscaled.get(optimizer, [])))
 
     def is_waiting(self) -> bool:
         """Say whether any optimizer has such gradients."""
-        return any(any(f.is_alive for f in findings) for findings in self._findings.values())
+        return any(any(each.is_alive for each in of) for of in self._unscaled.values())
 
-    def _taken_from_strangers(self, optimizer: torch.optim.Optimizer) -> list[Finding]:
+    def _taken_from_strangers(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
         if not self._of_strangers:
             return []
         own = set(map(id, parameters(optimizer)))
@@ -267,5 +267,5 @@ class Fresh:
         return _alive([f.part(lambda p: id(p) in own) for f in found])
 
 
-def _alive(findings: list[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.is_alive]
+def _alive(unscaled: list[UnscaledGradients]) -> list[UnscaledGradients]:
+    return [each for each in unscaled if each.is_alive]

@@ -17,7 +17,7 @@ from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.patches import Patches
 from halfstep._common.top_level_calls import Outermost, not_compiled
-from halfstep._run.amp_script import Findings
+from halfstep._run.amp_script import ScriptState
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
@@ -29,13 +29,15 @@ class Forward:
         dtype: The lower precision.
         policy: As for :class:`halfstep.autocast`; its rules for modules mean
             the first that runs.
-        findings: Is told what was found.
+        script: Is told what was found.
     """
 
-    def __init__(self, dtype: torch.dtype, policy: Policy | str | None, findings: Findings) -> None:
+    def __init__(
+        self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
+    ) -> None:
         self._dtype = dtype
         self._policy = policy
-        self._findings = findings
+        self._script = script
         self._outermost = Outermost(self)
         self._contexts: dict[str, autocast] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -47,7 +49,7 @@ class Forward:
     @property
     def is_on(self) -> bool:
         """Whether anything is to be run under autocast."""
-        return self._findings.is_on
+        return self._script.is_on
 
     @not_compiled
     def call_module(
@@ -94,17 +96,17 @@ class Forward:
             return None
         if module not in self._checked:
             self._checked.add(module)
-            reason = _why_not_scaled(module) if self._findings.is_scaling else None
+            reason = _why_not_scaled(module) if self._script.is_scaling else None
             if reason is not None:
-                self._findings.switch_off(reason)
+                self._script.switch_off(reason)
                 return None
-        self._findings.modules.setdefault(type(_unwrapped(module)).__name__)
+        self._script.modules.setdefault(type(_unwrapped(module)).__name__)
         return self._context(param.device.type, module)
 
     @_torch.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
         """Return what a loss function is to run under."""
-        self._findings.losses.setdefault(name)
+        self._script.losses.setdefault(name)
         # On float32, which models return, autocast changes nothing.
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         device = next((t.device.type for t in tensors if t.dtype is self._dtype), None)
@@ -122,8 +124,8 @@ class Forward:
             return False
         if current_scope().policies or torch.is_autocast_enabled(device):
             # In the backward pass it is that of a checkpoint, which is ours.
-            if _torch.backward_number() < 0 and self._findings.is_on:
-                self._findings.note_own_autocast()
+            if _torch.backward_number() < 0 and self._script.is_on:
+                self._script.note_own_autocast()
             return False
         return True
 

@@ -12,7 +12,7 @@ from halfstep._scaler.optimizers import name
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 
 
-class Findings:
+class ScriptState:
     """What was found in the script so far. Each thing is said once.
 
     Attributes:

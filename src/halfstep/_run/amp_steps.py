@@ -14,15 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep import _torch
 from halfstep._common.patches import Patches, subclasses, watch_steps
-from halfstep._run.amp_backward import Backward, Fresh
-from halfstep._run.amp_script import Findings
+from halfstep._run.amp_backward import Backward, FreshGradients
+from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome
 from halfstep._scaler.gradients.collecting import Gradients, parameters
 from halfstep._scaler.loops.closures import Undo, UnusableEvaluationError, split_closure
 from halfstep._scaler.optimizers import handles_scale
 from halfstep._scaler.steps.iteration import Look
 
-Step = Callable[..., Any]
+StepFunction = Callable[..., Any]
 
 
 class _Thread(threading.local):
@@ -32,7 +32,7 @@ class _Thread(threading.local):
     was_called = False
 
 
-class Steps:
+class ScaledSteps:
     """Puts itself around ``step`` of every class of optimizers.
 
     Args:
@@ -40,22 +40,22 @@ class Steps:
         backward: Knows whether a backward pass is running.
         fresh: Knows what was found in the gradients.
         schedules: Are told of every step.
-        findings: Is told what stepped.
+        script: Is told what stepped.
     """
 
     def __init__(
         self,
         scaler: GradScaler,
         backward: Backward,
-        fresh: Fresh,
+        fresh: FreshGradients,
         schedules: Schedules,
-        findings: Findings,
+        script: ScriptState,
     ) -> None:
         self._scaler = scaler
         self._backward = backward
         self._fresh = fresh
         self._schedules = schedules
-        self._findings = findings
+        self._script = script
         self._thread = _Thread()
 
     def install(self, patches: Patches) -> None:
@@ -67,15 +67,15 @@ class Steps:
         self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         original(optimizer, *args, **kwargs)
-        if self._findings.is_training:
+        if self._script.is_training:
             self._fresh.forget(optimizer)
 
     @_torch.keep_out_of_graphs
-    def _step(self, original: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._thread.is_stepping:
             self._thread.was_called = True
             return original(optimizer, *args, **kwargs)
-        if not self._findings.is_training:
+        if not self._script.is_training:
             return original(optimizer, *args, **kwargs)
         closure, rest, others = split_closure(args, kwargs)
         if closure is None:
@@ -91,7 +91,7 @@ class Steps:
             return self._take_around(original, closure, optimizer, rest, others)
         return self._take_with(closure, optimizer, rest, others)
 
-    def _take(self, original: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _take(self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step unless a gradient is inf or NaN."""
         running = self._backward.running
         if running is not None:  # an optimizer that steps in a hook, while backward runs
@@ -100,7 +100,7 @@ class Steps:
         if look is None:
             # The script has made the gradients itself, or there are none.
             return original(optimizer, *args, **kwargs)
-        self._findings.note_step(optimizer)
+        self._script.note_step(optimizer)
         if self._scaler._engine.iteration.record(optimizer).looks:
             self._scaler.update()
         self._add(look, optimizer)
@@ -111,9 +111,11 @@ class Steps:
         self._finish(optimizer, was_called)
         return result
 
-    def _take_with(self, closure: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _take_with(
+        self, closure: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
         """Step with a closure that may be evaluated many times."""
-        self._findings.note_step(optimizer)
+        self._script.note_step(optimizer)
         engine = self._scaler._engine
         if engine.iteration.looks:
             self._scaler.update()
@@ -135,13 +137,18 @@ class Steps:
         return loss if result is None else result
 
     def _take_around(
-        self, original: Step, closure: Step, optimizer: Optimizer, args: Any, kwargs: Any
+        self,
+        original: StepFunction,
+        closure: StepFunction,
+        optimizer: Optimizer,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """Step with gradients from before and with a closure, as SAM does around another optimizer.
 
         The scaler would drop the gradients. The other optimizer, if there is one, steps through it.
         """
-        self._findings.note_step(optimizer)
+        self._script.note_step(optimizer)
         undo = Undo(optimizer)
 
         def require_finite() -> None:
@@ -194,7 +201,7 @@ class Steps:
             self._scaler.update()
 
 
-def _with_closure(closure: Step, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Put a closure where the script had its own (see :func:`split_closure`)."""
     if "closure" in kwargs:
         return args, kwargs | {"closure": closure}
@@ -211,7 +218,7 @@ NUM_UNREAD = 64
 """So many outcomes that lie on the device are kept before they are read."""
 
 
-class _Steps:
+class _TakenSteps:
     """The steps of an optimizer: how many there were, and which was the last that was taken."""
 
     def __init__(self) -> None:
@@ -241,14 +248,14 @@ class _Steps:
 class Schedules:
     """Puts itself around ``step`` of every class of schedulers."""
 
-    def __init__(self, findings: Findings) -> None:
-        self._findings = findings
-        self._steps: weakref.WeakKeyDictionary[Optimizer, _Steps] = weakref.WeakKeyDictionary()
+    def __init__(self, script: ScriptState) -> None:
+        self._script = script
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _TakenSteps] = weakref.WeakKeyDictionary()
         self._moved: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: Optimizer, taken: bool | Outcome) -> None:
         """Take note of a step; an outcome is read when a schedule asks. Sync: none."""
-        self._steps.setdefault(optimizer, _Steps()).add(taken)
+        self._steps.setdefault(optimizer, _TakenSteps()).add(taken)
 
     def install(self, patches: Patches) -> None:
         """Put ourselves around the schedulers that there are, and those to come."""
@@ -270,7 +277,7 @@ class Schedules:
     def _step(
         self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
     ) -> Any:
-        if self._findings.is_training and not self._may_move(scheduler):
+        if self._script.is_training and not self._may_move(scheduler):
             return None
         return original(scheduler, *args, **kwargs)
 
@@ -279,7 +286,7 @@ class Schedules:
         count = 0 if steps is None else steps.count
         before = self._moved.get(scheduler, 0)
         if not _torch.is_being_made(scheduler):
-            self._findings.schedules.setdefault(type(scheduler).__name__)
+            self._script.schedules.setdefault(type(scheduler).__name__)
             if steps is not None and count > before and steps.last_taken() <= before:
                 return False
         self._moved[scheduler] = count

@@ -36,7 +36,7 @@ from halfstep._record.files import RUNS
 
 
 @dataclass(frozen=True)
-class Program:
+class Command:
     """What is to be run: ``python [-m] target arguments...``."""
 
     target: str
@@ -80,8 +80,8 @@ class Session:
         OSError: The folder cannot be written to.
     """
 
-    def __init__(self, program: Program, options: Options) -> None:
-        self._program = program
+    def __init__(self, command: Command, options: Options) -> None:
+        self._command = command
         self._options = options
         self._failure: BaseException | None = None
         self._pid = os.getpid()
@@ -89,8 +89,8 @@ class Session:
         self._watch: Watch | None = None
         self._stderr = sys.stderr  # the program may put another there
         self._stack = ExitStack()
-        self._folder = options.folder or make_folder(program.stem, os.environ, os.getppid())
-        sys.argv = [program.target, *program.arguments]  # the record says what was run
+        self._folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
+        sys.argv = [command.target, *command.arguments]  # the record says what was run
         self._record = record(self._folder.absolute(), every=options.every)
         self._record.__enter__()
         # Before the program registers its own functions: those are called first.
@@ -98,10 +98,10 @@ class Session:
 
     def run(self) -> None:
         """Run the program, once; everything that it raises passes through."""
-        program = self._program
+        command = self._command
         try:
             self._put_in_place()
-            execute(program.target, program.arguments, is_module=program.is_module)
+            execute(command.target, command.arguments, is_module=command.is_module)
         except BaseException as error:
             self._failure = error
             hide_our_frames()

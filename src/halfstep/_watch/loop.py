@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 from halfstep._record.files import RUNS, newest_in
-from halfstep._record.follow import Follower, Update
-from halfstep._watch.state import Watched, watched
-from halfstep._watch.text import end_line, heading, how_to_start, lines, missing, run_state
+from halfstep._record.follow import Follower, RecordUpdate
+from halfstep._watch.state import LiveRun, live_run
+from halfstep._watch.text import end_line, heading, how_to_start, missing, new_lines, run_state
 
 REFRESH_SECONDS = 0.5
 """Where ``halfstep run`` puts its records."""
@@ -19,7 +19,7 @@ REFRESH_SECONDS = 0.5
 class View(Protocol):
     """Shows a run: a context manager that leaves what is to stay on the screen."""
 
-    def show(self, watched: Watched, update: Update) -> None:
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
         """Show how it stands."""
 
     def __enter__(self) -> Self: ...
@@ -41,19 +41,19 @@ def watch(path: Path | None, view: View, say: TextIO) -> None:
     try:
         follower, update = _wait_for_record(path, say)
         with view:
-            known = watched(None, update)
+            known = live_run(None, update)
             view.show(known, update)
             while not known.run.has_ended:
                 time.sleep(REFRESH_SECONDS)
                 new = follower.read()
                 if new is not None:
-                    known = watched(known, new)
+                    known = live_run(known, new)
                     view.show(known, new)
     except KeyboardInterrupt:  # how one stops looking: no error
         pass
 
 
-def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
+def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, RecordUpdate]:
     has_said = False
     while True:
         folder = path or newest_in(RUNS)
@@ -69,7 +69,7 @@ def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
         time.sleep(REFRESH_SECONDS)
 
 
-class Lines:
+class PlainLines:
     """Prints what is new as plain lines.
 
     Args:
@@ -78,19 +78,19 @@ class Lines:
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._last: Watched | None = None
+        self._last: LiveRun | None = None
         self._has_said_silent = False
 
-    def show(self, watched: Watched, update: Update) -> None:
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
         """Print what is new."""
-        self._last = watched
+        self._last = live
         if update.is_anew:
-            print(heading(watched))
-        for line in lines(watched, update, self._every):
+            print(heading(live))
+        for line in new_lines(live, update, self._every):
             print(line)
-        is_silent = watched.silent_for(time.time()) is not None
+        is_silent = live.silent_for(time.time()) is not None
         if is_silent and not self._has_said_silent:
-            print(run_state(watched, time.time()))
+            print(run_state(live, time.time()))
         self._has_said_silent = is_silent
         sys.stdout.flush()
 

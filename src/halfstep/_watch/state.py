@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from halfstep._record.follow import Update
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
-from halfstep._report.layers import Judged, judge, lower_at
+from halfstep._report.layers import FormatFit, format_fit, lower_at
 from halfstep._report.summarize import policies_of
 
 KEPT = 50
@@ -91,11 +91,11 @@ def _larger(first: Column, second: Column) -> Column:
     return math.nan if math.isnan(first) or math.isnan(second) else max(first, second)
 
 
-class Worst(NamedTuple):
+class WorstTensor(NamedTuple):
     """A tensor of the latest sample, and how it does in its format."""
 
     measured: Measured
-    judged: Judged
+    fit: FormatFit
 
     @property
     def num_non_finite(self) -> int:
@@ -109,13 +109,13 @@ class Worst(NamedTuple):
         NaN and inf; then how close it is to one of the ends of its format: the share of entries
         that underflow, or amax as a share of the largest value.
         """
-        headroom = self.judged.headroom
+        headroom = self.fit.headroom
         used = 0.0 if headroom is None else 2.0**-headroom
-        return self.num_non_finite > 0, max(used, self.judged.share_lost)
+        return self.num_non_finite > 0, max(used, self.fit.share_lost)
 
 
 @dataclass
-class Watched:
+class LiveRun:
     """What is known of a run so far.
 
     Attributes:
@@ -152,7 +152,7 @@ class Watched:
     norm: Trail = field(default_factory=Trail)
     skipped: Trail = field(default_factory=Trail)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: RecordUpdate) -> None:
         """Add what is new."""
         self.run, self.written = update.new, update.written
         for step in update.new.steps:
@@ -210,21 +210,21 @@ class Watched:
         patience = max(SILENT_SECONDS, SILENT_STEPS * (self.seconds_per_step or 0.0))
         return seconds if seconds > patience and not self.run.has_ended else None
 
-    def worst(self) -> list[Worst]:
+    def worst(self) -> list[WorstTensor]:
         """Return the tensors of the latest sample, the worst first."""
         if self.sample is None:
             return []
         lower, is_in_force = lower_at(policies_of(self.run), self.sample.step)
         found = [
-            Worst(measured, judge(measured, lower, is_in_force=is_in_force))
+            WorstTensor(measured, format_fit(measured, lower, is_in_force=is_in_force))
             for measured in self.sample.tensors
         ]
         return sorted(found, key=lambda worst: worst.badness, reverse=True)
 
 
-def watched(before: Watched | None, update: Update) -> Watched:
+def live_run(before: LiveRun | None, update: RecordUpdate) -> LiveRun:
     """Return what is known after an update; what was known before is changed."""
     if before is None or update.is_anew:
-        before = Watched(update.new, update.written)
+        before = LiveRun(update.new, update.written)
     before.add(update)
     return before

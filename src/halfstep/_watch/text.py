@@ -10,31 +10,31 @@ from pathlib import Path
 
 from halfstep._common.numbers import bits, number, percent, power, seconds
 from halfstep._common.text import printable
-from halfstep._record.follow import Update
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Culprits, Diagnosed, Step
 from halfstep._report.about_diagnoses import headline
-from halfstep._watch.state import Watched, Worst
+from halfstep._watch.state import LiveRun, WorstTensor
 
 NUM_WORST = 3
 DEFAULT_EVERY = 50
 
 
-def heading(watched: Watched) -> str:
+def heading(live: LiveRun) -> str:
     """Return the line that comes first."""
-    facts = ", ".join(what_runs(watched) + where_it_runs(watched))
-    return printable(f"run {watched.run.path}  {facts}")
+    facts = ", ".join(what_runs(live) + where_it_runs(live))
+    return printable(f"run {live.run.path}  {facts}")
 
 
-def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
+def new_lines(live: LiveRun, update: RecordUpdate, every: int | None) -> list[str]:
     """Return what is new by step: every so-many-th step, each skip, diagnosis, sample, note.
 
     Args:
-        watched: What is known, with the update.
+        live: What is known, with the update.
         update: What is new.
         every: A line for each step whose number it divides, and for the first; as often as samples
             are taken when None.
     """
-    every = every or watched.run.header.every or DEFAULT_EVERY
+    every = every or live.run.header.every or DEFAULT_EVERY
     new = update.new
     found = [(note.step, f"note {note.step}  {note.text}") for note in new.notes]
     found += [
@@ -45,7 +45,7 @@ def lines(watched: Watched, update: Update, every: int | None) -> list[str]:
     found += [(culprits.step, _culprits_line(culprits)) for culprits in new.culprits]
     found += [(each.step, _diagnosis_line(each)) for each in new.diagnoses]
     for sample in new.samples:
-        worst = watched.worst()[:NUM_WORST]
+        worst = live.worst()[:NUM_WORST]
         found += [(sample.step, _layer_line(sample.step, each)) for each in worst]
     return [printable(line) for _, line in sorted(found, key=itemgetter(0))]
 
@@ -74,62 +74,62 @@ def _diagnosis_line(diagnosed: Diagnosed) -> str:
     return f"diagnosis {diagnosed.step}  rank {diagnosed.rank}  {what}"
 
 
-def _layer_line(step: int, worst: Worst) -> str:
+def _layer_line(step: int, worst: WorstTensor) -> str:
     measured = worst.measured
     return (
-        f"sample {step}  headroom {bits(worst.judged.headroom)}  "
-        f"underflow {percent(worst.judged.share_lost)}  nan {measured.nan}  "
+        f"sample {step}  headroom {bits(worst.fit.headroom)}  "
+        f"underflow {percent(worst.fit.share_lost)}  nan {measured.nan}  "
         f"inf {measured.inf}  {measured.kind} {measured.name}"
     )
 
 
-def end_line(watched: Watched, now: float) -> str:
+def end_line(live: LiveRun, now: float) -> str:
     """Return the line that comes last: how it stands, in one line."""
-    facts = ", ".join(how_far(watched))
-    if watched.num_steps:
-        share = percent(watched.num_skipped / watched.num_steps)
-        facts += f", skipped {watched.num_skipped} of {watched.num_steps} ({share})"
-    return f"{run_state(watched, now)}  {facts}"
+    facts = ", ".join(how_far(live))
+    if live.num_steps:
+        share = percent(live.num_skipped / live.num_steps)
+        facts += f", skipped {live.num_skipped} of {live.num_steps} ({share})"
+    return f"{run_state(live, now)}  {facts}"
 
 
-def what_runs(watched: Watched) -> list[str]:
+def what_runs(live: LiveRun) -> list[str]:
     """Return the command, the model and the lower precision, as far as they are known."""
-    words = [" ".join(watched.run.header.command)]
-    words += [model.name for model in watched.run.models[-1:]]
-    words += [policy.dtype for policy in watched.run.policies[-1:]]
+    words = [" ".join(live.run.header.command)]
+    words += [model.name for model in live.run.models[-1:]]
+    words += [policy.dtype for policy in live.run.policies[-1:]]
     return [printable(word) for word in words if word]
 
 
-def where_it_runs(watched: Watched) -> list[str]:
+def where_it_runs(live: LiveRun) -> list[str]:
     """Return the machine, the device and the number of ranks."""
-    header = watched.run.header
+    header = live.run.header
     words = [text for text in (header.machine, header.device) if text]
-    num_ranks, world_size = len(watched.run.ranks), header.world_size or 1
+    num_ranks, world_size = len(live.run.ranks), header.world_size or 1
     if world_size > 1 or num_ranks > 1:
         of_all = f" of {world_size}" if num_ranks < world_size else ""
         words.append(f"{num_ranks}{of_all} ranks")
-    if watched.run.num_segments > 1:
-        words.append(f"started {watched.run.num_segments} times")
+    if live.run.num_segments > 1:
+        words.append(f"started {live.run.num_segments} times")
     return [printable(word) for word in words]
 
 
-def how_far(watched: Watched) -> list[str]:
+def how_far(live: LiveRun) -> list[str]:
     """Return the number of the last step, the time it took to get there, and the pace."""
-    if watched.last is None:
+    if live.last is None:
         return ["no step yet"]
-    words = [f"step {watched.last.step:,}", str(timedelta(seconds=int(watched.duration)))]
-    each = watched.seconds_per_step
+    words = [f"step {live.last.step:,}", str(timedelta(seconds=int(live.duration)))]
+    each = live.seconds_per_step
     if each:
         words.append(f"{1 / each:.3g} steps/s" if each < 1 else f"{seconds(each)}/step")
     return words
 
 
-def run_state(watched: Watched, now: float) -> str:
+def run_state(live: LiveRun, now: float) -> str:
     """Say whether it runs, has ended, or seems to have died."""
-    silent = watched.silent_for(now)
-    if watched.run.has_ended:
-        error = watched.run.error
-        on_rank = f" on rank {watched.run.error_rank}" if len(watched.run.ranks) > 1 else ""
+    silent = live.silent_for(now)
+    if live.run.has_ended:
+        error = live.run.error
+        on_rank = f" on rank {live.run.error_rank}" if len(live.run.ranks) > 1 else ""
         return "ended" if error is None else f"ended{on_rank} with {printable(error)}"
     if silent is not None:
         ago = timedelta(seconds=int(silent))

@@ -14,7 +14,7 @@ from tests.run.scripts import kinds
 
 from halfstep import Policy, preset
 from halfstep._run import session
-from halfstep._run.session import Options, Program, Session
+from halfstep._run.session import Command, Options, Session
 
 FP16, BF16 = torch.float16, torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def run(monkeypatch, tmp_path):
         options = Options(folder=folder, is_quiet=True, is_diagnosing=is_diagnosing, **given)
         left: list[Any] = []
         monkeypatch.setattr(session, "execute", lambda *_, **__: left.extend(train(kind)))
-        Session(Program("train.py", [], is_module=False), options).run()
+        Session(Command("train.py", [], is_module=False), options).run()
         close.pop()()
         return left, *recorded(folder)
 

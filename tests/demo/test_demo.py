@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-import halfstep._demo.run as module
-from halfstep._demo.run import run_demo
-from halfstep._demo.settings import PRECISIONS, DemoError, Settings
-from halfstep._demo.show import Bars, Lines
-from halfstep._demo.train import Run
+import halfstep._demo.demo as module
+from halfstep._demo.demo import run_demo
+from halfstep._demo.settings import PRECISIONS, DemoSettings
+from halfstep._demo.show import ProgressBars, ProgressLines
+from halfstep._demo.train import PrecisionRun
 from halfstep._record.read import read_run
+from halfstep.errors import DemoError
 
-TINY = Settings(size="tiny", steps=8)
+TINY = DemoSettings(size="tiny", steps=8)
 
 
 def plain() -> Console:
@@ -65,7 +66,7 @@ def interrupt_at(monkeypatch, name, steps):
         if run.precision.name == name and len(run.losses) == steps:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Lines, "step", step)
+    monkeypatch.setattr(ProgressLines, "step", step)
 
 
 def test_ctrl_c_shows_and_writes_what_there_is(monkeypatch, tmp_path):
@@ -114,8 +115,8 @@ def test_an_output_that_cannot_be_written_is_found_before_training(monkeypatch, 
 def test_bars_are_drawn_on_a_terminal_and_left_behind():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80)
-    run = Run(PRECISIONS["fp16"], 200)
-    with Bars(console) as bars:
+    run = PrecisionRun(PRECISIONS["fp16"], 200)
+    with ProgressBars(console) as bars:
         bars.begin(run)
         run.losses, run.seconds, run.scales = [3.25, 2.5], [0.1, 0.2], [65536.0, 65536.0]
         bars.step(run)

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.report import records
 
 from halfstep._numerics.statistics import Statistics
-from halfstep._record.follow import Update
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import (
     Culprits,
     Diagnosed,
@@ -23,9 +23,9 @@ from halfstep._record.run import (
     Sample,
     Step,
 )
-from halfstep._watch.page import Page
-from halfstep._watch.state import watched
-from halfstep._watch.text import end_line, heading, lines
+from halfstep._watch.screen import Page
+from halfstep._watch.state import live_run
+from halfstep._watch.text import end_line, heading, new_lines
 
 NONE_LOST = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), 0)
 HEADER = Header(command=("train.py",), machine="EPYC", device="cpu", every=4, world_size=1)
@@ -67,7 +67,9 @@ def update(**values):
         trace=None,
     )
     known = {name: values.pop(name) for name in tuple(values) if hasattr(run, name)}
-    return Update(Run(**vars(run) | known), is_anew=False, written=values.pop("written", 100.0))
+    return RecordUpdate(
+        Run(**vars(run) | known), is_anew=False, written=values.pop("written", 100.0)
+    )
 
 
 def draw(known, width=80, height=None, now=100.0, encoding="utf-8", **options):
@@ -84,7 +86,7 @@ def line_of(text, start):
 
 def test_heading():
     text = draw(
-        watched(
+        live_run(
             None,
             update(
                 steps=(taken(1), taken(5000, time=3725.5)),
@@ -112,7 +114,8 @@ def test_heading():
 )
 def test_how_it_stands(values, now, words):
     assert words in "".join(
-        f"{line.rstrip()}\n" for line in draw(watched(None, update(**values)), now=now).splitlines()
+        f"{line.rstrip()}\n"
+        for line in draw(live_run(None, update(**values)), now=now).splitlines()
     )
 
 
@@ -128,7 +131,7 @@ def test_how_it_stands(values, now, words):
     ],
 )
 def test_a_long_path_gives_way_to_how_it_stands(values, word, width, encoding):
-    known = watched(None, update(path=Path("r" * 200), **values))
+    known = live_run(None, update(path=Path("r" * 200), **values))
     first = draw(known, width=width, encoding=encoding).splitlines()[0]
     assert word in first
     assert len(first.rstrip()) <= width
@@ -136,13 +139,13 @@ def test_a_long_path_gives_way_to_how_it_stands(values, word, width, encoding):
 
 
 def test_a_path_that_fits_is_whole():
-    known = watched(None, update(path=Path("r" * 71)))
+    known = live_run(None, update(path=Path("r" * 71)))
     assert draw(known).splitlines()[0] == "r" * 71 + "  running"
 
 
 def test_curves_are_above_each_other_with_the_skips_below():
     steps = (taken(1, loss=8.0), skipped(2, loss=4.0), taken(3, loss=math.nan), taken(4, norm=9.0))
-    text = draw(watched(None, update(steps=steps)), width=100)
+    text = draw(live_run(None, update(steps=steps)), width=100)
     assert line_of(text, "loss ").startswith("loss         2.5  █▄!▁")
     assert line_of(text, "loss ").rstrip().endswith("2.5 to 8")
     assert line_of(text, "scale").startswith("scale       1024  ▅▅▅▅")
@@ -151,21 +154,21 @@ def test_curves_are_above_each_other_with_the_skips_below():
 
 
 def test_a_norm_that_is_not_finite_in_a_step_that_was_taken_is_marked():
-    known = watched(None, update(steps=(taken(1), taken(2, norm=math.inf))))
+    known = live_run(None, update(steps=(taken(1), taken(2, norm=math.inf))))
     assert "▅!" in line_of(draw(known), "norm")
 
 
 def test_what_was_never_seen_is_said():
     steps = (taken(1, loss=None, scale=None, scale_after=None, norm=None),)
-    text = draw(watched(None, update(steps=steps)))
+    text = draw(live_run(None, update(steps=steps)))
     assert line_of(text, "loss").split() == ["loss", "-", "not", "seen"]
     assert line_of(text, "scale").split() == ["scale", "-", "no", "scaler"]
     assert line_of(text, "norm").split() == ["norm", "-", "not", "measured"]
 
 
 def test_skips_with_reason_and_origin_also_if_it_comes_later():
-    known = watched(None, update(steps=(taken(1), skipped(2), skipped(3, reason="loss"))))
-    known = watched(known, update(culprits=(Culprits(2, "SGD", "blocks.0", ("w",), 1, 0),)))
+    known = live_run(None, update(steps=(taken(1), skipped(2), skipped(3, reason="loss"))))
+    known = live_run(known, update(culprits=(Culprits(2, "SGD", "blocks.0", ("w",), 1, 0),)))
     text = draw(known)
     assert "2 of 3 steps were skipped" in text
     rows = [line.split() for line in text.splitlines() if "→" in line]
@@ -182,7 +185,7 @@ def test_the_worst_layers_come_first():
         tensor("large", amax=60000.0),
         tensor("broken", nan=2, inf=1, kind="output_gradient"),
     )
-    text = draw(watched(None, update(samples=(Sample(8, 1024.0, tensors),))))
+    text = draw(live_run(None, update(samples=(Sample(8, 1024.0, tensors),))))
     table = text[text.index("worst layers in step 8") :].splitlines()
     rows = [line.split() for line in table[2:]]
     assert [row[0] for row in rows] == ["broken", "large", "small", "good"]
@@ -194,7 +197,9 @@ def test_the_worst_layers_come_first():
 
 def test_names_cannot_colour_the_page_or_break_it():
     tensors = (tensor("[red]evil[/red]"), tensor("x\x1b[31m\ny"))
-    known = watched(None, update(samples=(Sample(1, 1.0, tensors),), notes=(Note(1, "[/b] a\rb"),)))
+    known = live_run(
+        None, update(samples=(Sample(1, 1.0, tensors),), notes=(Note(1, "[/b] a\rb"),))
+    )
     text = draw(known)
     assert "[red]evil[/red]" in text
     assert r"x\x1b[31m\ny" in text
@@ -204,7 +209,7 @@ def test_names_cannot_colour_the_page_or_break_it():
 
 def full():
     tensors = tuple(tensor(f"blocks.{i}.a.rather.long.name.of.a.layer" * 2) for i in range(30))
-    return watched(
+    return live_run(
         None,
         update(
             steps=tuple(skipped(i) if i % 9 == 0 else taken(i) for i in range(1, 3000)),
@@ -233,7 +238,7 @@ def test_it_fits(width, height):
 
 
 def test_without_unicode_it_is_drawn_in_ascii():
-    known = watched(None, update(steps=(taken(1, loss=9.0), taken(2), skipped(3))))
+    known = live_run(None, update(steps=(taken(1, loss=9.0), taken(2), skipped(3))))
     text = draw(known, width=60, encoding="ascii")
     assert text.isascii()
     assert "#__" in line_of(text, "loss")
@@ -241,7 +246,7 @@ def test_without_unicode_it_is_drawn_in_ascii():
 
 
 def test_without_colour_the_marks_stay(monkeypatch):
-    known = watched(None, update(steps=(taken(1), taken(2, loss=math.nan), skipped(3))))
+    known = live_run(None, update(steps=(taken(1), taken(2, loss=math.nan), skipped(3))))
     coloured = draw(known, force_terminal=True, color_system="standard")
     plain = draw(known, force_terminal=True, color_system="standard", no_color=True)
     assert "\x1b[1;31m!" in coloured
@@ -254,18 +259,18 @@ def diagnosed(number, name="linear", **values):
 
 
 def test_the_newest_diagnosis_is_a_line():
-    known = watched(None, update(steps=(taken(1),), diagnoses=(diagnosed(3), diagnosed(7, "exp"))))
-    known = watched(known, update(steps=(taken(2),)))
+    known = live_run(None, update(steps=(taken(1),), diagnoses=(diagnosed(3), diagnosed(7, "exp"))))
+    known = live_run(known, update(steps=(taken(2),)))
     assert line_of(draw(known, width=200), "step 7 went bad: range of float16: exp (addmm)")
     assert "step 3" not in draw(known)
-    hostile = watched(None, update(diagnoses=(diagnosed(1, "[b]\x1b[31m"),)))
+    hostile = live_run(None, update(diagnoses=(diagnosed(1, "[b]\x1b[31m"),)))
     assert r"[b]\x1b[31m" in line_of(draw(hostile, width=200), "step 1 went bad")
 
 
 def test_a_new_record_replaces_what_was_known():
-    known = watched(None, update(steps=(taken(1), skipped(2))))
+    known = live_run(None, update(steps=(taken(1), skipped(2))))
     new = update(steps=(taken(1),))
-    known = watched(known, Update(new.new, is_anew=True, written=1.0))
+    known = live_run(known, RecordUpdate(new.new, is_anew=True, written=1.0))
     assert (known.num_steps, known.num_skipped) == (1, 0)
 
 
@@ -280,7 +285,7 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
         diagnoses=(diagnosed(6),),
         notes=(Note(1, "something"),),
     )
-    assert lines(watched(None, new), new, every=None) == [
+    assert new_lines(live_run(None, new), new, every=None) == [
         "note 1  something",
         "step 1  loss 2.5  scale 1024  norm 1.5  taken",
         "step 4  loss 2.5  scale 1024  norm 1.5  taken",
@@ -291,12 +296,12 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
         "diagnosis 6  rank 0  range of float16: linear (addmm) in blocks.1.mlp, forward needs a "
         "wider dtype, in float32 it is finite",
     ]
-    numbers = [line.split()[1] for line in lines(watched(None, new), new, every=3)]
+    numbers = [line.split()[1] for line in new_lines(live_run(None, new), new, every=3)]
     assert numbers == ["1", "1", "3", "4", "4", "6", "6", "6"]
 
 
 def test_first_and_last_line():
     new = update(steps=(taken(1), skipped(2)), without_end=(), ranks=(0, 1))
-    known = watched(None, new)
+    known = live_run(None, new)
     assert heading(known) == "run runs/x  train.py, EPYC, cpu, 2 ranks"
     assert end_line(known, 0.0) == "ended  step 2, 0:00:01, 2 steps/s, skipped 1 of 2 (50 %)"

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from halfstep._common.numbers import number, percent, power
 from halfstep._common.text import printable
-from halfstep._record.follow import Update
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Kind
-from halfstep._watch.state import Column, Trail, Watched, Worst
+from halfstep._watch.state import Column, LiveRun, Trail, WorstTensor
 from halfstep._watch.text import (
     how_far,
     report_command,
@@ -68,32 +68,32 @@ class Page:
     """What is known of a run, as wide as the console is, and on a screen no higher.
 
     Args:
-        watched: What is known.
+        live: What is known.
         now: Seconds since the epoch.
         height: Lines that there are; None where any number will do.
     """
 
-    def __init__(self, watched: Watched, now: float, height: int | None = None) -> None:
-        self._watched = watched
+    def __init__(self, live: LiveRun, now: float, height: int | None = None) -> None:
+        self._run = live
         self._now = now
         self._height = height
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts."""
         width, signs = options.max_width, ASCII if options.ascii_only else UNICODE
-        top = [*_heading(self._watched, self._now, width, signs), Text()]
-        top += _curves(self._watched, width, signs)
+        top = [*_heading(self._run, self._now, width, signs), Text()]
+        top += _curves(self._run, width, signs)
         left = None if self._height is None else self._height - len(top)
-        for line in [*top, *_below(self._watched, width, left, signs)]:
+        for line in [*top, *_below(self._run, width, left, signs)]:
             line.no_wrap, line.overflow = True, signs.overflow
             yield line
 
 
-def _heading(watched: Watched, now: float, width: int, signs: Signs) -> list[Text]:
-    state = run_state(watched, now)
-    is_bad = watched.run.error is not None
+def _heading(live: LiveRun, now: float, width: int, signs: Signs) -> list[Text]:
+    state = run_state(live, now)
+    is_bad = live.run.error is not None
     colour = "red" if is_bad else "yellow" if state.startswith("silent") else "green"
-    name = Text(printable(os.fspath(watched.run.path)), "bold")
+    name = Text(printable(os.fspath(live.run.path)), "bold")
     # The path gives way, so that how it stands is seen; to a long error not all of it.
     word, _, _ = state.partition(" ")
     shortest = min(SHORTEST_NAME, width - GAP - cell_len(word) - 1)
@@ -101,9 +101,9 @@ def _heading(watched: Watched, now: float, width: int, signs: Signs) -> list[Tex
     name.truncate(max(room, 1), overflow=signs.overflow)
     return [
         _line(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
-        _line(signs.dot.join(how_far(watched))),
-        _line((signs.dot.join(what_runs(watched)), "dim")),
-        _line((signs.dot.join(where_it_runs(watched)), "dim")),
+        _line(signs.dot.join(how_far(live))),
+        _line((signs.dot.join(what_runs(live)), "dim")),
+        _line((signs.dot.join(where_it_runs(live)), "dim")),
     ]
 
 
@@ -114,14 +114,14 @@ def _line(*parts: str | Text | tuple[str, str]) -> Text:
 # --- curves ---------------------------------------------------------------------------------------
 
 
-def _curves(watched: Watched, width: int, signs: Signs) -> list[Text]:
+def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
     room = max(width - LABEL - VALUE - 2 - (RANGE if width >= WIDE else 0), 1)
-    last = watched.last
+    last = live.last
     lines = []
     for label, trail, value, text, missing in (
-        ("loss", watched.loss, last.loss if last else None, number, "not seen"),
-        ("scale", watched.scale, last.scale_after if last else None, power, "no scaler"),
-        ("norm", watched.norm, last.norm if last else None, number, "not measured"),
+        ("loss", live.loss, last.loss if last else None, number, "not seen"),
+        ("scale", live.scale, last.scale_after if last else None, power, "no scaler"),
+        ("norm", live.norm, last.norm if last else None, number, "not measured"),
     ):
         columns = trail.columns(room)
         is_missing = last is not None and all(column is None for column in columns)
@@ -132,8 +132,8 @@ def _curves(watched: Watched, width: int, signs: Signs) -> list[Text]:
         if width >= WIDE:
             line.append(f"  {_range(trail, text)}", "dim")
         lines.append(line)
-    marks = "".join(" " if column is None else SKIP for column in watched.skipped.columns(room))
-    label = f"{'skips':<{LABEL}}{watched.num_skipped:>{VALUE},}  "
+    marks = "".join(" " if column is None else SKIP for column in live.skipped.columns(room))
+    label = f"{'skips':<{LABEL}}{live.num_skipped:>{VALUE},}  "
     return [*lines, _line(label, (marks, "yellow"))]
 
 
@@ -167,49 +167,49 @@ def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _below(watched: Watched, width: int, height: int | None, signs: Signs) -> list[Text]:
+def _below(live: LiveRun, width: int, height: int | None, signs: Signs) -> list[Text]:
     """Return what is wrong, skips, layers and notes that fit: layers give way first, then skips."""
     left = 10**6 if height is None else height
-    diagnosed = watched.diagnosed if left > 0 else None
+    diagnosed = live.diagnosed if left > 0 else None
     left -= diagnosed is not None
-    notes = min(len(watched.notes), MOST_NOTES, max(0, left // 4))
+    notes = min(len(live.notes), MOST_NOTES, max(0, left // 4))
     left -= notes + 2 if notes else 0
-    skips = min(len(watched.skips), MOST_SKIPS, max(0, left // 2 - 3))
+    skips = min(len(live.skips), MOST_SKIPS, max(0, left // 2 - 3))
     left -= skips + 3 if skips else 0
-    worst = watched.worst()
+    worst = live.worst()
     layers = min(len(worst), MOST_LAYERS, max(0, left - 3))
     lines: list[Text] = []
     if diagnosed is not None:
         what = what_is_wrong(diagnosed)
         lines.append(_line((f"step {diagnosed.step:,} went bad: {what}", "red")))
     if skips:
-        lines += [Text(), *_skips(watched, skips, width, signs)]
+        lines += [Text(), *_skips(live, skips, width, signs)]
     if layers:
-        lines += [Text(), *_layers(watched, worst[:layers], width, signs)]
+        lines += [Text(), *_layers(live, worst[:layers], width, signs)]
     if notes:
-        lines += [Text(), _line(("notes", "bold")), *_notes(watched, notes)]
+        lines += [Text(), _line(("notes", "bold")), *_notes(live, notes)]
     return lines
 
 
-def _skips(watched: Watched, num: int, width: int, signs: Signs) -> list[Text]:
-    share = percent(watched.num_skipped / watched.num_steps)
-    title = f"{watched.num_skipped:,} of {watched.num_steps:,} steps were skipped ({share})"
+def _skips(live: LiveRun, num: int, width: int, signs: Signs) -> list[Text]:
+    share = percent(live.num_skipped / live.num_steps)
+    title = f"{live.num_skipped:,} of {live.num_steps:,} steps were skipped ({share})"
     rows = [
         [
             Text(f"{step.step:,}", justify="right"),
             Text(why_skipped(step)),
             Text(f"{power(step.scale)} {signs.arrow} {power(step.scale_after)}"),
-            Text(printable(watched.began_in.get(step.step, "-"))),
+            Text(printable(live.began_in.get(step.step, "-"))),
         ]
-        for step in reversed(list(watched.skips)[-num:])
+        for step in reversed(list(live.skips)[-num:])
     ]
     titles = ("step", "reason", "scale", "began in")
     return [_line((title, "bold")), *_table(titles, rows, width, 3, signs)]
 
 
-def _layers(watched: Watched, worst: list[Worst], width: int, signs: Signs) -> list[Text]:
-    assert watched.sample is not None
-    title = f"worst layers in step {watched.sample.step:,} (headroom in bits)"
+def _layers(live: LiveRun, worst: list[WorstTensor], width: int, signs: Signs) -> list[Text]:
+    assert live.sample is not None
+    title = f"worst layers in step {live.sample.step:,} (headroom in bits)"
     titles = ["layer", "", "headroom", "underflow"]
     rows = [_layer(each) for each in worst]
     if any(each.num_non_finite for each in worst):
@@ -220,8 +220,8 @@ def _layers(watched: Watched, worst: list[Worst], width: int, signs: Signs) -> l
     return [_line((title, "bold")), *_table(titles, rows, width, 0, signs)]
 
 
-def _layer(each: Worst) -> list[Text]:
-    headroom, lost = each.judged.headroom, each.judged.share_lost
+def _layer(each: WorstTensor) -> list[Text]:
+    headroom, lost = each.fit.headroom, each.fit.share_lost
     return [
         Text(printable(each.measured.name)),
         Text(KINDS[each.measured.kind], "dim"),
@@ -240,9 +240,9 @@ def _colour(value: float | None, bad: float, poor: float) -> str:
     return "red" if value < bad else "yellow" if value < poor else ""
 
 
-def _notes(watched: Watched, num: int) -> list[Text]:
+def _notes(live: LiveRun, num: int) -> list[Text]:
     return [
-        _line(f"step {note.step:,}: {printable(note.text)}") for note in list(watched.notes)[-num:]
+        _line(f"step {note.step:,}: {printable(note.text)}") for note in list(live.notes)[-num:]
     ]
 
 
@@ -282,12 +282,12 @@ class Screen:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, screen=True, auto_refresh=False)
-        self._last: Watched | None = None
+        self._last: LiveRun | None = None
 
-    def show(self, watched: Watched, update: Update) -> None:
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
         """Draw the page."""
-        self._last = watched
-        page = Page(watched, time.time(), self._console.height)
+        self._last = live
+        page = Page(live, time.time(), self._console.height)
         self._live.update(page, refresh=True)
 
     def __enter__(self) -> Self:
@@ -304,10 +304,10 @@ class Screen:
             print_page(self._console, self._last)
 
 
-def print_page(console: Console, watched: Watched) -> None:
+def print_page(console: Console, live: LiveRun) -> None:
     """Print the page once, with the command that makes the report."""
-    console.print(Page(watched, time.time()))
-    command = report_command(watched.run.path)
+    console.print(Page(live, time.time()))
+    command = report_command(live.run.path)
     console.print(Text(f"\nreport: {command}"), soft_wrap=True)
 
 

@@ -101,7 +101,7 @@ def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
             [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")], [[1.0, 0.5, 2.0]]
         )
     )  # fmt: skip
-    found = hardware.look()
+    found = hardware.inspect_machine()
     values = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert values["advice"]["precision"] == "bf16"
     assert values["name"]
@@ -111,7 +111,7 @@ def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_the_look_on_cuda() -> None:
-    found = hardware.look()
+    found = hardware.inspect_machine()
     assert found.device == "cuda"
     assert list(found.speeds.gflops["matmul"]) == ["fp32", "bf16", "fp16", "tf32"]
     assert found.units[0].startswith("compute capability")

@@ -10,14 +10,15 @@ from rich.console import Console
 from halfstep._demo.corpus import Corpus
 from halfstep._demo.gpt import SIZES
 from halfstep._demo.results import Results, measure_machine
-from halfstep._demo.settings import DemoError, Settings
-from halfstep._demo.show import NOTES, build_table, draw_chart, watcher_for
-from halfstep._demo.train import Run, new_model, train
+from halfstep._demo.settings import DemoSettings
+from halfstep._demo.show import NOTES, build_table, draw_chart, progress_view
+from halfstep._demo.train import PrecisionRun, new_model, train
 from halfstep._record.files import file_of
 from halfstep._record.read import read_run
 from halfstep._record.record import record
 from halfstep._report.page import render
 from halfstep._report.summarize import summarize
+from halfstep.errors import DemoError
 
 RECORD = "run"
 NUM_SAMPLES = 10
@@ -26,7 +27,7 @@ NARROWEST = 96
 """Columns of the table where the output has none of its own: a file, a pipe."""
 
 
-def run_demo(settings: Settings, output: Path, console: Console | None = None) -> bool:
+def run_demo(settings: DemoSettings, output: Path, console: Console | None = None) -> bool:
     """Train in each precision, then print the table and write the plot and the numbers.
 
     Ctrl-C (``KeyboardInterrupt``) ends the training; what there is by then is shown and written.
@@ -92,15 +93,15 @@ def _train_all(results: Results, folder: Path, console: Console) -> bool:
     settings = results.settings
     recorded = record(folder, every=max(1, settings.steps // NUM_SAMPLES))
     try:
-        with watcher_for(console) as watcher:
+        with progress_view(console) as view:
             for precision in settings.ordered_precisions:
-                run = Run(precision, settings.steps)
+                run = PrecisionRun(precision, settings.steps)
                 results.runs.append(run)
-                watcher.begin(run)
+                view.begin(run)
                 is_last = precision is settings.ordered_precisions[-1]
                 around = recorded if is_last else nullcontext()
-                train(run, results.corpus, settings, watcher.step, around)
-                watcher.end(run)
+                train(run, results.corpus, settings, view.step, around)
+                view.end(run)
     except KeyboardInterrupt:
         _say(console, "\nInterrupted: this is what there is so far.")
         return False

@@ -7,7 +7,7 @@ from tests.report import records
 from tests.report.records import counted, sample, tensor
 
 from halfstep._record.read import read_run
-from halfstep._report.compare_runs import compare
+from halfstep._report.compare_runs import compare_runs
 from halfstep._report.summarize import summarize
 from halfstep._report.text import comparison_json, comparison_markdown, comparison_text
 
@@ -31,7 +31,7 @@ def entries(comparison):
 
 
 def test_numbers_stand_side_by_side_with_their_difference(skipping, healthy):
-    found = entries(compare(skipping, healthy))
+    found = entries(compare_runs(skipping, healthy))
     skipped = found["skipped steps"]
     assert (skipped.first, skipped.second, skipped.difference) == ("5", "0", "+5")
     assert skipped.values == (5, 0)
@@ -42,7 +42,7 @@ def test_numbers_stand_side_by_side_with_their_difference(skipping, healthy):
 
 
 def test_what_one_run_lacks_has_no_difference(tmp_path, healthy):
-    found = entries(compare(healthy, summary_of(records.bf16(tmp_path / "bf16"))))
+    found = entries(compare_runs(healthy, summary_of(records.bf16(tmp_path / "bf16"))))
     scale = found["last scale"]
     assert (scale.first, scale.second, scale.difference) == ("1024", "-", "")
     assert scale.values == (1024.0, None)
@@ -50,11 +50,11 @@ def test_what_one_run_lacks_has_no_difference(tmp_path, healthy):
 
 def test_what_both_lack_is_left_out(tmp_path):
     bf16 = summary_of(records.bf16(tmp_path))
-    assert "last scale" not in entries(compare(bf16, bf16))
+    assert "last scale" not in entries(compare_runs(bf16, bf16))
 
 
 def test_a_run_against_itself_differs_in_nothing(skipping):
-    comparison = compare(skipping, skipping)
+    comparison = compare_runs(skipping, skipping)
     assert {entry.difference for entry in comparison.entries} == {"0"}
     assert (comparison.layers, comparison.policy, comparison.versions) == ((), "", ())
     assert (comparison.only_first, comparison.only_second) == ((), ())
@@ -68,7 +68,7 @@ def test_layers_that_differ_most_come_first(tmp_path):
 
     first = run("a", same={0: 9}, near={0: 9}, lossy={-30: 5, 0: 5}, mine={0: 1})
     second = run("b", same={0: 9}, near={2: 9}, lossy={0: 10}, its={0: 1})
-    comparison = compare(first, second)
+    comparison = compare_runs(first, second)
     assert [pair.first.name for pair in comparison.layers] == ["lossy", "near"]
     assert comparison.layers[0].second.share_lost == 0
     assert comparison.only_first == (("parameter_gradient", "mine"),)
@@ -76,7 +76,7 @@ def test_layers_that_differ_most_come_first(tmp_path):
 
 
 def test_headroom_in_one_format_says_nothing_of_another(tmp_path, healthy):
-    comparison = compare(healthy, summary_of(records.bf16(tmp_path / "bf16")))
+    comparison = compare_runs(healthy, summary_of(records.bf16(tmp_path / "bf16")))
     assert comparison.layers == ()
 
 
@@ -88,7 +88,7 @@ def with_policy(folder, text, dtype="float16", **header):
 def test_what_the_policy_does_otherwise(tmp_path):
     old = with_policy(tmp_path / "a", "standard")
     new = with_policy(tmp_path / "b", "standard; exp:leave; @head:fp32")
-    lines = compare(new, old).policy.splitlines()
+    lines = compare_runs(new, old).policy.splitlines()
     assert lines[0].split() == ["exp", "fp32", "->", "leave"]
     assert lines[1] == "+ @head:fp32"
 
@@ -96,13 +96,13 @@ def test_what_the_policy_does_otherwise(tmp_path):
 def test_policies_of_another_version_are_shown_as_text(tmp_path):
     old = with_policy(tmp_path / "a", "standard; no_such_op:fp32")
     new = with_policy(tmp_path / "b", "standard")
-    assert compare(new, old).policy == "- standard; no_such_op:fp32\n+ standard"
+    assert compare_runs(new, old).policy == "- standard; no_such_op:fp32\n+ standard"
 
 
 def test_versions_and_settings_that_differ(tmp_path):
     old = with_policy(tmp_path / "a", "standard", torch="2.12.0", command=["a.py"])
     new = with_policy(tmp_path / "b", "standard", "bfloat16", command=["b.py"])
-    assert compare(new, old).versions == (
+    assert compare_runs(new, old).versions == (
         ("torch", "2.13.0+cpu", "2.12.0"),
         ("command", "b.py", "a.py"),
         ("lower precision", "bfloat16", "float16"),
@@ -111,7 +111,7 @@ def test_versions_and_settings_that_differ(tmp_path):
 
 def test_text_and_markdown_have_every_part(skipping, tmp_path):
     other = with_policy(tmp_path / "other", "standard; exp:leave")
-    comparison = compare(skipping, other)
+    comparison = compare_runs(skipping, other)
     for text in (comparison_text(comparison), comparison_markdown(comparison)):
         assert "skipped steps" in text
         assert "exp" in text
@@ -123,14 +123,14 @@ def test_text_and_markdown_have_every_part(skipping, tmp_path):
 
 
 def test_hostile_runs_can_be_compared(tmp_path, skipping):
-    comparison = compare(summary_of(records.hostile(tmp_path / "hostile")), skipping)
+    comparison = compare_runs(summary_of(records.hostile(tmp_path / "hostile")), skipping)
     rows = [line for line in comparison_markdown(comparison).splitlines() if line[:1] == "|"]
     assert all(row.endswith("|") for row in rows)
     assert "\x1b" not in comparison_text(comparison)
 
 
 def test_json_is_strict(tmp_path, skipping):
-    comparison = compare(summary_of(records.failed(tmp_path / "failed")), skipping)
+    comparison = compare_runs(summary_of(records.failed(tmp_path / "failed")), skipping)
     values = json.loads(json.dumps(comparison_json(comparison), allow_nan=False))
     assert values["first"]["loss"]["last"] == "nan"
     assert values["second"]["steps"]["num"] == 100

@@ -10,7 +10,7 @@ from tests.record.events import step
 from halfstep._numerics.statistics import Statistics
 from halfstep._record.files import LineWriter, file_of, line_of
 from halfstep._record.follow import Follower
-from halfstep._record.rank_record import Rank
+from halfstep._record.rank_record import RankRecord
 from halfstep._record.read import read_run
 from halfstep.errors import RecordError
 
@@ -88,9 +88,9 @@ def test_each_read_gives_what_is_new(tmp_path):
 
 def test_no_line_is_read_twice(tmp_path, monkeypatch):
     taken = []
-    take = Rank.take
+    take = RankRecord.take
     monkeypatch.setattr(
-        Rank, "take", lambda self, line, event: (taken.append(line), take(self, line, event))
+        RankRecord, "take", lambda self, line, event: (taken.append(line), take(self, line, event))
     )
     follower = Follower(tmp_path)
     write(tmp_path, HEADER, step(1))
@@ -215,9 +215,9 @@ def test_a_sample_comes_when_all_ranks_have_it(tmp_path):
 
 def test_of_many_samples_the_last_is_given_and_two_are_kept(tmp_path, monkeypatch):
     held = []
-    take = Rank.take
+    take = RankRecord.take
     monkeypatch.setattr(
-        Rank,
+        RankRecord,
         "take",
         lambda self, line, event: (take(self, line, event), held.append(len(self.samples))),
     )

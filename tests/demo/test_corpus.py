@@ -5,7 +5,7 @@ import torch
 
 from halfstep._demo import corpus as corpus_module
 from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
-from halfstep._demo.settings import DemoError
+from halfstep.errors import DemoError
 
 CONTEXT = 16
 
