@@ -1,4 +1,4 @@
-"""The text: read it, number its characters, set a part aside, draw batches."""
+"""The text of the demo as tokens: a training part, a held-out part, and batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import DemoError
 
 LARGEST_FILE = 128 * 2**20
-"""Bytes of text that are read at most; numbering them takes about 12 times as much memory."""
+"""Most bytes of text to read; converting them to tokens takes about 12 times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Corpus:
     """A text as character numbers.
 
     Attributes:
-        source: where the text is from.
+        source: where the text comes from.
         vocab: number of different characters.
         train: int64 ``[n]``.
         held_out: int64 ``[m]``, every tenth of a hundred blocks, never trained on.
@@ -33,14 +33,14 @@ class Corpus:
 
     @classmethod
     def load(cls, path: Path | None, context: int) -> Corpus:
-        """Read the text and cut it up.
+        """Read the text and split it.
 
         Args:
             path: a UTF-8 file, or None for Python's own documentation (``pydoc_data.topics``).
             context: characters that the model sees at once.
 
         Raises:
-            DemoError: The file cannot be read, is no text, or is too short for ``context``.
+            DemoError: The file cannot be read, is not a text, or is too short for ``context``.
         """
         # repr: a file name may hold line breaks, control characters or undecodable bytes.
         source = "pydoc_data.topics" if path is None else repr(str(path))
@@ -55,7 +55,7 @@ class Corpus:
 
 
 def python_text() -> str:
-    """About 460 thousand characters of English that every Python carries: the ``help()`` topics."""
+    """Return the ``help()`` topics of Python: about 460 thousand characters of English."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -95,7 +95,7 @@ def _number_and_split(text: str) -> tuple[int, Tensor, Tensor]:
     codes = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
     characters, tokens = torch.unique(codes, return_inverse=True)
     block = len(tokens) // 100
-    # From all over the text: its end alone would be another kind of text than the rest.
+    # From the whole text: its end alone may differ in style from the rest.
     is_held_out = (torch.arange(len(tokens)) // block) % 10 == 9
     return len(characters), tokens[~is_held_out], tokens[is_held_out]
 
@@ -103,7 +103,7 @@ def _number_and_split(text: str) -> tuple[int, Tensor, Tensor]:
 def draw_batches(
     tokens: Tensor, steps: int, batch: int, context: int, seed: int, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draw windows at random places; the same ones for the same seed, on every device.
+    """Draw windows at random places; they depend only on the seed, not on the device.
 
     Yields:
         ``steps`` pairs of inputs and targets, int64 ``[batch, context]``; a target is the character
@@ -120,7 +120,7 @@ def draw_batches(
 def held_out_windows(
     tokens: Tensor, context: int, at_most: int = 256
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a text into windows that do not overlap, and yield some of them from all over it.
+    """Cut a text into windows without overlap, and yield some of them, evenly spread.
 
     Yields:
         Inputs and targets, int64 ``[1 to 32, context]``, at most ``at_most`` rows altogether.

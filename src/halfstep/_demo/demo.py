@@ -1,4 +1,4 @@
-"""The whole demo: measure the machine, train, show, write."""
+"""The whole demo: measure the machine, train, show and write the results."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from halfstep.errors import DemoError
 
 RECORD = "run"
 NUM_SAMPLES = 10
-"""What is in the tensors is recorded so many times."""
+"""Number of steps in which tensors are sampled for the record."""
 NARROWEST = 96
-"""Columns of the table where the output has none of its own: a file, a pipe."""
+"""Width of the table if the output is a file or a pipe."""
 
 
 def run_demo(settings: DemoSettings, output: Path, console: Console | None = None) -> bool:
     """Train in each precision, then print the table and write the plot and the numbers.
 
-    Ctrl-C (``KeyboardInterrupt``) ends the training; what there is by then is shown and written.
+    Ctrl-C (``KeyboardInterrupt``) ends the training; the results so far are shown and written.
 
     Args:
         settings: what to train.
         output: directory for ``losses.svg``, ``results.json``, and in ``run`` the record of the
-            last precision and its report; made if it is not there.
+            last precision with its report; created if it does not exist.
         console: where to print; standard output when left out.
 
     Returns:
@@ -68,7 +68,7 @@ def _console() -> Console:
 
 
 def _prepare(output: Path) -> None:
-    """Find out before the training, not after it, that nothing can be written."""
+    """Check before the training that the results can be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name in ("losses.svg", "results.json"):
@@ -85,7 +85,7 @@ def _prepare(output: Path) -> None:
 
 
 def _train_all(results: Results, folder: Path, console: Console) -> bool:
-    """Train one precision after the other and record the last.
+    """Train in one precision after the other and record the last.
 
     Returns:
         Whether all were finished.
@@ -126,5 +126,5 @@ def _show(results: Results, output: Path, console: Console) -> None:
 
 
 def _say(console: Console, text: str, soft_wrap: bool = False) -> None:
-    """Print text as it is: brackets in a file name are no markup."""
+    """Print text unchanged: brackets in a file name are not markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=soft_wrap)

@@ -1,4 +1,4 @@
-"""The result of a demo: every number once, for the table, the plot and ``results.json``."""
+"""The results of a demo: all numbers for the table, the plot and ``results.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Results:
     """All runs of one call of ``halfstep demo``.
 
     Attributes:
-        settings: what was asked for.
+        settings: the settings of the demo.
         corpus: the text.
         machine: where it ran.
         runs: finished ones, and possibly a last one that was cut short.
@@ -43,7 +43,7 @@ class Results:
         return next((r for r in self.runs if r.precision.name == "fp32" and r.is_finished), None)
 
     def summary(self, run: PrecisionRun) -> dict[str, Any]:
-        """The numbers of the table for one run; None where there is none (yet).
+        """Return the numbers of the table for one run; None where there is none (yet).
 
         Losses in nats per token, times in milliseconds, memory in bytes, shares from 0 to 1.
         """
@@ -67,7 +67,7 @@ class Results:
         }
 
     def to_json(self) -> str:
-        """Everything, as strict JSON: a loss that is not finite becomes null."""
+        """Return everything as strict JSON: a loss that is not finite becomes null."""
         settings = asdict(self.settings) | {"text": self.corpus.source}
         document = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -99,7 +99,7 @@ class Results:
 def _difference(
     run: PrecisionRun, base: PrecisionRun | None, value: float | None, name: str
 ) -> float | None:
-    """Compare runs of the same length only: an early loss says nothing next to a final one."""
+    """Return the difference to the baseline; None for a run that was cut short."""
     if base is None or value is None or not run.is_finished:
         return None
     return float(value - getattr(base, name))
@@ -121,7 +121,7 @@ MEASURE_SECONDS = 0.6
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """The machine and the software of one demo.
+    """The machine and the software of a demo, with measured speeds.
 
     Attributes:
         device: name of the processor or GPU.
@@ -138,7 +138,7 @@ class MeasuredMachine:
     system: str
 
     def sentence(self) -> str:
-        """One sentence on what the machine is good at, from the measured numbers alone."""
+        """Return one sentence on the strengths of the machine, from the measured numbers alone."""
         fp32 = self.gflops["fp32"]
         rates = ", ".join(
             f"{rate:,.0f} in {name}" + ("" if name == "fp32" else f" ({rate / fp32:.2g} x)")

@@ -1,4 +1,4 @@
-"""What the demo is asked to do: plain values, checked when they are made."""
+"""The settings of the demo: plain values, checked when they are made."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class TrainingPrecision:
     """One way to train: the dtype that autocast lowers to, and whether the loss is scaled.
 
     Attributes:
-        name: as it is called on the command line and in ``results.json``.
-        title: as people read it.
+        name: its name on the command line and in ``results.json``.
+        title: its name in the table and the plot.
         dtype: float32 switches autocast off.
         scaling: whether ``GradScaler`` is enabled.
     """
@@ -39,7 +39,7 @@ PRECISIONS: dict[str, TrainingPrecision] = {
         TrainingPrecision("fp16", "fp16 autocast + GradScaler", torch.float16, scaling=True),
     )
 }
-"""The four ways to train, in the order in which they run; the others are compared to fp32."""
+"""The four ways to train, in the order of the runs; the others are compared to fp32."""
 
 BATCHES: dict[str, int] = {"tiny": 8, "small": 8, "medium": 32, "43m": 32}
 """Sequences in a batch, by size of the model."""
@@ -53,7 +53,7 @@ docs/demo.md says why the demo divides by it, and what other values do.
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Everything that decides what a run computes.
+    """The settings that determine what a run computes.
 
     Attributes:
         precisions: names of :data:`PRECISIONS`.

@@ -1,4 +1,4 @@
-"""The table at the end: a column for each run, a row for each number."""
+"""The output of the demo: progress while it trains, the table and the plot at the end."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _cell(value: Any, show: Callable[[Any], str]) -> str:
 
 
 def _share(value: float) -> str:
-    """Three digits, so that a small share does not read as none."""
+    """Return a share with three digits, so that a small one does not become zero."""
     return "0 %" if value == 0 else f"{100 * value:.3g} %"
 
 
 def format_scale(value: float) -> str:
-    """As a power of two, which it is unless somebody chose another first scale."""
+    """Return a scale as a power of two, unless the first scale was none."""
     exponent = math.log2(value)
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
@@ -96,19 +96,19 @@ class PixelAxis:
     end: float
 
     def at(self, value: float) -> float:
-        """The pixel of a value, rounded to what can be seen."""
+        """Return the pixel of a value, rounded to what is visible."""
         share = (value - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self, about: int) -> list[tuple[float, str]]:
-        """About that many round numbers on the axis: pixel and label."""
+        """Return about ``about`` round numbers on the axis: pixel and label."""
         step = round_step((self.high - self.low) / about)
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [(self.at(i * step), f"{i * step:g}") for i in range(first, last + 1)]
 
 
 def round_step(roughly: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Return the next 1, 2 or 5 times a power of ten."""
     power: float = 10.0 ** math.floor(math.log10(roughly))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= roughly * 0.999)
 
@@ -123,10 +123,10 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """One diagram: its curves and all that is written along its vertical axis.
+    """One diagram: its curves and its vertical axis.
 
     Attributes:
-        title: what the axis shows.
+        title: the quantity on the axis.
         axis: the vertical axis.
         ticks: pixel and label.
         series: drawn in this order.
@@ -180,13 +180,13 @@ def _loss_panel(runs: Sequence[PrecisionRun], x: PixelAxis) -> ChartPanel:
     step = round_step(max(high - low, 0.01) / 6)
     bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
     y = PixelAxis(bottom, top, LOSS_TOP + LOSS_HEIGHT, LOSS_TOP)
-    # The widest line first, fp32 last: curves that lie on each other can all be seen.
+    # The widest line first, fp32 last: curves stay visible where they overlap.
     series = [_series(run, run.losses, x, y) for run in reversed(runs)]
     return ChartPanel("loss (nats per character)", y, y.ticks(6), series)
 
 
 def _scale_panels(runs: Sequence[PrecisionRun], x: PixelAxis) -> list[ChartPanel]:
-    """The panel of the run that has a scale, if there is one."""
+    """Return the panel of the run with a scale, if there is one."""
     return [_scale_panel(run, x) for run in runs if run.scales]
 
 
@@ -207,7 +207,7 @@ def _scale_panel(run: PrecisionRun, x: PixelAxis) -> ChartPanel:
 
 
 def _series(run: PrecisionRun, values: Sequence[float], x: PixelAxis, y: PixelAxis) -> ChartSeries:
-    """The curve of one value after each step, interrupted where a value is inf or NaN."""
+    """Return the curve of one value after each step, interrupted at inf and NaN."""
     pieces, pen_is_down = [], False
     for number, value in enumerate(values, start=1):
         if math.isfinite(value):
@@ -235,16 +235,16 @@ LINES_PER_RUN = 5
 
 
 class ProgressView(Protocol):
-    """Shows runs as they go: a context manager with three calls."""
+    """A view of the running demo: a context manager with three calls."""
 
     def begin(self, run: PrecisionRun) -> None:
-        """A run is about to start; its memory is measured before its first step."""
+        """Begin to show a run, before its memory is measured."""
 
     def step(self, run: PrecisionRun) -> None:
-        """A step was done."""
+        """Show a step that was made."""
 
     def end(self, run: PrecisionRun) -> None:
-        """The run is over."""
+        """Show the end of the run."""
 
     def __enter__(self) -> Self: ...
 
@@ -252,12 +252,12 @@ class ProgressView(Protocol):
 
 
 def progress_view(console: Console) -> ProgressView:
-    """Choose what suits the console."""
+    """Return the view for a console: bars on a terminal, else lines."""
     return ProgressBars(console) if console.is_terminal else ProgressLines(console)
 
 
 def describe(run: PrecisionRun) -> str:
-    """Say how the run goes: loss, scale and time of its last step."""
+    """Return the state of a run in words: loss, scale and time of its last step."""
     if not run.losses:
         return "starting"
     scale = f"  scale {format_scale(run.scales[-1])}" if run.scales else ""
@@ -282,19 +282,19 @@ class ProgressLines:
             self._console.print(line, highlight=False)
 
     def end(self, run: PrecisionRun) -> None:
-        """Nothing is left to say: the last step was printed."""
+        """Do nothing: the last step was printed."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Nothing is open."""
+        """Do nothing: there is nothing to close."""
 
 
 class ProgressBars:
-    """One bar for each run, drawn between the steps and never by a thread beside them.
+    """One bar for each run, drawn between the steps.
 
-    A thread would take time from the steps that are being measured.
+    A thread that draws would take time from the steps that are measured.
     """
 
     def __init__(self, console: Console) -> None:
@@ -323,7 +323,7 @@ class ProgressBars:
             self._draw()
 
     def end(self, run: PrecisionRun) -> None:
-        """Draw the bar as it stays."""
+        """Draw the final bar."""
         self._draw()
 
     def _draw(self) -> None:

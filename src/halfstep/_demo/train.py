@@ -1,4 +1,4 @@
-"""Training one GPT in one precision: the loop itself, and what is measured around it."""
+"""The training of one GPT in one precision: the loop, and the measurements around it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def training_loop(
 
 @dataclass
 class PrecisionRun:
-    """What one training run left behind; filled step by step, so that it can be cut short.
+    """The results of one training run; filled step by step, so that it can be cut short.
 
     Attributes:
-        precision: how it was trained.
+        precision: the precision of the training.
         steps: optimizer steps that were asked for.
         losses: mean loss per token of each step, in nats.
         scales: the scale after each step; empty without a scaler.
@@ -108,14 +108,14 @@ def train(
     on_step: Callable[[PrecisionRun], None],
     around: AbstractContextManager[object],
 ) -> None:
-    """Do one run and write what happens into ``run``.
+    """Train one model and write the results into ``run``.
 
     Args:
         run: an empty one.
         corpus: the text.
-        settings: what to do.
-        on_step: called after each step, outside of the time that is measured.
-        around: what the loop runs in.
+        settings: the settings of the demo.
+        on_step: called after each step, outside the measured time.
+        around: a context for the loop.
     """
     run.peak_memory = peak_memory(settings.device, lambda: _first_steps(run, corpus, settings))
     model = new_model(corpus, settings)
@@ -138,16 +138,16 @@ def train(
 
 
 def new_model(corpus: Corpus, settings: DemoSettings) -> GPT:
-    """Make the model with the same weights each time, whatever was drawn at random before."""
+    """Make the model with the same weights each time, whatever the state of the generator."""
     torch.manual_seed(settings.seed)
     return GPT(GPTConfig.of_size(settings.size, corpus.vocab)).to(settings.device)
 
 
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, device: str) -> float:
-    """Mean loss per token on the held-out text.
+    """Return the mean loss per token on the held-out text.
 
-    In fp32 for every run, so that it compares the weights that training has found and nothing else.
+    It is computed in fp32 for every run, so that it compares only the trained weights.
     """
     total, count = 0.0, 0
     for inputs, targets in held_out_windows(corpus.held_out, model.config.context):
@@ -158,7 +158,7 @@ def evaluate(model: GPT, corpus: Corpus, device: str) -> float:
 
 
 def zero_share(model: nn.Module) -> float:
-    """Share of all gradient entries, over all parameters, that are exactly zero."""
+    """Return the share of all gradient entries that are exactly zero."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     return zeros / sum(gradient.numel() for gradient in gradients)
@@ -182,7 +182,7 @@ def _start(
 
 
 def _first_steps(run: PrecisionRun, corpus: Corpus, settings: DemoSettings) -> None:
-    """Two steps with a model of their own: the second has the optimizer's state in memory too."""
+    """Make two steps with a new model: in the second, the optimizer's state is in memory too."""
     for _ in _start(new_model(corpus, settings), run.precision, corpus, settings, steps=2):
         pass
 
@@ -198,15 +198,15 @@ def _timed_step(
 
 
 def peak_memory(device: str, work: Callable[[], object]) -> int:
-    """Run ``work`` and return the largest number of bytes that its tensors took at one moment.
+    """Run ``work`` and return the largest number of bytes of its tensors at any moment.
 
-    On CUDA it is what the allocator reports. The CPU has no such counter, and the largest resident
-    size of a process never shrinks from one run to the next; so the live tensors are counted.
-    Scratch space inside a CPU kernel is no tensor and is left out.
+    On CUDA the allocator reports it. The CPU has no such counter, and the peak resident size of a
+    process never shrinks between runs; so the live tensors are counted. Scratch space inside CPU
+    kernels is not a tensor and is left out.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        work: makes everything it uses, so that all of it is counted.
+        work: has to make everything that it uses, so that all of it is counted.
     """
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -220,7 +220,7 @@ def peak_memory(device: str, work: Callable[[], object]) -> int:
 
 
 class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that ops return, for as long as each of them is alive."""
+    """Adds up the storages that ops return, each as long as it is alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The calls of an iteration: what comes too early, too late, or not at all."""
+"""The order of calls in an iteration: calls that are too early, too late, or missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halfstep._doctor.read_program import Program, Site
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield what is wrong with the order of calls."""
+    """Yield problems with the order of calls."""
     for root in program.roots:
         yield from _clips(program, root.sites)
         yield from _bypassed(program, root.sites)
@@ -73,11 +73,11 @@ def _bypassed(program: Program, sites: tuple[Site, ...]) -> Iterator[Finding]:
 
 
 def _last_backward(program: Program, before: tuple[Site, ...], site: Site) -> int | None:
-    """The backward pass whose gradients ``site`` sees; a scaled one if it depends."""
+    """Return the backward pass whose gradients ``site`` sees; a scaled one if several may be."""
     found: int | None = None
     for at, each in enumerate(before):
         if program.is_backward(each) and not each.excludes(site):
-            # In the other arm of one condition than the one before: either has run.
+            # In another arm than the one before: either may have run.
             if (
                 found is not None
                 and each.excludes(before[found])
@@ -140,7 +140,7 @@ def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
 
 
 def _updates(program: Program) -> Iterator[Finding]:
-    """A scaler that is made in this file, is used nowhere else, and is never updated."""
+    """Yield scalers that are made and used only in this file and never updated."""
     for site in program.sites:
         name = dotted(site.owner)
         made = program.meaning.scaler(site.owner, site.scope)
@@ -159,7 +159,7 @@ def _updates(program: Program) -> Iterator[Finding]:
 
 
 def _is_handed_on(tree: ast.Module, name: str) -> bool:
-    """Whether a scaler is updated, or stands anywhere but before a dot: somebody else may."""
+    """Return whether a scaler is updated, or is used in another way than by its methods."""
     last = name.rpartition(".")[2]
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     owners = {id(node.value) for node in attributes}
@@ -174,7 +174,7 @@ def _is_handed_on(tree: ast.Module, name: str) -> bool:
 
 
 def _is_inherited(tree: ast.Module, site: Site) -> bool:
-    """Whether an attribute of ``self`` may be used by a class that is written elsewhere."""
+    """Return whether the class has bases, which may use an attribute of ``self`` elsewhere."""
     return any(
         isinstance(node, ast.ClassDef) and node.name == site.scope.class_name and node.bases
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""``halfstep.doctor``: one look at a training."""
+"""``halfstep.doctor``: a check of a training before it starts."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def doctor(
     step_fn: Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Checkup:
-    """Say what a careful colleague would say of a training before it starts.
+    """Check a training for mistakes in mixed precision before it starts.
 
-    Everything is optional: what is not given is not looked at. Nothing is run or changed.
+    All arguments are optional: only what is given is checked. Nothing is run or changed.
 
     Args:
         model: The module that is trained.
@@ -36,8 +36,8 @@ def doctor(
         scaler: A ``GradScaler``, ours or PyTorch's.
         scheduler: A schedule of learning rates, or several in a sequence.
         step_fn: The function that does a step, or the whole loop: its source is read, and the
-            model, optimizers, scaler and schedules among the names that it uses are looked at
-            where they are not given.
+            model, optimizers, scaler and schedules that it uses by name are checked where they
+            are not given.
         dtype: The lower precision of autocast, ``torch.float16`` or ``torch.bfloat16``.
 
     Returns:
@@ -76,8 +76,8 @@ def doctor(
 
 
 def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Training, list[Finding]]:
-    """Read a function, and take from its names what was not given."""
-    from halfstep._doctor import source  # not with every `import halfstep`
+    """Read a function, and complete the training with objects that it uses by name."""
+    from halfstep._doctor import source  # `import halfstep` does not need it
 
     try:
         read = source.check_function(step_fn)

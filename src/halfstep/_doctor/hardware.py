@@ -1,4 +1,4 @@
-"""Which precision suits this machine: what its units are, what was measured, what it adds up to."""
+"""The precision that suits this machine: its units, measured speeds, and advice."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), 
 
 @dataclass(frozen=True)
 class Advice:
-    """A precision and why.
+    """A precision and the reason for it.
 
     Attributes:
         precision: ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp32"``.
-        reason: In a sentence.
+        reason: One sentence.
     """
 
     precision: Precision
@@ -51,15 +51,15 @@ class Advice:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """A device, measured.
+    """A device and its measured speeds.
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
         name: Of the processor or GPU.
-        units: What it has for lower precision.
-        speeds: What was measured.
-        advice: What it adds up to.
-        flags: Switches of PyTorch as they are.
+        units: Its units for lower precision.
+        speeds: The measured speeds.
+        advice: The precision to use.
+        flags: The switches of PyTorch.
     """
 
     device: str
@@ -77,7 +77,7 @@ class MachineReport:
 def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
     """Measure the accelerator of this machine if it is a CUDA device, else the CPU.
 
-    Takes a second or two. ``on_round`` is told which share of it has gone. Sync: many.
+    This takes a second or two; ``on_round`` receives the share that has passed. Sync: many.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     speeds = measure_speeds(device, on_round=on_round)
@@ -129,12 +129,12 @@ def _units(device: str) -> tuple[str, ...]:
 
 
 def units_of_flags(flags: set[str]) -> tuple[str, ...]:
-    """Return what a CPU has for lower precision, from the names of its features."""
+    """Return the units of a CPU for lower precision, from the names of its features."""
     return tuple(title for flag, title in _UNITS.items() if flag in flags)
 
 
 def units_of_capability(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Return the compute capability and the formats that its matrix units take."""
+    """Return the compute capability and the formats of the matrix units."""
     formats = [name for since, name in _TENSOR_CORES if capability >= since]
     major, minor = capability
     number = f"compute capability {major}.{minor}"
@@ -142,7 +142,7 @@ def units_of_capability(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
-"""Large enough to be limited by arithmetic, small enough for a fp16 CPU kernel to end soon."""
+"""Large enough to be limited by arithmetic, small enough for a slow fp16 kernel on a CPU."""
 
 CONVOLUTION = {"cpu": (4, 32, 32), "cuda": (32, 256, 56)}
 """Images, channels, and side, under kernels of 3 x 3."""
@@ -154,11 +154,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured.
+    """Measured speeds.
 
     Attributes:
         gflops: 1e9 operations a second, by ``"matmul"`` and ``"conv"``, then by name of the dtype.
-        ratios: The same as multiples of fp32's: the median over pairs, measured in turn.
+        ratios: Speeds relative to fp32: medians over pairs that were measured in turn.
     """
 
     gflops: dict[str, dict[str, float]]
@@ -179,13 +179,13 @@ def measure_speeds(
     kinds: tuple[str, ...] = ("matmul", "conv"),
     on_round: Callable[[float], None] = lambda share: None,
 ) -> Speeds:
-    """Measure all dtypes in turn, so that what else runs on the machine slows all alike.
+    """Measure all dtypes in turn, so that other programs slow all of them equally.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
-        seconds: About how long, not counting the first call of each.
+        seconds: Approximate duration, without the first calls.
         kinds: ``"matmul"``, ``"conv"`` or both.
-        on_round: Told after each round which share of the time has gone.
+        on_round: Receives the share of the time that has passed, after each round.
 
     Sync: many.
     """
@@ -205,7 +205,7 @@ def measure_speeds(
 
 
 def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
-    """Return what durations mean.
+    """Return speeds from durations.
 
     Args:
         works: Kind, name of the dtype and number of operations.
@@ -215,7 +215,7 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
     ratios: dict[str, dict[str, float]] = {}
     base = {kind: at for at, (kind, name, _) in enumerate(works) if name == "fp32"}
     for at, (kind, name, operations) in enumerate(works):
-        # The best: other programs only slow it down.
+        # The best time: other programs only slow it down.
         best = min(durations[at] for durations in rounds)
         gflops.setdefault(kind, {})[name] = operations / best / 1e9
         pairs = [durations[base[kind]] / durations[at] for durations in rounds]
@@ -261,7 +261,7 @@ def _with_tf32(run: Callable[[], object], allowed: bool) -> object:
 
 @contextmanager
 def _fp32_precision(precision: str) -> Iterator[None]:
-    """Set what fp32 means on CUDA, for a while."""
+    """Set the precision of fp32 on CUDA inside the block."""
     backends: Any = torch.backends
     matmul, conv = backends.cuda.matmul, backends.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision

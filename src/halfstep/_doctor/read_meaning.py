@@ -1,4 +1,4 @@
-"""What calls and names are to mixed precision: an autocast, a scaler, an optimizer, a schedule."""
+"""The meaning of expressions in source: an autocast, a scaler, an optimizer, a schedule."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
 
 @dataclass(frozen=True)
 class SourceAutocast:
-    """An autocast, as far as it can be read.
+    """An autocast, as far as the source shows it.
 
     Attributes:
         dtype: ``"float16"``, ``"bfloat16"``; empty if it is not certain.
         enabled: None if it is not certain.
-        is_torch: PyTorch's own, whose casts of weights end with it.
+        is_torch: Whether it is PyTorch's, whose casts of weights end with it.
     """
 
     dtype: str
@@ -35,13 +35,13 @@ class SourceAutocast:
 
 @dataclass(frozen=True)
 class SourceScaler:
-    """A GradScaler, as far as it can be read.
+    """A GradScaler, as far as the source shows it.
 
     Attributes:
-        is_torch: PyTorch's own.
+        is_torch: Whether it is PyTorch's.
         enabled: None if it is not certain.
-        is_guard: It scales nothing and only skips steps: ``GradScaler(1.0, rule=Static())``.
-        line: Where it is made; 0 if it is made elsewhere.
+        is_guard: Whether it only skips steps: ``GradScaler(1.0, rule=Static())``.
+        line: The line that makes it; 0 if it is made elsewhere.
     """
 
     is_torch: bool
@@ -51,7 +51,7 @@ class SourceScaler:
 
 
 class Meaning:
-    """Answers what expressions of a file are.
+    """Recognizes expressions of a file.
 
     Args:
         values: Follows names.
@@ -61,7 +61,7 @@ class Meaning:
         self.values = values
 
     def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
-        """Return the autocast that entering ``node`` enters, if it may be one."""
+        """Return the autocast that ``node`` may be; None if it is none."""
         found = self._each(node, scope, self._autocast_as_written)
         each = [one for one in found if one is not None]
         if not each:
@@ -73,7 +73,7 @@ class Meaning:
         return replace(each[0], dtype=dtype, enabled=enabled)
 
     def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
-        """Return the scaler that ``node`` is, if it is known to be one."""
+        """Return the scaler that ``node`` is; None if it is not known to be one."""
         found = self._each(node, scope, self._scaler_as_written)
         each = [scaler for scaler in found if scaler is not None]
         if not each:
@@ -83,31 +83,31 @@ class Meaning:
         return replace(each[0], enabled=enabled)
 
     def is_scaler(self, node: ast.expr, scope: NameScope) -> bool:
-        """Say whether ``node`` is a scaler, or is called one."""
+        """Return whether ``node`` is a scaler, or has the name of one."""
         last = dotted(node).rpartition(".")[2].lower()
         return last.endswith("scaler") or self.scaler(node, scope) is not None
 
     def is_optimizer(self, node: ast.expr, scope: NameScope) -> bool:
-        """Say whether ``node`` is an optimizer, or is called one."""
+        """Return whether ``node`` is an optimizer, or has the name of one."""
         last = dotted(node).rpartition(".")[2].lower()
         if "optim" in last or last == "opt" or last.startswith("opt_") or last.endswith("_opt"):
             return True
         return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
 
     def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
-        """Say whether a call makes an optimizer that knows nothing of master weights."""
+        """Return whether a call makes an optimizer without master weights."""
         name = self.values.qualified(call.func, scope)
         is_class = name.rpartition(".")[2][:1].isupper()
         return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
 
     def is_scheduler(self, node: ast.expr, scope: NameScope) -> bool:
-        """Say whether ``node`` is a schedule of learning rates, or is called one."""
+        """Return whether ``node`` is a schedule of learning rates, or has the name of one."""
         if "sched" in dotted(node).rpartition(".")[2].lower():
             return True
         return self._is(node, scope, torch.optim.lr_scheduler.LRScheduler, self._makes_scheduler)
 
     def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
-        """Return whether gradients are recorded inside this context or decorator; None if left."""
+        """Return whether a context or decorator records gradients; None if it changes nothing."""
         called = node.func if isinstance(node, ast.Call) else node
         name = self.values.qualified(called, scope).rpartition(".")[2]
         if name == "set_grad_enabled" and isinstance(node, ast.Call) and node.args:

@@ -1,4 +1,4 @@
-"""What the names of a file are bound to."""
+"""The names of a source file: their bindings, and the expressions they may stand for."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class NameScope:
     Attributes:
         node: The file or the function.
         parent: The scope around it.
-        class_name: Of the class whose method it is, or is in; else empty.
-        bindings: For each name what it is bound to, and where that is written; None for what is
-            not known: a parameter, the target of a loop.
+        class_name: The class around the function; empty if there is none.
+        bindings: The expressions bound to each name, with their scopes; None for unknown ones, as
+            parameters and the targets of loops.
         functions: The functions that are defined in it.
     """
 
@@ -34,7 +34,7 @@ class NameScope:
     functions: dict[str, Function] = field(default_factory=dict)
 
     def lookup(self, name: str) -> list[tuple[ast.expr, NameScope] | None]:
-        """Return what a name may be bound to, as seen from here."""
+        """Return the possible bindings of a name that is used here."""
         scope: NameScope | None = self
         while scope is not None:
             if name in scope.bindings:
@@ -43,7 +43,7 @@ class NameScope:
         return []
 
     def function(self, name: str) -> Function | None:
-        """Return the function of this name that is seen from here."""
+        """Return the function that a name used here refers to."""
         scope: NameScope | None = self
         while scope is not None:
             if name in scope.functions:
@@ -61,9 +61,9 @@ class FileNames:
         tree: The file.
 
     Attributes:
-        imports: What a name was imported as: ``{"F": "torch.nn.functional"}``.
+        imports: The full names of imported names: ``{"F": "torch.nn.functional"}``.
         scopes: Of the file and of each function.
-        attributes: What is assigned to ``self.scaler`` and the like, as ``bindings``.
+        attributes: The bindings of ``self.scaler`` and other attributes.
         methods: By class and name.
     """
 
@@ -79,7 +79,7 @@ class FileNames:
         self._bind_parameters(tree)
 
     def method(self, call: ast.expr, scope: NameScope) -> Function | None:
-        """Return the method of this class that ``self.name`` names."""
+        """Return the method of this class that ``self.name`` refers to."""
         if isinstance(call, ast.Attribute) and dotted(call.value) == "self":
             return self.methods.get((scope.class_name, call.attr))
         return None
@@ -161,7 +161,7 @@ class FileNames:
             self.attributes.setdefault(name, []).append(bound)
 
     def _bind_parameters(self, tree: ast.Module) -> None:
-        """Bind what is passed to a function that is called once; of others nothing is known."""
+        """Bind the arguments of functions that are called once; others stay unknown."""
         calls: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
         for call, scope in self._all_calls(tree):
             called = self._called(call, scope)
@@ -200,7 +200,7 @@ def _parameter_names(args: ast.arguments) -> list[str]:
 def _passed(
     function: Function, call: ast.Call, scope: NameScope
 ) -> Mapping[str, tuple[ast.expr, NameScope]]:
-    """Return what a call passes for each parameter, as far as it can be read."""
+    """Return the argument of each parameter in a call, as far as the source shows it."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         return {}
     positional = [arg.arg for arg in (*function.args.posonlyargs, *function.args.args)]
@@ -212,7 +212,7 @@ def _passed(
 
 
 def words_of(node: ast.AST) -> Iterator[str]:
-    """Yield all names, attributes and keywords that are used; an import alone uses none."""
+    """Yield all names, attributes and keywords in use, without imports."""
     for inner in ast.walk(node):
         match inner:
             case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word):
@@ -222,7 +222,7 @@ def words_of(node: ast.AST) -> Iterator[str]:
 
 
 def dotted(node: ast.expr) -> str:
-    """Return ``a.b.c`` as text; empty for what is no name with attributes."""
+    """Return ``a.b.c`` as text; empty for anything else than a name with attributes."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
@@ -235,11 +235,11 @@ _MISSING: Any = object()
 
 
 class Values:
-    """Answers what expressions of a file may be.
+    """Follows the expressions of a file to their possible values.
 
     Args:
         tree: The file.
-        known: Objects that names of the file are known to stand for, from a running program.
+        known: Objects that names of the file stand for in a running program.
     """
 
     def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
@@ -247,7 +247,7 @@ class Values:
         self._known = known
 
     def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
-        """Return the expressions that ``node`` may stand for; None among them for anything else."""
+        """Return the expressions that ``node`` may stand for; None for an unknown one."""
         return list(self._follow(node, scope, frozenset()))
 
     def _follow(
@@ -277,7 +277,7 @@ class Values:
         first = text.partition(".")[0]
         is_local = first != "self" and first in scope.bindings and scope.parent is not None
         if not is_local and self.object(node) is not None:
-            yield node, scope  # what it is at this moment, whatever the file has assigned
+            yield node, scope  # its current value, whatever the file assigns
             return
         bound = (
             scope.lookup(text)
@@ -294,7 +294,7 @@ class Values:
                     yield from self._follow(*each, seen | {(text, scope)})
 
     def object(self, node: ast.expr) -> object:
-        """Return the object that a name is known to stand for; None if it is not known."""
+        """Return the object that a name stands for; None if unknown."""
         if not self._known:
             return None
         first, *rest = dotted(node).split(".")
@@ -307,7 +307,7 @@ class Values:
         return None if found is _MISSING else found
 
     def qualified(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the full name of what is named, ``torch.cuda.amp.autocast``; empty if unknown."""
+        """Return the full name of an expression, ``torch.cuda.amp.autocast``; empty if unknown."""
         names = {self._qualified_as_written(*each) for each in self.candidates(node, scope) if each}
         return names.pop() if len(names) == 1 else ""
 
@@ -326,7 +326,7 @@ class Values:
         return ""
 
     def dtype(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the name of a dtype, ``"float16"``; empty if it is not certain."""
+        """Return the name of a dtype, ``"float16"``; empty if uncertain."""
         found = {
             self._dtype_as_written(*each) if each else "" for each in self.candidates(node, scope)
         }
@@ -341,7 +341,7 @@ class Values:
         return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else ""
 
     def constant(self, node: ast.expr, scope: NameScope) -> Any:
-        """Return a literal's value; None if it is not certain."""
+        """Return the value of a literal; None if uncertain."""
         found = [
             _literal(each[0], self.object(each[0])) if each else _MISSING
             for each in self.candidates(node, scope)
@@ -367,7 +367,7 @@ def _literal(node: ast.expr, known: object) -> Any:
 
 
 def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
-    """Return what a call passes under a name or at a position (-1: by name only)."""
+    """Return the argument of a call with a name or at a position (-1: by name only)."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value

@@ -1,4 +1,4 @@
-"""A file that has been read: what all rules ask."""
+"""A source file that was read: its calls in the order in which they run, and their contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CLIP_OWNERS = ("accelerator", "fabric", "strategy", "engine", "trainer")
 
 @dataclass(frozen=True)
 class Root:
-    """A file's own statements or a function, and the calls that run with it.
+    """The top level of a file, or a function, with all calls that it leads to.
 
     Attributes:
         node: The file or the function.
@@ -30,12 +30,12 @@ class Root:
 
 
 class Program:
-    """A file that has been read.
+    """A source file that was read.
 
     Args:
         tree: The file.
-        known: Objects that names are known to stand for.
-        function: Only this function is looked at, and what it calls; all of the file if None.
+        known: Objects that names stand for.
+        function: Check only this function and what it calls; None for the whole file.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Program:
 
     @cached_property
     def roots(self) -> list[Root]:
-        """What is looked at."""
+        """The parts of the file to check."""
         walk = Walk(self.meaning)
         scopes = self.values.names.scopes
         nodes = [scope.node for scope in scopes.values()]
@@ -61,13 +61,13 @@ class Program:
 
     @property
     def sites(self) -> Iterator[Site]:
-        """The calls of all roots; one that is reached from several comes several times."""
+        """The calls of all roots; a call reached from several roots appears several times."""
         for root in self.roots:
             yield from root.sites
 
     @cached_property
     def words(self) -> set[str]:
-        """All names, attributes and keywords that are used in what is looked at."""
+        """All names, attributes and keywords in the parts to check."""
         if self._function is None:
             return set(words_of(self.tree))
         functions = {self._function, *(site.scope.node for site in self.sites)}
@@ -78,10 +78,10 @@ class Program:
         """The full names of what the file imports."""
         return set(self.values.names.imports.values())
 
-    # --- what a call does -------------------------------------------------------------------------
+    # --- kinds of calls ---------------------------------------------------------------------------
 
     def is_backward(self, site: Site) -> bool:
-        """Say whether a call runs a backward pass."""
+        """Return whether a call runs a backward pass."""
         if site.method != "backward":
             return False
         first = dotted(site.call.args[0]) if site.call.args else ""
@@ -105,7 +105,7 @@ class Program:
         return ""
 
     def is_scaler_step(self, site: Site) -> bool:
-        """Say whether a call steps an optimizer through a scaler that may be on."""
+        """Return whether a call steps an optimizer through a scaler that may be on."""
         is_step = site.method == "step" and bool(site.call.args or site.call.keywords)
         if not is_step or not self.meaning.is_scaler(site.owner, site.scope):
             return False
@@ -113,11 +113,11 @@ class Program:
         return scaler is None or scaler.enabled is not False
 
     def is_optimizer_step(self, site: Site) -> bool:
-        """Say whether a call steps an optimizer without a scaler."""
+        """Return whether a call steps an optimizer without a scaler."""
         return site.method == "step" and self.meaning.is_optimizer(site.owner, site.scope)
 
     def is_clip(self, site: Site) -> bool:
-        """Say whether a call clips gradients as they are."""
+        """Return whether a call clips gradients as they are."""
         name = self.values.qualified(site.call.func, site.scope).rpartition(".")[2]
         if (name or site.method or dotted(site.call.func)) not in _CLIPS:
             return False
@@ -126,11 +126,11 @@ class Program:
             site.owner, site.scope
         )
 
-    # --- what there is in the file ----------------------------------------------------------------
+    # --- scalers ---------------------------------------------------------------------------------
 
     @cached_property
     def scalers(self) -> dict[str, SourceScaler]:
-        """The scalers that are made in the file, or known, by the names that they are used by."""
+        """The scalers that are made in the file, or known, by name."""
         found: dict[str, SourceScaler] = {}
         for site in self.sites:
             scaler = self.meaning.scaler(site.owner, site.scope) if site.method else None
@@ -142,24 +142,24 @@ class Program:
 AroundKind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
 
 MOST_NESTED_CALLS = 5
-"""Functions are followed so deep into others."""
+"""Calls of functions are followed to this depth."""
 MOST_SITES = 5000
-"""Of a root so many calls are listed: functions that call each other many times over add up."""
+"""At most this many calls are listed for a root: nested functions may multiply them."""
 
 
 @dataclass(frozen=True)
 class Around:
-    """One thing that a call is inside of.
+    """One construct around a call.
 
     Attributes:
         kind: An autocast; a switch of gradient recording; a loop; an arm of an ``if``; a call of a
             function of the same file.
-        node: Where it begins: a condition, a loop, a call.
-        autocast: Which, for an autocast.
-        grad: Whether gradients are recorded, for a switch of that.
-        arm: For an arm: the condition, and whether (or which of several) it is.
-        is_decorator: It is around all of a function.
-        function: For a call: which.
+        node: Its node: a condition, a loop, a call.
+        autocast: For an autocast, its properties.
+        grad: For a gradient switch, whether gradients are recorded.
+        arm: For an arm, the condition and the number of the arm.
+        is_decorator: Whether it surrounds a whole function.
+        function: For a call, the function.
     """
 
     kind: AroundKind
@@ -173,13 +173,13 @@ class Around:
 
 @dataclass(frozen=True)
 class Site:
-    """A call where it stands.
+    """A call and its surroundings.
 
     Attributes:
         call: The call.
-        scope: The names that are seen there.
-        statement: The statement it is part of.
-        inside: What it is inside of, the outermost first.
+        scope: The names that are visible there.
+        statement: The statement that contains it.
+        inside: The constructs around it, the outermost first.
     """
 
     call: ast.Call
@@ -194,12 +194,12 @@ class Site:
 
     @property
     def method(self) -> str:
-        """The name behind the last dot: ``step``; empty for a plain function."""
+        """The name after the last dot: ``step``; empty for a plain function."""
         return self.call.func.attr if isinstance(self.call.func, ast.Attribute) else ""
 
     @property
     def owner(self) -> ast.expr:
-        """What stands before the last dot; the function itself if there is none."""
+        """The expression before the last dot; the function itself if there is none."""
         return self.call.func.value if isinstance(self.call.func, ast.Attribute) else self.call.func
 
     @property
@@ -210,7 +210,7 @@ class Site:
 
     @property
     def autocast(self) -> SourceAutocast | None:
-        """The autocast that is on there, or may be."""
+        """The autocast that is, or may be, enabled there."""
         at = self.autocast_at
         found = self.inside[at].autocast if at >= 0 else None
         return found if found is not None and found.enabled is not False else None
@@ -227,7 +227,7 @@ class Site:
 
     @property
     def calls(self) -> tuple[ast.AST, ...]:
-        """The calls of functions of the file that lead to it: one run of one function."""
+        """The calls of the file's functions that lead to it: one call of one function."""
         return tuple(around.node for around in self.inside if around.kind == "call")
 
     @property
@@ -236,16 +236,16 @@ class Site:
         return dict(around.arm for around in self.inside if around.kind == "arm")
 
     def excludes(self, other: Site) -> bool:
-        """Say whether the two are in different arms of one condition."""
+        """Return whether the two are in different arms of one condition."""
         theirs = other.arms
         return any(theirs.get(test, arm) != arm for test, arm in self.arms.items())
 
 
 class Walk:
-    """Lists the calls that a file or a function makes.
+    """Lists the calls of a file or a function.
 
     Args:
-        meaning: Says what is an autocast.
+        meaning: Recognizes autocasts.
     """
 
     def __init__(self, meaning: Meaning) -> None:
@@ -268,7 +268,7 @@ class Walk:
     ) -> Iterator[Site]:
         for statement in statements:
             yield from self._statement(statement, scope, inside)
-            # What comes after `if a: return` runs in the other arm.
+            # Statements after `if a: return` run in the other arm.
             if isinstance(statement, ast.If) and not statement.orelse and _leaves(statement.body):
                 inside += (_arm(statement, statement.test, 1),)
 
@@ -277,7 +277,7 @@ class Walk:
     ) -> Iterator[Site]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                return  # what is in them runs when it is called
+                return  # their bodies run when they are called
             case ast.If(test=test, body=body, orelse=orelse):
                 yield from self._calls(test, statement, scope, inside)
                 for which, block in enumerate((body, orelse)):
@@ -352,7 +352,7 @@ class Walk:
 
 
 def _arm(statement: ast.If, test: ast.expr, which: int) -> Around:
-    """Name an arm by its condition: two ``if`` with one condition are not independent."""
+    """Identify an arm by its condition: two ``if`` with the same condition depend on each other."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, which = test.operand, 1 - which
     is_none = (
@@ -362,7 +362,7 @@ def _arm(statement: ast.If, test: ast.expr, which: int) -> Around:
         and test.comparators[0].value is None
     )
     if isinstance(test, ast.Compare) and is_none:
-        # `x is not None` and `x` are one condition as far as objects go.
+        # For objects, `x is not None` and `x` are the same condition.
         which = which if isinstance(test.ops[0], ast.IsNot | ast.NotEq) else 1 - which
         return Around("arm", statement, arm=(ast.unparse(test.left), which))
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.NotEq):

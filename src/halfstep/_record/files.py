@@ -1,7 +1,7 @@
-"""The file of a record: JSON Lines, one event a line, one file a rank.
+"""The files of a record: JSON Lines, one event per line, one file per rank.
 
 JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The last key of
-a line is a checksum of what stands before it. The format is described in docs/record.md.
+a line is a checksum of everything before it. The format is described in docs/record.md.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from halfstep._common.json import to_plain
 from halfstep.errors import RecordError
 
 SCHEMA = 1
-"""Version of the events; it stands in the first line of each segment."""
+"""Version of the events; the first line of each segment contains it."""
 
 RUNS = Path("runs")
-"""Where the records of runs are that were given no folder."""
+"""The folder for the records of runs without a folder of their own."""
 
 Event = dict[str, Any]
 
@@ -30,7 +30,7 @@ _CHECKSUM = b',"crc":"'
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Return the file that a rank writes."""
+    """Return the file of a rank."""
     return folder / f"rank{rank}.jsonl"
 
 
@@ -42,25 +42,25 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def newest_in(folder: Path) -> Path | None:
-    """Return the record, at any depth, that was written to last; None if there is none."""
+    """Return the record, at any depth, with the latest change; None if there is none."""
     files = [path for path in folder.rglob("rank*.jsonl") if _rank_of(path) is not None]
     return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
 
 
 def _rank_of(path: Path) -> int | None:
-    """Return whose file it is; None for anything else, such as ``rank01.jsonl`` and folders."""
+    """Return the rank of a file; None for anything else, such as ``rank01.jsonl`` and folders."""
     found = re.fullmatch(r"rank(0|[1-9][0-9]*)\.jsonl", path.name)
     return int(found[1]) if found and path.is_file() else None
 
 
 class LineWriter:
-    """Appends events to a file, each flushed: what was written survives the process.
+    """Appends events to a file and flushes each of them: written events survive the process.
 
     Args:
-        path: The file; its folder is made. An earlier last line that was cut stays one of its own.
+        path: The file; its folder is made. A last line that was cut stays a line of its own.
 
     Raises:
-        RecordError: Another process writes it, or it is another program's file.
+        RecordError: Another process writes the file, or it belongs to another program.
         OSError: It cannot be written.
     """
 
@@ -74,11 +74,11 @@ class LineWriter:
         """Write one event.
 
         Raises:
-            OSError: The disk is full, or worse. The next line does not suffer from it.
+            OSError: The disk is full, or worse. The next line stays readable.
         """
         line = memoryview(b"\n" * self._is_cut + line_of(event))
         self._is_cut = True
-        while line:  # the system may take a part only
+        while line:  # the system may write only a part
             line = line[self._file.write(line) :]
         self._is_cut = False
 
@@ -88,11 +88,11 @@ class LineWriter:
 
 
 def _lock(file: FileIO, path: Path) -> None:
-    """Let no other process write the file, where the system can tell."""
+    """Lock the file against other processes, where the system supports it."""
     try:
         import fcntl
 
-        # Not flock, which processes that this one forks, such as workers, would hold after it.
+        # Not flock: forked processes, such as workers, would keep that lock after this one ends.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.close()
@@ -135,10 +135,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def require_schema(path: Path, schema: object, version: object) -> None:
-    """Refuse a segment that is written in another way.
+    """Refuse a segment that has another schema.
 
     Raises:
-        RecordError: It names the version of halfstep that can read it.
+        RecordError: The schema differs; the message names the version of halfstep that can read it.
     """
     if schema != SCHEMA:
         which = version if isinstance(version, str) else "of the same version"
@@ -151,7 +151,7 @@ def require_schema(path: Path, schema: object, version: object) -> None:
 def line_of(event: Event) -> bytes:
     """Return an event as a line, with its checksum."""
     text = json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    held = text.encode(errors="replace")[:-1]  # a name of a file may be no Unicode
+    held = text.encode(errors="replace")[:-1]  # a file name may not be Unicode
     return held + _CHECKSUM + _checksum(held) + b'"}\n'
 
 
@@ -159,7 +159,7 @@ def has_checksum(line: bytes) -> bool:
     """Return whether a line has a checksum.
 
     Raises:
-        ValueError: It has one, and it is that of another line.
+        ValueError: The checksum does not match.
     """
     held, mark, rest = line.rpartition(_CHECKSUM)
     if mark and rest.rstrip() != _checksum(held) + b'"}':

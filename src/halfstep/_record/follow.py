@@ -1,4 +1,4 @@
-"""A record that is being written, read as it grows: no line is read twice."""
+"""Following a record while it is written: every line is read once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from halfstep.errors import RecordError
 
 @dataclass(frozen=True)
 class RecordUpdate:
-    """What was added to a record since it was last read.
+    """The additions to a record since the last read.
 
     Attributes:
-        new: The run as it is now, but of its steps, samples, culprits, diagnoses and notes only
-            what is new. Of the samples at most one, the latest.
-        is_anew: Whether this is the beginning of a record: nothing read before belongs to it. So in
-            the first update, and after the files were replaced.
+        new: The run as it is now, but with only the new steps, samples, culprits, diagnoses and
+            notes; of the samples at most one, the latest.
+        is_anew: Whether this starts a record, as in the first update and after the files were
+            replaced: nothing read before belongs to it.
         written: When a rank wrote last, in seconds since the epoch.
     """
 
@@ -35,9 +35,8 @@ class RecordUpdate:
 class Follower:
     """Reads what is new in the record in a folder.
 
-    It keeps where each file was read up to, and of what it has read no more than two samples a
-    rank: a record of any length can be followed. A step comes when all ranks have it, unless one is
-    far behind.
+    It keeps its position in each file and at most two samples per rank, whatever the length of the
+    record. A step is returned once all ranks have it, unless a rank is far behind.
 
     Args:
         folder: The folder; it need not exist yet.
@@ -57,10 +56,10 @@ class Follower:
     def read(self) -> RecordUpdate | None:
         """Return what is new; None as long as there is no record.
 
-        A line counts once it is whole. Files of further ranks are found as they appear.
+        Only complete lines count. Files of further ranks are picked up as they appear.
 
         Raises:
-            RecordError: A file is no record, or cannot be read.
+            RecordError: A file is not a record, or cannot be read.
         """
         paths = files_in(self._folder)
         if self._is_another(paths):
@@ -95,7 +94,7 @@ class Follower:
         self._is_anew = True
 
     def _is_another(self, paths: Mapping[int, Path]) -> bool:
-        """Whether the files are another record's by now, or the first rank is another."""
+        """Return whether the files now belong to another record, or the first rank changed."""
         if not self._files or not paths:
             return False
         was_replaced = any(file.was_replaced() for file in self._files.values())
@@ -104,8 +103,8 @@ class Follower:
     def _new_sample(self, ranks: Mapping[int, RankRecord]) -> tuple[Sample, ...]:
         """Return the newest sample that all ranks have.
 
-        A rank that was killed will never have it: then it is the last but one, which is as new as
-        what the others have for certain.
+        A rank that was killed will never have it: then return the last but one, the newest that is
+        certainly complete on the others.
         """
         held = [rank.samples for rank in ranks.values()]
         by_all = set.intersection(*({sample.step for sample in samples} for samples in held))
@@ -127,7 +126,7 @@ class Follower:
 
 
 class _File:
-    """One file, and how far it was read."""
+    """One file and the position that was read up to."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.rank = RankRecord(path, number)
@@ -138,7 +137,7 @@ class _File:
         self._num_lines = 0
 
     def was_replaced(self) -> bool:
-        """Whether it is another file by now: a new run has taken the place of an old one."""
+        """Return whether a new run replaced the file."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
@@ -146,14 +145,14 @@ class _File:
         return status.st_ino != self._inode or status.st_size < self._offset
 
     def read(self) -> None:
-        """Take the events of all lines that are whole and new."""
+        """Take the events of all new and complete lines."""
         try:
             with self._path.open("rb") as file:
                 status = fstat(file.fileno())
                 self._inode, self.written = status.st_ino, status.st_mtime
                 file.seek(self._offset)
                 for line in file:
-                    if not line.endswith(b"\n"):  # its rest is still to come
+                    if not line.endswith(b"\n"):  # the rest is still to come
                         break
                     self._take(line)
         except OSError as error:
@@ -170,12 +169,12 @@ class _File:
 
 
 class _StepComparison:
-    """Of the steps of the first rank with those of another, as they come.
+    """Compares the steps of the first rank with those of another, as they come.
 
     Args:
-        number: Of the other rank.
-        after: The last step that is not compared, since the first rank's have been given away when
-            the other's file appeared.
+        number: Number of the other rank.
+        after: The last step that is not compared: the first rank's steps up to it were already
+            returned when the other's file appeared.
     """
 
     def __init__(self, number: int, after: int) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a run on their way from the device to the file: late, many at once."""
+"""Steps whose numbers are still on the device: read late, many at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from halfstep._scaler.outcomes.outcome import Outcome
 from halfstep._scaler.scalars import moved
 
 MOST_WAITING = 64
-"""Steps are read at the latest when so many have come together ..."""
+"""Steps are read at the latest when this many wait ..."""
 LONGEST_WAIT = 0.25
-"""... or so many seconds after the last ones, at the end of the next step."""
+"""... or at the end of the first step this many seconds after the last read."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class PendingStep:
         step: Number of the iteration.
         time: Seconds since the record began.
         optimizer: Class name of the optimizer.
-        outcome: What became of it; None without a scaler: then it was taken.
+        outcome: Its outcome; None without a scaler, where every step is taken.
         loss: A scalar, None if it was not seen.
-        norm: The same of what ``torch.nn.utils.clip_grad_norm_`` measured.
+        norm: A scalar measured by ``torch.nn.utils.clip_grad_norm_``, None if there is none.
     """
 
     step: int
@@ -58,7 +58,7 @@ class PendingStep:
         """Return the line of the record.
 
         Args:
-            packed: What :meth:`packed` has returned, on the CPU.
+            packed: The result of :meth:`packed`, on the CPU.
         """
         loss, norm = packed[:2].tolist()
         event = {
@@ -84,7 +84,7 @@ class PendingStep:
 
 
 class _Sent(NamedTuple):
-    """Steps on their way: their numbers one after the other, and when they are there."""
+    """Steps that are being copied: their numbers in a row, and the event of their arrival."""
 
     steps: list[PendingStep]
     values: Tensor
@@ -93,7 +93,7 @@ class _Sent(NamedTuple):
 
 
 class PendingSteps:
-    """Steps that have not been read yet. Sync: none but for :meth:`take_all`."""
+    """Steps that have not been read yet. Sync: none, except in :meth:`take_all`."""
 
     def __init__(self) -> None:
         self._steps: list[PendingStep] = []
@@ -101,11 +101,11 @@ class PendingSteps:
         self._last_sent = time.monotonic()
 
     def add(self, step: PendingStep) -> None:
-        """Take one more."""
+        """Add a step."""
         self._steps.append(step)
 
     def take(self) -> list[Event]:
-        """Return the steps that have arrived, and send others on their way if it is time."""
+        """Return the steps that have arrived, and start copying others if it is time."""
         arrived = []
         if self._sent is not None and self._sent.arrival.query():
             arrived = self._arrived()
@@ -128,7 +128,7 @@ class PendingSteps:
         return arrived
 
     def _send(self) -> list[Event]:
-        """Send all steps; return them if they are on the host already."""
+        """Start copying all steps; return them if they are already on the host."""
         self._last_sent = time.monotonic()
         steps, self._steps = self._steps, []
         device = _device_of(steps)

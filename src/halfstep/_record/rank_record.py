@@ -1,4 +1,4 @@
-"""What one rank has written: its lines, one by one, become values."""
+"""The record of one rank: its lines, read one by one into values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Values = TypeVar("_Values", bound=Struct)
 
 
 class _Diagnosis(Struct, frozen=True, tag_field="event", tag="diagnosis"):
-    """What a diagnosis is a line with; the rest of it is a :class:`Diagnosis`."""
+    """The step of a diagnosis; the rest of the line is a :class:`Diagnosis`."""
 
     step: Count
 
@@ -48,7 +48,7 @@ _KNOWN = {kind.__struct_config__.tag for kind in get_args(_Line)}
 
 
 class _LineHead(Struct, frozen=True):
-    """What has to be known of a line if its other parts are damaged, or of another version."""
+    """The keys of a line that are needed even if the rest is damaged or of another version."""
 
     event: str
     schema: Any = None
@@ -57,7 +57,7 @@ class _LineHead(Struct, frozen=True):
 
 
 class _LeftOut(NamedTuple):
-    """A line that nothing was made from: its number, why, and the last step before it."""
+    """A line that was left out: its number, the reason, and the last step before it."""
 
     line: int
     why: str
@@ -66,7 +66,7 @@ class _LeftOut(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """What one file holds, with the steps and times of its segments one after the other.
+    """The contents of one file, with steps and times counted on across its segments.
 
     Attributes:
         path: The file.
@@ -104,10 +104,10 @@ class RankRecord:
     _seconds_before: float = 0.0
 
     def take(self, number: int, line: bytes) -> None:
-        """Add what a line says; one that is cut or damaged is counted and left out.
+        """Add the event of a line; cut and damaged lines are counted and left out.
 
         Raises:
-            RecordError: The line begins a segment, and does not say when or has another schema.
+            RecordError: The line begins a segment without a start time, or with another schema.
         """
         try:
             event = self._event_of(line)
@@ -120,7 +120,7 @@ class RankRecord:
             self._take(self._numbered_on(event))
 
     def forget(self) -> None:
-        """Empty what grows with each step."""
+        """Forget everything that grows with each step."""
         self.steps, self.culprits, self.diagnoses, self.notes = [], [], [], []
         self._cut, self._damaged = [], []
 
@@ -146,7 +146,7 @@ class RankRecord:
             )
 
     def _event_of(self, line: bytes) -> Struct | None:
-        """Return what a line says; None for an event that later versions write.
+        """Return the event of a line; None for an event of a later version.
 
         Raises:
             ValueError: The line is cut or damaged.
@@ -170,7 +170,7 @@ class RankRecord:
         left_out = _LeftOut(number, why[:LONGEST_REASON], self._last_step)
         (self._damaged if is_whole else self._cut).append(left_out)
         beginning = _line_head(line)
-        if beginning is not None and beginning.event == "run":  # what follows is of a new segment
+        if beginning is not None and beginning.event == "run":  # of a new segment
             self._begin_segment(number, beginning, Header())
 
     def _told(self, lines: Sequence[_LeftOut], what: str, done: str) -> Iterator[Note]:

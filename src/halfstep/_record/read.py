@@ -1,4 +1,4 @@
-"""From the files of a record to a :class:`halfstep._record.run.Run`."""
+"""Reading a record: the files of all ranks become one :class:`halfstep._record.run.Run`."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def _read_rank(path: Path, number: int) -> RankRecord:
 
 
 def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step]) -> Run:
-    """Put together what the ranks hold; whether they agree is not looked at.
+    """Join the records of the ranks, without comparing them.
 
     Args:
         folder: Of the record.
         ranks: In order.
-        steps: Theirs, put together.
+        steps: Their joined steps.
     """
     first = next(iter(ranks.values()))
     others = {number: rank for number, rank in ranks.items() if rank is not first}
@@ -104,27 +104,27 @@ def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
 
 
 MOST_AHEAD = 128
-"""A rank that is so many steps behind the first is not waited for."""
+"""A rank that is more steps behind the first than this is not waited for."""
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
 class JoinedSteps:
-    """The steps of the first rank with the losses of all, as they come.
+    """Joins the steps of the first rank with the losses of all, as they come.
 
-    The loss of a pipeline is on its last stage, and each copy of a model has the loss of its batch.
+    In a pipeline only the last stage has a loss; each replica of a model has the loss of its batch.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Step]] = {}
 
     def add(self, ranks: Mapping[int, RankRecord], *, is_all: bool = False) -> list[Step]:
-        """Take the steps that are new and return those that are complete.
+        """Add the new steps and return those that are complete.
 
         Args:
-            ranks: The ranks; the first one counts.
-            is_all: Whether nothing will come any more.
+            ranks: The ranks; the steps of the first are joined.
+            is_all: Whether no more steps will come.
         """
         for number, rank in ranks.items():
             self._waiting.setdefault(number, deque()).extend(rank.steps)
@@ -170,12 +170,12 @@ def _mean(values: list[float]) -> float | None:
     if not values or len(set(values)) == 1:
         return values[0] if values else None
     if not all(map(math.isfinite, values)):
-        return sum(values)  # inf and NaN as in the gradients
+        return sum(values)  # inf or NaN, as in the gradients
     return fmean(values)
 
 
 def disagreements(ranks: Mapping[int, RankRecord]) -> Iterator[Note]:
-    """Yield for each rank how it differs from the first, where it begins to."""
+    """Yield the first difference of each rank from the first rank."""
     first, *others = ranks.values()
     for rank in others:
         pairs = zip(first.steps, rank.steps, strict=False)
@@ -184,7 +184,7 @@ def disagreements(ranks: Mapping[int, RankRecord]) -> Iterator[Note]:
 
 
 def disagreement(mine: Step, its: Step, number: int) -> Note | None:
-    """Say how the step of a rank differs from the first rank's; None if it does not."""
+    """Return how the step of a rank differs from the first rank's; None if it does not."""
     if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
         return None
     text = (
@@ -202,7 +202,7 @@ def _verdict(step: Step) -> str:
 
 
 def joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
-    """Return the models of the first rank, and those that others have and it has not."""
+    """Return the models of the first rank, and those that only others have."""
     first, *others = ranks
     known = [_looks(model) for model in first.models]
     own = ((rank.number, model) for rank in others for model in rank.models)
@@ -221,7 +221,7 @@ def _looks(model: Model) -> tuple[object, ...]:
 
 
 def first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
-    """Return the error that came first, and on which rank: it may be why others have theirs."""
+    """Return the earliest error and its rank: it may have caused the others."""
     found = [
         (rank.end.time or 0.0, rank.number, rank.end.error)
         for rank in ranks
@@ -237,7 +237,7 @@ def first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
 
 
 def joined_samples(samples: Iterable[Iterable[Sample]]) -> tuple[Sample, ...]:
-    """Put together the samples of several ranks: one for each step."""
+    """Join the samples of several ranks into one per step."""
     by_step: dict[int, list[Sample]] = {}
     for of_rank in samples:
         for sample in of_rank:

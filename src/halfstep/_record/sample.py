@@ -1,4 +1,4 @@
-"""The models of a run: which modules they have, what those are called, in which order they ran."""
+"""Sampled steps: the models of a run, and hooks that measure their tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from halfstep._record.run import KINDS, Kind, Measured
 
 @dataclass
 class _KnownModel:
-    """A model that is recorded, held weakly."""
+    """A recorded model, as a weak reference."""
 
     ref: weakref.ref[nn.Module]
     prefix: str
@@ -40,9 +40,9 @@ class _KnownModel:
 
 
 class Models:
-    """All models that are trained.
+    """The models of a run, with the names of their modules and parameters.
 
-    Names in the first are without a prefix; those in a later one begin with its class and number,
+    Names in the first model have no prefix; names in a later one begin with its class and number,
     as in ``Critic[1].fc.weight``.
     """
 
@@ -58,10 +58,10 @@ class Models:
         return (model for _, model in self._present())
 
     def add(self, model: nn.Module) -> bool:
-        """Take in a model, unless it is one already, or a part of one.
+        """Add a model, unless it is already known as a model or a part of one.
 
         Returns:
-            Whether a part of it was taken for a model before, which it is no longer.
+            Whether it replaces a known model that is a part of it.
         """
         if isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
@@ -78,16 +78,16 @@ class Models:
         return has_parts
 
     def name(self, module: nn.Module) -> str | None:
-        """Return the name of a module, None if it is in no model."""
+        """Return the name of a module; None if no model contains it."""
         return self._names.get(module)
 
     @property
     def has_compiled(self) -> bool:
-        """Whether torch.compile has made something of any of their modules."""
+        """Whether any of their modules is compiled."""
         return any(map(_torch.is_compiled, self._names))
 
     def eager_modules(self) -> Iterator[nn.Module]:
-        """Yield the modules that are not inside compiled ones."""
+        """Yield the modules outside compiled modules."""
         for model in self:
             yield from _eager(model)
 
@@ -98,15 +98,15 @@ class Models:
                 yield _joined(known.prefix, without_wrappers(name)), parameter
 
     def ran(self, name: str) -> None:
-        """Take note of when a module first ran to its end."""
+        """Note the order in which modules first ran to their end."""
         self._order.setdefault(name, len(self._order))
 
     def culprits(self, found: list[Tensor]) -> tuple[list[str], str | None]:
-        """Return the names of parameters with bad gradients, and where it began.
+        """Return the names of parameters with bad gradients, and the module where it began.
 
-        That is the module, of theirs, that ran last in the forward pass: the backward pass meets it
-        first, and everything before it gets inf or NaN from it. A module around others of them ran
-        longer than they did, and tells nothing; nor does one that was not seen to run.
+        Of the modules with such parameters it is the one that ran last in the forward pass: the
+        backward pass reaches it first and passes inf or NaN on to all before it. Modules that
+        contain others of them do not count, nor do modules that were not seen to run.
         """
         bad = set(map(id, found))
         names = [name for name, p in self.parameters() if id(p) in bad]
@@ -122,7 +122,7 @@ class Models:
         return names, max(seen, key=self._order.__getitem__, default=None)
 
     def events(self, step: int) -> list[Event]:
-        """Return a ``model`` line for each that has none yet."""
+        """Return a ``model`` line for each model without one."""
         prefixes = [known.prefix for known in self._models if known.prefix]
         events = []
         for known, model in self._present():
@@ -174,7 +174,7 @@ def _eager(module: nn.Module) -> Iterator[nn.Module]:
 
 
 OUTERMOST = "(model)"
-"""What the outermost module is called."""
+"""The name of the outermost module."""
 COMPILED = (
     "parts of the model are compiled: the outputs of modules inside them are not seen; their "
     "parameters and the gradients of these are"
@@ -183,19 +183,19 @@ _FILTER = ("ignore", re.compile(".*when there are global hooks"), Warning, None,
 
 
 class Sampler:
-    """Measures parameters, their gradients, the outputs of modules and the gradients of these.
+    """Measures parameters, outputs of modules, and the gradients of both.
 
-    Between :meth:`begin` and :meth:`end` it has hooks; outside it costs nothing.
+    It has hooks only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
 
     Args:
         models: The models.
-        is_searching: Whether outermost modules that run with gradients are models too.
-        say: Is told what a reader of the record has to know.
-        is_listening: Says whether what runs is part of the training.
+        is_searching: Whether to add outermost modules that run with gradients as models.
+        say: Receives notes for the reader of the record.
+        is_listening: Returns whether the running code is part of the training.
 
     Attributes:
         is_open: Whether a step is being sampled.
-        policies: By device type the lower precision and the text of the policy that was last seen.
+        policies: The latest policy by device type: lower precision and text.
     """
 
     def __init__(
@@ -219,17 +219,17 @@ class Sampler:
         self.policies: dict[str, tuple[str, str]] = {}
 
     def begin(self, is_measuring: bool) -> None:
-        """Begin a step; measuring nothing it only finds models and policies."""
+        """Begin a step; without measuring, it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring
         self._depth = 0
-        # For all modules, not on each: nn.TransformerEncoderLayer computes in another way if it
+        # Global hooks, not one per module: nn.TransformerEncoderLayer leaves its fast path if it
         # has hooks.
         self._forward_hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        # torch.compile's own module warns of them; once it is known they are taken off. Not by
-        # filterwarnings(), after which every warning of the script would be shown again.
+        # torch.compile's module warns about global hooks before they are removed for it. Not by
+        # filterwarnings(), which would make every warning of the script appear again.
         warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
         self._watch_models()
 
@@ -248,11 +248,11 @@ class Sampler:
         ]
 
     def _watch_models(self) -> None:
-        """Put hooks on the models, anew when another one was found."""
+        """Put hooks on the models; called again when another model was found."""
         if not len(self._models):
             return
         if self._models.has_compiled:
-            # Hooks for all modules make torch.compile compile everything again.
+            # Global hooks would make torch.compile compile everything again.
             self._say(COMPILED)
             _remove(self._forward_hooks)
             for module in self._models.eager_modules():
@@ -283,7 +283,7 @@ class Sampler:
             and _is_trained(module)
         ):
             if self._models.add(module):
-                self._found = {}  # it has the names of a part
+                self._found = {}  # it contains the names of a part
             self._watch_models()
         self._depth += 1
 
@@ -292,7 +292,7 @@ class Sampler:
             return
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
-        # In a backward pass it is computed again, for a checkpoint.
+        # In a backward pass a checkpoint is being recomputed.
         if name is None or _torch.backward_number() >= 0:
             return
         self._models.ran(name)
@@ -307,7 +307,7 @@ class Sampler:
         last = [ref() for ref in self._last_outputs]
         for tensor in outputs:
             if any(tensor is seen for seen in last):
-                continue  # a container returns what its last module has returned
+                continue  # a container returns the output of its last module
             self._take("output", name, tensor)
             hook = partial(self._take, "output_gradient", name)
             self._output_hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -315,8 +315,8 @@ class Sampler:
 
     def _take_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is None or not self._is_listening():
-            return  # used up by another hook, a step inside of the backward pass; or a replay
-        # With several backward passes it is the sum so far: the last one counts.
+            return  # consumed by a step inside the backward pass, or a replay
+        # With several backward passes this is the sum so far: only the last one counts.
         self._found.pop(("parameter_gradient", name), None)
         self._take("parameter_gradient", name, parameter.grad)
 
@@ -324,7 +324,7 @@ class Sampler:
         if _is_traced():
             return
         try:
-            # In the gradients of outputs zeros are what a ReLU or a mask leaves.
+            # Zeros in gradients of outputs come from ReLUs and masks.
             with _torch.unseen_by_modes():
                 statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
         except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
@@ -349,7 +349,7 @@ class Sampler:
 
 
 class _ForwardHook:
-    """A hook on a module, which is not copied, and not saved, with it."""
+    """A hook that is not copied or saved with its module."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -369,7 +369,7 @@ def _do_nothing(*args: Any) -> None:
 
 
 def _is_traced() -> bool:
-    """Say whether tensors have no values: a program is made of what runs."""
+    """Return whether the code is being traced or compiled, so that tensors have no values."""
     return torch.compiler.is_compiling() or _torch.is_jit_tracing()
 
 

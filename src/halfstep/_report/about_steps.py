@@ -1,4 +1,4 @@
-"""What is to be said about the steps of a run: how it ended, skips, loss, scale."""
+"""Sentences about the steps of a run: how it ended, skips, loss and scale."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from halfstep._report.layers import power_below
 from halfstep._report.summary import Facts, Origin, StepCounts, Summary
 
 ENDLESS = 5
-"""So many skipped iterations at the end are skips that do not end."""
+"""From this many skipped iterations at the end on, the skips count as unending."""
 FEW, MANY = 0.01, 0.1
-"""Shares of skipped steps: dynamic scaling needs a few, and learning suffers from many."""
+"""Shares of skipped steps: dynamic scaling needs a few; many slow down learning."""
 _DEFAULT_SCALE = 65536.0
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
-    """Say how the run ended, if it did not end well, and what the record lacks."""
+    """Yield how the run ended, unless it ended well, and what the record lacks."""
     facts = summary.facts
     when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
     if facts.error == "KeyboardInterrupt":
@@ -62,14 +62,14 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
 
 
 def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
-    """Return `` on rank 1``; nothing if all ranks are meant, or there is one."""
+    """Return `` on rank 1``; an empty string if there is one rank or all are meant."""
     if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
         return ""
     return f" on rank{'' if len(ranks) == 1 else 's'} {step_list(ranks)}"
 
 
 def about_loss(summary: Summary) -> Iterator[Sentence]:
-    """Say when the loss was not finite."""
+    """Yield when the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
     cure = (
         " No scale changes that: look at the batch of that step and at the learning rate, and at "
@@ -95,7 +95,7 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
-    """Say how many steps were skipped, where that began, and what would help."""
+    """Yield how many steps were skipped, where the skips began, and what would help."""
     steps = summary.steps
     if steps.num_skipped_later:
         yield _skipped(summary, steps)
@@ -127,7 +127,7 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
 
 
 def start_up(summary: Summary) -> str:
-    """Return what there is to say about the skips at the start, without the full stop."""
+    """Return the sentence about the skips at the start, without the full stop."""
     num, scale = len(summary.steps.start_up), summary.scale
     came_down = "" if scale is None else f" from {power(scale.first)}"
     return (
@@ -137,7 +137,7 @@ def start_up(summary: Summary) -> str:
 
 
 def after_growth(summary: Summary) -> Sentence:
-    """Say that there were skips by which dynamic scaling has found the largest scale."""
+    """Return the sentence about skips right after the scale had grown."""
     steps = summary.steps.after_growth
     what = (
         f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
@@ -158,7 +158,7 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
 
 
 def severity_of_skips(steps: StepCounts) -> Severity:
-    """Return how bad the skips are that are not part of how dynamic scaling works."""
+    """Return the severity of the skips that are not part of normal dynamic scaling."""
     share = steps.share_skipped_later
     if share > MANY or steps.skipped_at_end >= ENDLESS:
         return "bad"
@@ -166,7 +166,7 @@ def severity_of_skips(steps: StepCounts) -> Severity:
 
 
 def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
-    """Return the modules where these skips began, and in how many of them; most first."""
+    """Return the modules where these skips began, with their counts, the most frequent first."""
     found = [
         (origin, len(set(origin.steps).intersection(later)))
         for origin in summary.origins
@@ -202,7 +202,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     num_normal = len(summary.steps.start_up) + len(summary.steps.after_growth)
     scale = summary.scale
     if summary.steps.reasons.get("overflow", 0) <= num_normal or (scale and scale.stuck):
-        return  # something else than the scale
+        return  # the scale is not the cause
     if summary.lower == "bf16":
         yield (
             " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
@@ -228,7 +228,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
-    """Say when the scale came down to where it is of no use, or is of no use anyway."""
+    """Yield when the scale fell to where it is useless, or is not needed at all."""
     scale = summary.scale
     if scale is None:
         return
@@ -250,7 +250,7 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_course(summary: Summary) -> str:
-    """Return how loss and scale went, in a few words for the sentence that all is well."""
+    """Return how loss and scale went, in a few words, for the sentence that all is well."""
     words = []
     if summary.loss is not None:
         loss = summary.loss
@@ -267,10 +267,10 @@ def about_course(summary: Summary) -> str:
 
 
 def island(module: str | None, summary: Summary) -> Code | None:
-    """Return the call that keeps a module in float32; None if no rule can name it."""
+    """Return the call that keeps a module in float32; None if no rule can name the module."""
     policy = summary.policies[-1].text if summary.policies else "standard"
     text = f"{policy}; @{module}:fp32"
-    # A second model has names with its number, which are not in it.
+    # The names in a second model are prefixed with its number; no rule matches them.
     if not module or "[" in module or "(" in module:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What is to be said about the tensors of a run: underflow, inf, headroom, zeros."""
+"""Sentences about the tensors of a run: underflow, inf, headroom and zeros."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from halfstep._report.summary import Layer, Summary
 NOTABLE, HARMFUL, SEVERE = 0.01, 0.05, 0.5
 """Shares of the gradient entries of a parameter that underflow."""
 LITTLE_HEADROOM = 1.0
-"""Outputs with less than so many bits left are close to overflow."""
+"""Outputs with less headroom than this, in bits, are close to overflow."""
 FEW_SAMPLES = 3
 
 
 def about_samples(summary: Summary) -> Iterator[Sentence]:
-    """Say when little or nothing is known of the tensors."""
+    """Yield when few tensors or none were sampled."""
     num, num_steps = len(summary.sampled), summary.steps.num
     if not summary.layers and num_steps:
         yield say(
@@ -40,7 +40,7 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_underflow(summary: Summary) -> Iterator[Sentence]:
-    """Say which gradients underflow, and which scale would lose less."""
+    """Yield which gradients underflow, and which scale would lose less."""
     layers = sorted(summary.of_kind("parameter_gradient"), key=lambda layer: -layer.share_lost)
     lossy = [layer for layer in layers if layer.share_lost >= NOTABLE]
     if not lossy:
@@ -96,7 +96,7 @@ def _better_scale(summary: Summary) -> Iterator[str | Code]:
 
 
 def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
-    """Where no scale is good enough, one layer may leave the lower precision."""
+    """Yield the advice to keep one layer in float32, where no scale is good enough."""
     gradients = summary.gradients
     is_curable = gradients is not None and not gradients.window.is_empty
     call = island(worst.name.rpartition(".")[0], summary)
@@ -108,7 +108,7 @@ def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
 
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
-    """Say where inf and NaN were seen in outputs and weights."""
+    """Yield where inf and NaN were seen in outputs and weights."""
     kinds: dict[Kind, str] = {"parameter": "The weights of ", "output": "The outputs of "}
     for kind, of in kinds.items():
         bad = [layer for layer in summary.of_kind(kind) if layer.inf or layer.nan]
@@ -133,7 +133,7 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_range(summary: Summary) -> Iterator[Sentence]:
-    """Say which outputs are close to overflow, and which weights the format cannot hold."""
+    """Yield which outputs are close to overflow, and which weights the format cannot hold."""
     near = [
         (layer.headroom, layer)
         for layer in summary.of_kind("output")
@@ -168,7 +168,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_zeros(summary: Summary) -> Iterator[Sentence]:
-    """Say which parameters got no gradient at all."""
+    """Yield which parameters got only zeros as gradients."""
     zero = [
         layer
         for layer in summary.of_kind("parameter_gradient")
@@ -186,7 +186,7 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
 
 
 def are_most_lost(summary: Summary) -> bool:
-    """Say whether half of the gradients, or more, are nothing but zeros in a run in float16."""
+    """Return whether half of the gradients or more are all zeros in a float16 run."""
     gradients = summary.of_kind("parameter_gradient")
     num_zero = sum(layer.measured > 0 and layer.zeros == layer.measured for layer in gradients)
     is_in_fp16 = bool(summary.policies) and summary.lower == "fp16"

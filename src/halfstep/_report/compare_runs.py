@@ -1,4 +1,4 @@
-"""Two runs side by side: numbers, layers, policies, versions."""
+"""A comparison of two runs: numbers, layers, policies and versions."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class RunComparison:
     """Two runs side by side.
 
     Attributes:
-        first: The run that is looked at.
-        second: The run that it is held against.
+        first: The run of interest.
+        second: The run it is compared with.
         entries: The numbers.
-        layers: Layers that are in both and differ most in what underflows or in headroom, the most
-            different first, at most 20.
+        layers: At most 20 layers of both runs that differ most in underflow or headroom, the most
+            different first.
         only_first: Kind and name of layers that only the first has.
-        only_second: And only the second.
-        policy: What the first policy does otherwise than the second, as text; empty if nothing.
-        versions: Versions, machine, command and the like that differ: name, first, second.
+        only_second: Kind and name of layers that only the second has.
+        policy: How the first policy differs from the second, as text; empty if it does not.
+        versions: The versions, machine, command and so on that differ: name, first, second.
     """
 
     first: Summary
@@ -74,7 +74,7 @@ class RunComparison:
 
 
 def compare_runs(first: Summary, second: Summary) -> RunComparison:
-    """Return two runs side by side; differences are the first minus the second."""
+    """Compare two runs; differences are the first minus the second."""
     mine = {(layer.kind, layer.name): layer for layer in first.layers}
     its = {(layer.kind, layer.name): layer for layer in second.layers}
     pairs = [LayerPair(layer, its[key]) for key, layer in mine.items() if key in its]
@@ -92,7 +92,7 @@ def compare_runs(first: Summary, second: Summary) -> RunComparison:
 
 
 def _distance(pair: LayerPair) -> float:
-    """Count one percent more that underflows like one bit less of headroom."""
+    """Return how different a layer is: 1 % more underflow counts as 1 bit less headroom."""
     first, second = pair.first, pair.second
     distance = 100 * abs(first.share_lost - second.share_lost)
     is_alike = first.format == second.format
@@ -124,7 +124,7 @@ def _difference(value: float, other: float, text: _Format) -> str:
 
 
 def _numbers(summary: Summary) -> dict[str, tuple[float | None, _Format]]:
-    """Return the numbers that two runs are compared by, each with its way to be written."""
+    """Return the numbers to compare, each with its format."""
     steps, loss, norm, scale = summary.steps, summary.loss, summary.norm, summary.scale
     gradients = summary.gradients
     lost = [layer.share_lost for layer in summary.of_kind("parameter_gradient")]

@@ -1,4 +1,4 @@
-"""What the drawings of the page share: axes, ticks, and paths with few bytes."""
+"""Drawing for the page: axes, compact SVG paths, colours, and small PNG images."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 UNITS = 1000
-"""Length of the sides of a plot in its own units; it is stretched to the size that it gets."""
+"""Side length of a plot in its own units; the page stretches it to its size."""
 
 Tick = tuple[float, str]
 """Position in percent of the side, and label."""
@@ -23,7 +23,7 @@ class Axis:
     Attributes:
         low: Value at the left or lower end.
         high: Value at the other end.
-        points_up: Whether it is a vertical one: pictures count from the top.
+        points_up: Whether it is a vertical axis: SVG counts from the top.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Axis:
     points_up: bool = False
 
     def share(self, value: float) -> float:
-        """Return how far a value is along the side, 0 to 1; values outside are at the ends."""
+        """Return the position of a value along the side, 0 to 1; values outside are clamped."""
         if self.high == self.low:
             return 0.5
         share = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
@@ -52,7 +52,7 @@ class Axis:
 
 
 def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) -> list[float]:
-    """Return about so many round numbers (1, 2 or 5 times a power of ten apart) in a range."""
+    """Return about ``about`` round numbers in a range, 1, 2 or 5 times a power of ten apart."""
     if high <= low:
         return [low]
     roughly = max((high - low) / about, smallest)
@@ -63,10 +63,10 @@ def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) ->
 
 
 def line(points: Sequence[tuple[int, int] | None]) -> str:
-    """Return the path through points in units, interrupted where there is None.
+    """Return the path through points in units; None interrupts it.
 
-    Steps are relative, which takes fewer bytes. A point alone is drawn too, as a line without
-    length (round caps make it a dot).
+    Steps are relative, which takes fewer bytes. A single point becomes a line of length zero, which
+    round caps draw as a dot.
     """
     pieces: list[str] = []
     before: tuple[int, int] | None = None
@@ -83,16 +83,16 @@ def line(points: Sequence[tuple[int, int] | None]) -> str:
 
 
 def dots(points: Iterable[tuple[float, float]]) -> str:
-    """Return a path of lines without length: with round caps, dots of the width of the stroke."""
+    """Return a path of zero-length lines: round caps draw them as dots as wide as the stroke."""
     return "".join(f"M{x:g} {y:g}h0" for x, y in points)
 
 
 def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
-    """Return the outline of bars that stand side by side, each one unit wide.
+    """Return the outline of adjacent bars, each one unit wide.
 
     Args:
         heights: Of each bar, in units.
-        height: Of the drawing, at whose lower edge they stand.
+        height: Of the drawing; the bars stand at its lower edge.
         start: Where the first one begins.
     """
     pieces = [f"M{start} {height}"]
@@ -129,7 +129,7 @@ def ramp(share: float) -> Colour:
 
 
 def _srgb(lightness: float, green_red: float, blue_yellow: float) -> Colour:
-    """Return 8-bit sRGB of a colour in OKLab; what does not fit is cut."""
+    """Return a colour in OKLab as 8-bit sRGB, clamped to its range."""
     long = (lightness + 0.3963377774 * green_red + 0.2158037573 * blue_yellow) ** 3
     medium = (lightness - 0.1055613458 * green_red - 0.0638541728 * blue_yellow) ** 3
     short = (lightness - 0.0894841775 * green_red - 1.2914855480 * blue_yellow) ** 3
@@ -156,7 +156,7 @@ def palette(num_levels: int) -> list[Colour]:
 
 
 def css(colour: Colour) -> str:
-    """Return a colour as CSS has it."""
+    """Return a colour in CSS notation."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
@@ -170,7 +170,7 @@ def png(rows: Sequence[bytes], colours: Sequence[Colour]) -> bytes:
     width = len(rows[0])
     assert all(len(row) == width for row in rows)
     header = struct.pack(">IIBBBBB", width, len(rows), 8, 3, 0, 0, 0)
-    lines = b"".join(b"\0" + row for row in rows)  # each begins with its filter: none
+    lines = b"".join(b"\0" + row for row in rows)  # each line starts with its filter type: none
     return b"".join(
         (
             b"\x89PNG\r\n\x1a\n",
@@ -189,5 +189,5 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 
 def data_uri(image: bytes) -> str:
-    """Return a PNG file as an address that holds it."""
+    """Return a PNG file as a data URI."""
     return "data:image/png;base64," + base64.b64encode(image).decode()

@@ -1,4 +1,4 @@
-"""What all samples of a run say about each parameter and module, and about all gradients."""
+"""Layers: the samples of a run, summed up for each parameter and module and for all gradients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from halfstep._record.run import Kind, Measured, Sample
 from halfstep._report.summary import GradientTotals, Layer, PolicyInForce, ScaleWindow
 
 CERTAINLY_WIDER = 2**7
-"""Below so many times the smallest subnormal value it shows in which dtype values were made."""
+"""Values below this multiple of the smallest subnormal tell in which dtype they were computed."""
 
 
 def format_of(dtype: str, lower: str) -> str:
-    """Return the name of the format that a tensor is judged by.
+    """Return the name of the format whose range applies to a tensor.
 
     Args:
         dtype: Name of its dtype, such as ``"float16"``.
-        lower: Name of the format that others, such as float32, are judged by.
+        lower: Name of the format for other dtypes, such as float32.
     """
     format = FORMATS_BY_DTYPE.get(dtype)
     return lower if format is None else format.name
@@ -34,7 +34,7 @@ def lower_of(dtype: str) -> str:
 def lower_at(policies: Sequence[PolicyInForce], step: int) -> tuple[str, bool]:
     """Return the lower precision at a step, and whether it is in force there.
 
-    Before the first policy, and without any, it is asked what would be lost in it.
+    Before the first policy, or without any, the numbers say what it would lose.
     """
     so_far = [policy for policy in policies if policy.step <= step]
     if so_far:
@@ -43,7 +43,7 @@ def lower_at(policies: Sequence[PolicyInForce], step: int) -> tuple[str, bool]:
 
 
 class FormatFit(NamedTuple):
-    """How one tensor of one sample does in its format.
+    """How well one tensor of one sample fits its format.
 
     Attributes:
         format: Name of the format.
@@ -51,8 +51,8 @@ class FormatFit(NamedTuple):
             there is none.
         lost: Entries that are lost to underflow.
         share_lost: Those as a share of what was measured.
-        is_held: Whether it is the gradient of a parameter that autocast has left in a wider dtype,
-            as that of a norm: it has no limits at any scale.
+        is_held: Whether it is the gradient of a parameter that autocast left in a wider dtype, such
+            as that of a norm: no scale makes it overflow or underflow.
     """
 
     format: str
@@ -63,19 +63,19 @@ class FormatFit(NamedTuple):
 
 
 def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
-    """Judge one tensor of one sample.
+    """Return how well one tensor of one sample fits its format.
 
     Args:
         measured: The tensor.
         lower: The lower precision, see :func:`lower_at`.
-        is_in_force: Whether the run is in it. If not, it is asked what would be lost.
+        is_in_force: Whether the run uses it. If not, the result says what it would lose.
     """
     name = format_of(measured.dtype, lower)
     format = FORMATS[name]
     lost, is_held = measured.lost(format), False
     is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
-        # What has passed through the lower precision has lost already what it loses.
+        # Values that passed through the lower precision have already lost what they lose.
         lost = _flushed(measured, format)
         is_held = (
             measured.flushed is None
@@ -86,15 +86,15 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
 
 
 class SampledTensor(NamedTuple):
-    """One tensor of one sample, and where it comes from.
+    """One tensor of one sample, with its step.
 
     Attributes:
         step: Number of the step.
         scale: What its gradients are multiplied by.
         is_overflow: Whether the step was skipped and a smaller scale might have saved it. Only then
-            an entry that is inf says something about the scale.
+            does an inf say something about the scale.
         measured: The tensor.
-        fit: How it does.
+        fit: How well it fits its format.
     """
 
     step: int
@@ -107,7 +107,7 @@ class SampledTensor(NamedTuple):
 def seen_by_layer(
     samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicyInForce]
 ) -> dict[tuple[Kind, str], list[SampledTensor]]:
-    """Return what was sampled by kind and name, in the order in which it was first seen.
+    """Return the sampled tensors by kind and name, in the order of first appearance.
 
     Args:
         samples: The samples.
@@ -125,7 +125,7 @@ def seen_by_layer(
 
 
 def layer_of(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
-    """Return what all samples say about one kind of tensor of one parameter or module."""
+    """Return one kind of tensor of one parameter or module, summed over all samples."""
     total = merged(each.measured for each in seen)
     last = seen[-1]
     lost = sum(each.fit.lost for each in seen)
@@ -169,18 +169,18 @@ def gradients_of(
     layers: Iterable[Layer],
     overflows: Mapping[int, float],
 ) -> GradientTotals | None:
-    """Return what all samples say about the gradients of all parameters together.
+    """Return the gradients of all parameters together, summed over all samples.
 
     Args:
         found: What :func:`seen_by_layer` returned.
-        layers: What :func:`layer_of` has made of it.
+        layers: What :func:`layer_of` returned for them.
         overflows: The scales of the steps that overflowed, by step: no window reaches up to them.
     """
     gradients = _of_kind(found, "parameter_gradient")
     if not gradients:
         return None
     windows = [layer.window for layer in layers if layer.window is not None]
-    # Inside the network a gradient may overflow that is larger than those of the parameters.
+    # A gradient inside the network may be larger than all parameter gradients and overflow.
     inside = (
         _largest(each)
         for each in _of_kind(found, "output_gradient")
@@ -216,24 +216,27 @@ def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
         return window((), (), is_at_least=False)
     flushed_at = [each.scale for each in gradients if each.measured.flushed]
     whole_at = [each.scale for each in gradients if _is_whole(each.measured)]
-    # A sample at a larger scale shows what was flushed at a smaller one; at the same it does not.
+    # Only a sample at a larger scale shows the values that a smaller scale flushed.
     is_at_least = bool(flushed_at) and max(flushed_at) >= max(whole_at, default=0.0)
     return window(map(_smallest, gradients), map(_largest, gradients), is_at_least=is_at_least)
 
 
 def _is_held_throughout(gradients: Sequence[SampledTensor]) -> bool:
-    """Of a norm some samples hold nothing so small that it shows: they have no limits either."""
+    """Return whether autocast left this gradient in a wider dtype in all samples.
+
+    Some samples of a norm contain no value small enough to tell; they count as well.
+    """
     has_passed = any(each.measured.flushed is not None for each in gradients)
     return not has_passed and any(each.fit.is_held for each in gradients)
 
 
 def _is_whole(statistics: Statistics) -> bool:
-    """Whether nothing was flushed, of what is not all zero."""
+    """Return whether no entry was flushed and not all are zero."""
     return statistics.amin is not None and not statistics.flushed
 
 
 def _flushed(statistics: Statistics, format: Format) -> int:
-    """Only fp16 makes zeros that can be told."""
+    """Return the number of flushed entries; only for fp16 can they be told from other zeros."""
     return statistics.flushed or 0 if format.name == "fp16" else 0
 
 
@@ -252,7 +255,10 @@ def _largest(seen: SampledTensor) -> float | None:
 
 
 def _best(its: ScaleWindow, scale: float) -> float | None:
-    """Overflow costs the step, underflow some entries: go no higher than what holds all."""
+    """Return the scale that loses least.
+
+    Overflow costs the whole step, underflow only some entries: never exceed the upper end.
+    """
     if its.smallest is None:
         return None
     if its.largest is None:
@@ -268,7 +274,7 @@ def _lost_at(scale: float, seen: SampledTensor) -> int:
     statistics = seen.measured
     format = FORMATS[seen.fit.format]
     factor = scale / seen.scale
-    flushed = _flushed(statistics, format) if factor <= 1 else 0  # above: nobody knows
+    flushed = _flushed(statistics, format) if factor <= 1 else 0  # above: unknown
     return statistics.underflow_if(factor, format) + flushed
 
 
@@ -288,10 +294,10 @@ def smallest_scale(statistics: Statistics, scale: float, format: Format) -> floa
     Args:
         statistics: Of the gradient as in memory.
         scale: What it is multiplied by.
-        format: What it has to be kept in.
+        format: The format that has to hold it.
 
     Returns:
-        A scale; None if all entries are zero. If some were flushed, the right one may be larger.
+        A scale; None if all entries are zero. If some were flushed, the true one may be larger.
     """
     needed = []
     if statistics.amin is not None:
@@ -309,12 +315,12 @@ def largest_scale(
     Args:
         statistics: Of the gradient as in memory.
         scale: What it is multiplied by.
-        format: What it has to be kept in.
+        format: The format that has to hold it.
         is_overflow: Whether its step was skipped and a smaller scale might have saved it: only then
-            an entry that is inf says something about the scale.
+            does an inf say something about the scale.
 
     Returns:
-        A scale; None if there is no limit to be seen.
+        A scale; None if no limit is visible.
     """
     allowed = []
     if statistics.amax:

@@ -1,4 +1,4 @@
-"""Limits that a run is held to, and where it goes beyond them."""
+"""Limits for a run, and the places where a run exceeds them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from halfstep._report.summary import Layer, Summary
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run may do; a share of None is not looked at.
+    """The limits of a run; a share of None is not checked.
 
     Attributes:
-        skipped: Largest share of steps that may be skipped otherwise than as dynamic scaling does
-            at its start and after growth.
+        skipped: Largest share of skipped steps; skips that are normal in dynamic scaling, at the
+            start and after growth, do not count.
         underflow: Largest share of the gradient entries of one parameter that may underflow.
         overflow: Largest share of the entries of one output, or of the weights of one parameter,
             that may be inf, NaN, or too large for their format.
@@ -35,18 +35,18 @@ class Limits:
 
 
 MOST_LINES = 5
-"""Of so many layers beyond a limit, and places that went bad, each has a line."""
+"""At most this many layers beyond a limit, or bad places, get a line of their own."""
 DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0)
-"""What is looked at if nothing is given."""
+"""The limits that are checked by default."""
 
 
 def defaults(summary: Summary) -> Limits:
-    """Return what is looked at if nothing is given; without autocast nothing underflows."""
+    """Return the default limits; without autocast there is no limit on underflow."""
     return DEFAULTS if summary.policies else replace(DEFAULTS, underflow=None)
 
 
 def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
-    """Return a line for each limit that does not hold: what was seen, the limit, and where."""
+    """Return a line for each limit that is exceeded: what was seen, the limit, and where."""
     found = (
         *_course(summary, limits),
         *(() if limits.allow_nan else _diagnosed(summary)),
@@ -58,7 +58,7 @@ def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
 
 
 def pass_line(summary: Summary, limits: Limits) -> str:
-    """Return what was seen and the limits, for a run that keeps within them."""
+    """Return what was seen and the limits, for a run that passes."""
     steps = summary.steps
     parts = [things(steps.num, "step")]
     if limits.skipped is not None:
@@ -103,7 +103,7 @@ def _course(summary: Summary, limits: Limits) -> Iterator[str]:
 
 
 def _diagnosed(summary: Summary) -> Iterator[str]:
-    """Too large a scale is a matter of the limit on skips."""
+    """Yield the diagnosed places; a too large scale counts under the limit on skips instead."""
     bad = [
         place
         for place in summary.bad_places
@@ -195,6 +195,9 @@ def _held_tensors(summary: Summary) -> list[tuple[float, Layer]]:
 
 
 def _too_large(layer: Layer) -> int:
-    """Weights are cast to the lower precision; an output in float32 stays what it is."""
+    """Return the number of entries that its format cannot hold.
+
+    Weights are cast to the lower precision; an output in float32 stays float32.
+    """
     is_wide = layer.kind == "output" and not {"float32", "float64"}.isdisjoint(layer.dtypes)
     return 0 if is_wide else layer.overflow.get(layer.format, 0)

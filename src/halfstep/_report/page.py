@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, and no JavaScript to be read."""
+"""The report as one self-contained HTML page: no network, and readable without JavaScript."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def render(summary: Summary, run: Run) -> str:
 
     Args:
         summary: Its numbers; all numbers on the page are these.
-        run: What it was made from, for curves and pictures.
+        run: The run itself, for curves and heat maps.
     """
     said = sentences(summary)
     maps = heat(summary, run)
@@ -87,12 +87,12 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def render_comparison(comparison: RunComparison, first: Run, second: Run) -> str:
-    """Return the page that holds two runs against each other.
+    """Return the page that compares two runs.
 
     Args:
         comparison: The numbers of both.
-        first: The run that is looked at.
-        second: The run that it is held against.
+        first: The run of interest.
+        second: The run it is compared with.
     """
     names = _names(comparison)
     return _render(
@@ -136,14 +136,14 @@ def _environment() -> Environment:
 
 
 def _compact(name: str) -> Markup:
-    """Return styles or a script of ours without comments and indentation."""
+    """Return our CSS or JavaScript without comments and indentation."""
     text = (files("halfstep._report") / "templates" / name).read_text(encoding="utf-8")
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     return Markup("\n".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 def _island(data: Any) -> Markup:
-    """Return data as JSON for a script tag, which nothing in it can end."""
+    """Return data as JSON for a script tag; nothing in it can close the tag."""
     text = json.dumps(to_plain(data), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -204,7 +204,7 @@ def _date(started: str) -> str:
 
 
 def _names(comparison: RunComparison) -> tuple[str, str]:
-    """The names of the folders; A and B where they are the same."""
+    """Return the names of the folders; A and B if they are the same."""
     first, second = (PurePath(s.path).name for s in (comparison.first, comparison.second))
     return (first, second) if first and second and first != second else ("A", "B")
 
@@ -231,19 +231,19 @@ def _heat_data(maps: Heat) -> dict[str, Any]:
 
 
 def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
-    """The first skipped steps, each with whose gradients were inf or NaN where that is known."""
+    """Return the first skipped steps, each with the gradients that were inf or NaN if known."""
     began = beginnings(run)
     skipped = run.skipped[:MOST_SKIPS]
     return [(step, began.get((step.step, step.optimizer))) for step in skipped]
 
 
 def value_tag(key: str, value: Any, text: str) -> Markup:
-    """Return a text with the exact value that it stands for, as JSON, and where that value is.
+    """Return a text tagged with its exact value as JSON and with the place of that value.
 
     Args:
         key: Names and indices, with dots between.
         value: The value.
-        text: How it is shown.
+        text: The text to show.
     """
     exact = json.dumps(to_plain(value), allow_nan=False)
     return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
@@ -251,7 +251,7 @@ def value_tag(key: str, value: Any, text: str) -> Markup:
 
 @dataclass(frozen=True)
 class Figure:
-    """Shows numbers of a summary by their place in it."""
+    """Renders numbers of a summary by their place in it."""
 
     summary: Summary
 
@@ -265,7 +265,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure with what belongs to it.
+    """One figure with its details.
 
     Attributes:
         title: What it is.
@@ -279,7 +279,7 @@ class Tile:
 
 
 def tiles(summary: Summary) -> list[Tile]:
-    """Return the figures that say most about a run."""
+    """Return the most important figures of a run."""
     show = Figure(summary)
     found = [
         Tile("Steps", show("steps.num"), [_join("{} taken", show("steps.num_taken"))]),

@@ -1,4 +1,8 @@
-"""Loss, scale and gradient norm over the steps: what the page draws of them."""
+"""The curves of the page: loss, scale and gradient norm over the steps.
+
+However many steps a run has, the page draws a fixed number of columns. Each column keeps its first,
+last, smallest and largest value, NaN and inf, and all skips.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "
 
 @dataclass(frozen=True)
 class Lane:
-    """The skips of one track for one reason.
+    """The skips of one track with the same reason.
 
     Attributes:
         name: Of the track; empty if there is only one.
@@ -44,7 +48,7 @@ class Series:
     """One curve.
 
     Attributes:
-        number: Of its track; it says colour and dashes.
+        number: Of its track; it determines colour and dashes.
         path: In units of the plot.
     """
 
@@ -57,13 +61,13 @@ class Panel:
     """One diagram.
 
     Attributes:
-        key: What it shows.
-        title: The same in words.
-        axis: Which kind of axis it has.
+        key: The quantity.
+        title: Its name.
+        axis: The kind of axis, in words.
         ticks: Of the vertical axis.
         series: The curves.
         nan: Where values are NaN.
-        inf: Where they are inf.
+        inf: Where values are inf.
     """
 
     key: Key
@@ -97,7 +101,7 @@ class Curves:
 
 
 def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
-    """Return what to draw of the steps of one run or several; None without steps.
+    """Return the diagrams of one run or several; None without steps.
 
     Args:
         runs: The steps by the name of the run.
@@ -167,7 +171,7 @@ class _Vertical:
 
 
 def _vertical(key: Key, finite: Sequence[float]) -> _Vertical:
-    """The scale has an axis of powers of two; others a logarithmic one if they span a lot."""
+    """Return the vertical axis: powers of two for the scale, logarithmic for a wide range."""
     positive = [value for value in finite if value > 0]
     spans_a_lot = positive and positive == list(finite) and max(finite) > 50 * min(finite)
     if key == "scale" or spans_a_lot:
@@ -222,7 +226,7 @@ def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Se
 
 
 def _points(track: Track, x: Axis) -> dict[str, Any]:
-    """The steps that are drawn, with all their values."""
+    """Return the steps that are drawn, with all their values."""
     columns = columns_of(track.steps, x)
     values = {key: [getattr(step, key) for step in track.steps] for key in TITLES}
     skips = [None if step.taken else 0.0 for step in track.steps]
@@ -237,7 +241,7 @@ def _points(track: Track, x: Axis) -> dict[str, Any]:
 
 
 def _short(key: Key, value: float | None) -> float | None:
-    """Return a value with as many digits as are shown; a scale is exact."""
+    """Return a value with the digits that are shown; a scale stays exact."""
     if value is None or not math.isfinite(value):
         return value
     short = value if key == "scale" else float(f"{value:.4g}")
@@ -252,7 +256,7 @@ class Track:
     """The steps of one optimizer of one run.
 
     Attributes:
-        name: Of the run, of the optimizer, or of both.
+        name: Of the run, the optimizer, or both.
         steps: In order.
     """
 
@@ -262,7 +266,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Mark:
-    """A place on the axis of steps at which something happened.
+    """A place on the axis of steps where something happened.
 
     Attributes:
         x: In percent of the axis.
@@ -274,7 +278,7 @@ class Mark:
 
 
 def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
-    """Tell the optimizers of a run apart; those of one class by their order in the iteration."""
+    """Split the steps of a run by optimizer; optimizers of one class by their order."""
     found: dict[tuple[str, int], list[Step]] = {}
     iteration, names = 0, list[str]()
     for step in steps:

@@ -1,4 +1,4 @@
-"""Heat maps: layer by sampled step, headroom and what is lost to underflow."""
+"""Heat maps of layers by sampled steps: headroom and losses to underflow."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 @dataclass(frozen=True)
 class HeatRow:
-    """One layer in a map.
+    """One layer of a heat map.
 
     Attributes:
         y: Upper edge in pixels.
@@ -56,9 +56,9 @@ class HeatMap:
     """One picture.
 
     Attributes:
-        levels: What its colours stand for.
+        levels: The meaning of its colours.
         image: The picture, as data URI; one pixel a cell.
-        not_finite: Where NaN or inf was first seen in a row, as middle of the cell in cells.
+        not_finite: The middle of the first cell with NaN or inf in each row, in cells.
     """
 
     levels: Levels
@@ -71,11 +71,11 @@ class Tab:
     """The maps of one kind of tensor.
 
     Attributes:
-        kind: Which.
-        title: The same in words.
+        kind: The kind of tensor.
+        title: Its name.
         rows: The layers, from top to bottom.
         row_height: In pixels.
-        labels: Middle in pixels, text and full name, of the rows that have room for a label.
+        labels: Middle in pixels, text and full name of each row with room for a label.
         maps: Headroom and underflow.
     """
 
@@ -129,7 +129,7 @@ def heat(summary: Summary, run: Run) -> Heat | None:
 
 
 def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
-    """Return the first column, and those that reach round numbers of steps, with their steps."""
+    """Return the ticks of the axis: the first column, and round numbers of steps."""
     found = {0: columns[0][0]}
     for step in round_numbers(columns[0][0], columns[-1][1], 5, smallest=1):
         column = next(c for c, (_, last) in enumerate(columns) if last >= step)
@@ -145,7 +145,7 @@ def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
 
 @dataclass
 class _Cell:
-    """The worst of one layer in the samples of one column."""
+    """The worst values of one layer in the samples of one column."""
 
     headroom: float | None = None
     share_lost: float = 0.0
@@ -232,7 +232,7 @@ def _title(layer: Layer) -> str:
 
 
 def labelled(names: Sequence[str], row_height: int) -> list[int]:
-    """Return the rows that get a label: none overlaps another, and groups come first."""
+    """Return the rows that get a label: labels do not overlap, and groups come first."""
     apart = math.ceil(LABEL_HEIGHT / row_height)
     by_weight = sorted(range(len(names)), key=lambda i: (_depth_of_change(names, i), i))
     taken: set[int] = set()
@@ -243,7 +243,7 @@ def labelled(names: Sequence[str], row_height: int) -> list[int]:
 
 
 def _depth_of_change(names: Sequence[str], index: int) -> int:
-    """Return how much of the path a name shares with the one before."""
+    """Return how many parts of its path a name shares with the name before it."""
     if index == 0:
         return 0
     before, here = names[index - 1].split("."), names[index].split(".")
@@ -252,7 +252,7 @@ def _depth_of_change(names: Sequence[str], index: int) -> int:
 
 
 def _short(name: str) -> str:
-    """Leave out what a path begins with, as a label has little room."""
+    """Return the end of a path that fits into a label."""
     name = name or "(the model)"
     if len(name) <= LABEL_LETTERS:
         return name
@@ -262,14 +262,14 @@ def _short(name: str) -> str:
 
 @dataclass(frozen=True)
 class Levels:
-    """What the colours of a map stand for.
+    """The meaning of the colours of a map.
 
     Attributes:
-        title: What is shown.
+        title: The quantity.
         colours: The palette.
-        labels: What the tooltip says for each level of the ramp.
+        labels: The tooltip of each level of the ramp.
         ticks: Of the colour bar.
-        level: From a value to its level.
+        level: Maps a value to its level.
     """
 
     title: str
@@ -293,7 +293,7 @@ _MOST_BITS = 20
 
 
 def _headroom_levels() -> Levels:
-    """Half bits from 0 to 20; bright where there is little room."""
+    """Return levels of half a bit from 0 to 20 bits; bright means little headroom."""
     num = 2 * _MOST_BITS + 1
     colours = palette(num)
     ends = {0: "0 bits or less", num - 1: f"{_MOST_BITS} bits or more"}
@@ -310,7 +310,7 @@ _LOWEST_DECADE, _LEVELS_PER_DECADE = -5, 6
 
 
 def _lost_levels() -> Levels:
-    """None at all, then six levels a decade from 0.001 % to all; bright where much is lost."""
+    """Return levels for none and for 0.001 % to 100 %, six per decade; bright is bad."""
     num = 2 - _LOWEST_DECADE * _LEVELS_PER_DECADE
 
     def level(share: float) -> int:

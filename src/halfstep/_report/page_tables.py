@@ -1,4 +1,4 @@
-"""The table of layers, and the histogram of each against the window of its format."""
+"""The tables of the page: layers with their histograms, and the precision map of the modules."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _DECADES = 6
 
 @dataclass(frozen=True)
 class FormatWindow:
-    """Where a format lies on the axis of exponents, in units from its lower end.
+    """The range of a format on the axis of exponents, in units from the lower end.
 
     Attributes:
         name: Of the format.
         flushed: Below this, everything becomes zero.
         normal: From here on, values have full precision.
-        largest: Nothing above this can be held.
+        largest: The format cannot hold anything above this.
         title: The three limits in numbers.
     """
 
@@ -71,7 +71,7 @@ class LayerRow:
         index: In ``layers`` of the summary.
         layer: The numbers.
         kind: In words.
-        histogram: Path, None for layers that have no picture.
+        histogram: Its SVG path; None if the layer has no histogram.
     """
 
     index: int
@@ -114,8 +114,8 @@ def layer_table(summary: Summary) -> LayerTable:
 def badness(layer: Layer) -> tuple[float, ...]:
     """Return a key by which the worst layer comes first.
 
-    First those with NaN, those with inf, those that do not fit their format, then by what is lost
-    to underflow, then by headroom. Parameters after others, as they do not change their dtype.
+    Layers with NaN come first, then inf, then values outside the format; the rest are sorted by
+    losses to underflow, then by headroom. Parameters come last, as their dtype does not change.
     """
     headroom = math.inf if layer.headroom is None else layer.headroom
     return (
@@ -132,7 +132,7 @@ def badness(layer: Layer) -> tuple[float, ...]:
 
 
 def exponents_of(layers: Iterable[Layer]) -> Exponents:
-    """Return an axis on which all histograms and the window of fp16 lie."""
+    """Return an axis that spans all histograms and the range of fp16."""
     seen = [exponent for layer in layers for exponent in layer.histogram]
     low = max(_LOWEST, min([*seen, -25]) - 2)
     high = min(_HIGHEST, max([*seen, 16]) + 2)
@@ -164,7 +164,7 @@ def histogram(layer: Layer, axis: Exponents) -> str:
     """Return the outline of a histogram; heights are logarithms of the share of entries."""
     counts = [0] * axis.width
     for exponent, count in layer.histogram.items():
-        # Bin e ends at 2^e: it lies left of the place of e.
+        # Bin e ends at 2^e, so it lies left of e.
         counts[min(axis.width - 1, max(0, exponent - 1 - axis.low))] += count
     total = sum(counts)
     heights = [_height(count / total) for count in counts]
@@ -180,19 +180,19 @@ def _height(share: float) -> int:
 
 
 def format_limits(axis: Exponents) -> Sequence[float]:
-    """Return where limits of any format lie, for the thin lines of all histograms."""
+    """Return the limits of all formats, for the thin lines in the histograms."""
     places = {place for w in axis.windows for place in (w.flushed, w.normal, w.largest)}
     return sorted(place for place in places if 0 < place < axis.width)
 
 
 MOST_MODULES = 40
 CASTS = "casts"
-"""What stands in for a dtype where the time goes into casts."""
+"""The name used in place of a dtype for casts."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What ran in one dtype.
+    """The ops that ran in one dtype.
 
     Attributes:
         dtype: Its short name, or ``"casts"``.
@@ -207,7 +207,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModulePrecision:
-    """What ran in a module and the modules inside it.
+    """The ops of a module and the modules inside it.
 
     Attributes:
         name: Path of the module; empty for all together.
@@ -245,7 +245,7 @@ class PrecisionMap:
         dtypes: All of them, most time first.
         total: All modules together.
         modules: In the order in which they ran.
-        environment: What was traced: versions, device, policy.
+        environment: Versions, device and policy of the trace.
     """
 
     dtypes: list[str]
@@ -255,7 +255,7 @@ class PrecisionMap:
 
 
 def precision_map(trace: Recording) -> PrecisionMap:
-    """Return what a trace says of time and ops by dtype."""
+    """Return time and ops by dtype from a trace."""
     total = _precision("", trace.ops)
     depth = _depth([row.module for row in trace.ops])
     modules = grouped(trace.ops, lambda row: ".".join(row.module.split(".")[:depth]))
@@ -268,7 +268,7 @@ def precision_map(trace: Recording) -> PrecisionMap:
 
 
 def _depth(paths: Sequence[str]) -> int:
-    """Return how many parts of the paths to show, so that there are not too many modules."""
+    """Return how many parts of each path to keep, so that few enough modules remain."""
     deepest = max((path.count(".") + 1 for path in paths), default=1)
     for depth in range(deepest, 1, -1):
         if len({".".join(path.split(".")[:depth]) for path in paths}) <= MOST_MODULES:

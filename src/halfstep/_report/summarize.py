@@ -1,4 +1,4 @@
-"""From a recorded run to its summary: pure functions."""
+"""Summaries of recorded runs, as pure functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from halfstep._report.summary import (
 )
 
 SETTLED = 10
-"""So many steps in a row that are taken end the start-up of dynamic scaling."""
+"""This many taken steps in a row end the start-up of dynamic scaling."""
 RECENT = 20
 """The recent loss is the mean of this many steps."""
 _OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # as halfstep._scaler.Reason has them
@@ -104,7 +104,7 @@ def _median_distance(steps: Iterable[Step]) -> float | None:
 
 
 def policies_of(run: Run) -> tuple[PolicyInForce, ...]:
-    """Return the policies in order; a run that was started again states the same one again."""
+    """Return the policies in order, without the repetitions of a restarted run."""
     found: list[PolicyInForce] = []
     for seen in run.policies:
         policy = PolicyInForce(seen.step, seen.device, seen.dtype, seen.text)
@@ -149,14 +149,14 @@ def _steps(run: Run, iterations: list[list[Step]]) -> StepCounts:
 
 
 def _lengths(flags: Iterable[bool]) -> list[int]:
-    """Return how many are true in a row, each time."""
+    """Return the lengths of all series of true values."""
     return [len(list(alike)) for flag, alike in groupby(flags) if flag]
 
 
 def _by_scaler(
     iterations: Iterable[list[Step]], starts: Sequence[int]
 ) -> Iterable[list[list[Step]]]:
-    """Return the iterations by scaler: a start that does not load the old one has a new one."""
+    """Return the iterations by scaler: a restart that does not load the old state has a new one."""
     found: list[list[list[Step]]] = []
     for _, alike in groupby(iterations, lambda each: bisect_right(starts, each[0].step)):
         segment = list(alike)
@@ -168,10 +168,10 @@ def _by_scaler(
 
 
 def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
-    """Return the first iterations that overflow, as long as the scale comes down to a new low.
+    """Return the overflows at the start, as long as each one reaches a new lowest scale.
 
-    The search ends with the first ten iterations in a row that are taken. If the skips do not end,
-    they are no start-up.
+    The start-up ends with the first ten taken iterations in a row. Skips that do not end are not a
+    start-up.
     """
     found: list[int] = []
     lowest, taken_in_a_row = math.inf, 0
@@ -191,7 +191,7 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
 
 
 def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
-    """Yield the iterations that overflowed at a scale that had grown, and brought it back."""
+    """Yield the iterations that overflowed right after growth and brought the scale back."""
     before = grown_from = None
     for iteration in iterations:
         scales = [step.scale for step in iteration if step.scale is not None]
@@ -235,14 +235,14 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
 
 
 class _Used(NamedTuple):
-    """A scale that one iteration was made at."""
+    """The scale of one iteration."""
 
     scale: float
     taken: bool
 
 
 def _without_probes(used: Sequence[_Used]) -> Iterator[float]:
-    """Yield the scales but those that came down after a skip, for one iteration only."""
+    """Yield all scales except those that fell for a single iteration after a skip."""
     for index, (scale, _) in enumerate(used):
         before, after = used[max(index - 1, 0)], used[min(index + 1, len(used) - 1)]
         if before.taken or not before.scale > scale < after.scale:
@@ -329,11 +329,11 @@ _Models = Sequence[tuple[str, int, tuple[str, ...]]]
 
 
 class Beginning(NamedTuple):
-    """Where one skipped step began.
+    """The origin of one skipped step.
 
     Attributes:
-        culprits: What the first of the ranks below has seen.
-        ranks: Those that saw it begin there.
+        culprits: What the first of these ranks saw.
+        ranks: The ranks on which it began there.
     """
 
     culprits: Culprits
@@ -341,7 +341,7 @@ class Beginning(NamedTuple):
 
 
 def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
-    """Return where each skipped step began, by iteration and optimizer, as far as it is known."""
+    """Return where each skipped step began, if known, by iteration and optimizer."""
     alike: dict[tuple[int, str], list[Culprits]] = {}
     for each in run.culprits:
         alike.setdefault((each.step, each.optimizer), []).append(each)
@@ -360,10 +360,10 @@ def _models(run: Run) -> Mapping[int, _Models]:
 
 
 def _first(found: list[Culprits], models: Mapping[int, _Models]) -> Beginning:
-    """Return what the backward pass came to first.
+    """Return the culprits that the backward pass reached first.
 
-    Of the modules of one model that is the one that ran last. The stages of a pipeline have models
-    of their own: there it is the highest rank, which has the last stage.
+    Within one model, that is the module that ran last. In a pipeline each stage has a model of its
+    own: there it is the highest rank, which has the last stage.
     """
     known = [each for each in found if each.began_in is not None] or found
     if all(models[each.rank] == models[known[0].rank] for each in known):

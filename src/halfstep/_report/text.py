@@ -1,4 +1,4 @@
-"""Summaries and comparisons as plain values for JSON, and as Markdown and text."""
+"""Summaries and comparisons as sentences, Markdown, terminal text, and values for JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def summary_markdown(summary: Summary) -> str:
 
 
 def _diagnosis(place: BadPlace, summary: Summary) -> str:
-    """Return a diagnosis as a block of code that nothing in it can end."""
+    """Return a diagnosis as a code block; nothing in it can end the block."""
     lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
     return "\n".join((f"### Diagnosis, {when(place, summary)}", "", *lines))
 
@@ -151,7 +151,7 @@ def _numbers(*values: float | None) -> str:
 
 
 def _worst(summary: Summary) -> list[Layer]:
-    """Return the layers whose gradients lose most, and those closest to overflow."""
+    """Return the layers whose gradients lose most, and the layers closest to overflow."""
     lossy = sorted(
         (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
     )
@@ -192,9 +192,9 @@ __all__ = ["Code", "Sentence", "Severity", "sentences"]
 
 
 def about_loss_and_skips(summary: Summary) -> list[Sentence]:
-    """Say when steps were bad or skipped and, unless that is known, how to learn which op it is."""
+    """Return when steps were bad or skipped and, if unknown, how to find the op."""
     loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
-    # A run whose bad steps could not be replayed has been asked already.
+    # A run whose bad steps could not be replayed was already run with --diagnose.
     if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
         return [*loss, *skips]
     if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
@@ -216,9 +216,9 @@ _TOPICS = (
 
 
 def sentences(summary: Summary) -> tuple[Sentence, ...]:
-    """Return what is to be said about a run, the worst first.
+    """Return the sentences about a run, the worst first.
 
-    If nothing is bad and nothing a warning, the first sentence says so with the numbers.
+    Without problems and warnings, the first sentence says so, with the numbers.
     """
     found = [sentence for topic in _TOPICS for sentence in topic(summary)]
     if summary.steps.after_growth:

@@ -1,8 +1,8 @@
-"""Losses are scaled, and gradients are divided by the scale as soon as backward has made them.
+"""Backward passes with a scaled loss, whose gradients are unscaled before the pass returns.
 
-Outside of a backward pass every ``grad`` is then what it would be without a scale, whoever looks at
-it or changes it. What a gradient holds already is multiplied by the scale before a pass adds to it.
-The scale is a power of two, so that this loses nothing.
+Outside a backward pass, every ``grad`` therefore has the value that it would have without a scale.
+Before a pass adds to an existing gradient, that gradient is multiplied by the scale. The scale is a
+power of two, so this is exact.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from halfstep._scaler.steps.iteration import Look
 
 
 class ScaledPass:
-    """One backward pass: which leaves it adds to, and what it multiplies by."""
+    """One backward pass: the leaves it adds to, and its scale."""
 
     def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
         self._scale = scale
-        self._by = scale.tensor.clone()  # an optimizer that steps on the way may move the scale
+        self._by = scale.tensor.clone()  # a step inside the pass may move the scale
         self._fresh = fresh
         self._leaves: dict[int, Tensor] = {}
 
     def include(self, leaves: Iterable[Tensor]) -> None:
-        """Expect additions to the gradients of these leaves. 2 G of those that they have."""
+        """Prepare the existing gradients of these leaves for additions. 2 G of them."""
         new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
         self._leaves.update((id(leaf), leaf) for leaf in new)
         held = collect(new)
@@ -45,7 +45,7 @@ class ScaledPass:
             passes.multiply_(held, self._by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
-        """Divide the gradients of some leaves, of all that are left by default. 2 G."""
+        """Divide the gradients of some leaves, by default of all remaining ones. 2 G."""
         ids = list(self._leaves) if params is None else [id(p) for p in params]
         done = [self._leaves.pop(key) for key in ids if key in self._leaves]
         if done:
@@ -53,12 +53,12 @@ class ScaledPass:
 
 
 class Backward:
-    """Puts itself around ``torch.autograd.backward``, which ``Tensor.backward`` calls.
+    """Wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
 
     Args:
-        scaler: Its scale is used.
-        fresh: Is told what was found in the gradients.
-        script: Is told that there was a backward pass.
+        scaler: The scaler whose scale is used.
+        fresh: Receives the unscaled gradients.
+        script: Notes that there was a backward pass.
     """
 
     def __init__(self, scaler: GradScaler, fresh: FreshGradients, script: ScriptState) -> None:
@@ -69,7 +69,7 @@ class Backward:
         self.running: ScaledPass | None = None
 
     def install(self, patches: Patches) -> None:
-        """Put ourselves there, and around what makes a tensor that is no leaf keep its gradient."""
+        """Wrap ``backward``, and ``retain_grad``, by which non-leaf tensors keep gradients."""
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
 
@@ -98,20 +98,20 @@ class Backward:
         self._script.has_backward = True
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if _torch.backward_number() >= 0:
-            # A checkpoint recomputes a part; its gradients are scaled with those of the whole.
+            # A checkpoint recomputes a part; its gradients are scaled with the others.
             if self.running is not None:
                 self.running.include(_reached(roots, inputs))
             run(tensors)
         elif create_graph or not all(map(_can_be_scaled, roots)):
-            # What is differentiated again, or has no value, is left alone: that may underflow, but
-            # gradients have the same unit as all others.
+            # Passes that are differentiated again, or have no value, stay unscaled: their gradients
+            # may underflow, but have the same unit as all others.
             run(roots)
         else:
             self._scaled(run, roots, inputs)
 
     def _scaled(self, run: Callable[[Any], None], roots: list[Tensor], inputs: Any) -> None:
         engine = self._scaler._engine
-        if engine.iteration.looks:  # an optimizer has stepped, and another had not yet
+        if engine.iteration.looks:  # one optimizer has stepped, another has not
             self._scaler.update()
         scaled = self._scaler.scale(roots)
         running = ScaledPass(engine.scales[None], self._fresh)
@@ -125,7 +125,7 @@ class Backward:
             running.unscale_()
 
     def _retaining(self) -> list[Tensor]:
-        # Those of other graphs are multiplied and divided for nothing.
+        # Gradients of other graphs are multiplied and divided in vain, without harm.
         self._retained = [ref for ref in self._retained if ref() is not None]
         return [tensor for ref in self._retained if (tensor := ref()) is not None]
 
@@ -142,9 +142,9 @@ def _can_be_scaled(root: object) -> bool:
 
 
 class UnscaledGradients:
-    """Whether gradients were finite when they were divided by the scale.
+    """Gradients that were unscaled together, and whether they were finite.
 
-    They and their parameters are held weakly: what the script drops is gone.
+    Gradients and parameters are weak references: the script may drop them.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class UnscaledGradients:
                 yield param, grad
 
     def part(self, is_in: Callable[[Tensor], bool]) -> UnscaledGradients:
-        """Return what it says of some of the parameters; it is the same of each."""
+        """Return the same for some of the parameters."""
         part = copy.copy(self)
         part._pairs = [
             (weakref.ref(param), weakref.ref(grad))
@@ -173,38 +173,38 @@ class UnscaledGradients:
 
     @property
     def is_alive(self) -> bool:
-        """Whether any of the gradients is still where it was."""
+        """Whether any of the gradients is still in place."""
         return any(True for _ in self._present())
 
     def present(self) -> set[int]:
-        """Return the ids of the gradients that are still where they were."""
+        """Return the ids of the gradients that are still in place."""
         return {id(grad) for _, grad in self._present()}
 
 
 class FreshGradients:
-    """The findings since each optimizer's last step, and which optimizers there are."""
+    """The gradients that were unscaled since the last step of each known optimizer."""
 
     def __init__(self) -> None:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._unscaled: weakref.WeakKeyDictionary[
             torch.optim.Optimizer, list[UnscaledGradients]
         ] = weakref.WeakKeyDictionary()
-        # Of parameters that no optimizer has, or one that was made before us and is not yet known.
-        self._of_strangers: list[UnscaledGradients] = []
+        # Of parameters in no known optimizer: one made before the block is unknown until it steps.
+        self._of_unknown: list[UnscaledGradients] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Know an optimizer from now on."""
+        """Add an optimizer to the known ones."""
         self._optimizers.add(optimizer)
 
     def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
-        """Divide the gradients of parameters, each set of optimizers that share some by itself.
+        """Divide gradients by the scale, in groups of parameters with the same optimizers.
 
-        One optimizer's step does not depend on gradients that are another's. 2 G. Sync: none.
+        So the step of one optimizer does not depend on the gradients of another. 2 G. Sync: none.
 
         Args:
-            params: All that a backward pass has added to.
-            scale: The scale that moves by what is found.
-            by: What the gradients are multiplied by.
+            params: All parameters that a backward pass has added to.
+            scale: The scale that moves with the result.
+            by: The factor of the gradients.
         """
         owners: dict[int, list[torch.optim.Optimizer]] = defaultdict(list)
         for optimizer in self._optimizers:
@@ -222,17 +222,17 @@ class FreshGradients:
                     earlier = self._unscaled.get(optimizer, [])
                     self._unscaled[optimizer] = [*_alive(earlier), unscaled]
                 if id(group[0]) not in owners:
-                    self._of_strangers = [*_alive(self._of_strangers), unscaled]
+                    self._of_unknown = [*_alive(self._of_unknown), unscaled]
 
     def take(self, optimizer: torch.optim.Optimizer) -> Look | None:
-        """Return what was found for an optimizer since its last step, and forget it.
+        """Return and forget the gradient check of an optimizer since its last step.
 
         Returns:
-            A look at every gradient that it has now: one that the script has put in the place of
-            another is checked here. None without gradients, or if they come from no scaled pass.
+            The check of all its current gradients; those that the script has replaced are checked
+            here. None without gradients, or if none come from a scaled pass.
         """
         self._optimizers.add(optimizer)
-        earlier = self._unscaled.pop(optimizer, []) + self._taken_from_strangers(optimizer)
+        earlier = self._unscaled.pop(optimizer, []) + self._taken_from_unknown(optimizer)
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
@@ -246,24 +246,24 @@ class FreshGradients:
         return Look(scale, gradients, {device: combine(flags, device)})
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
-        """Forget what was found for an optimizer, whose gradients are dropped or zeroed."""
+        """Forget the gradients of an optimizer, which were dropped or zeroed."""
         self._unscaled.pop(optimizer, None)
-        self._taken_from_strangers(optimizer)
+        self._taken_from_unknown(optimizer)
 
     def has(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Say whether an optimizer has gradients from a scaled backward pass, and no step since."""
+        """Return whether an optimizer has not stepped since a scaled backward pass."""
         return bool(_alive(self._unscaled.get(optimizer, [])))
 
     def is_waiting(self) -> bool:
-        """Say whether any optimizer has such gradients."""
+        """Return whether any known optimizer has such gradients."""
         return any(any(each.is_alive for each in of) for of in self._unscaled.values())
 
-    def _taken_from_strangers(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
-        if not self._of_strangers:
+    def _taken_from_unknown(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
+        if not self._of_unknown:
             return []
         own = set(map(id, parameters(optimizer)))
-        found = self._of_strangers
-        self._of_strangers = _alive([f.part(lambda p: id(p) not in own) for f in found])
+        found = self._of_unknown
+        self._of_unknown = _alive([f.part(lambda p: id(p) not in own) for f in found])
         return _alive([f.part(lambda p: id(p) in own) for f in found])
 
 

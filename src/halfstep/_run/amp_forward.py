@@ -1,4 +1,4 @@
-"""The outermost modules, and the loss functions of PyTorch, run under autocast."""
+"""Top-level calls of modules and loss functions, run under autocast."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class Forward:
-    """Runs what is called outside of any module under autocast.
+    """Runs top-level calls under autocast.
 
     Args:
         dtype: The lower precision.
-        policy: As for :class:`halfstep.autocast`; its rules for modules mean
-            the first that runs.
-        script: Is told what was found.
+        policy: As for :class:`halfstep.autocast`; its rules for modules apply to the first module
+            that runs.
+        script: Notes what was found.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Forward:
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def install(self, patches: Patches) -> None:
-        """Put ourselves around calls of modules and of loss functions."""
+        """Wrap calls of modules and of loss functions."""
         self._outermost.install(patches)
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is to be run under autocast."""
+        """Whether calls run under autocast."""
         return self._script.is_on
 
     @not_compiled
@@ -73,7 +73,7 @@ class Forward:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Run a loss function under autocast if it is given lower precision."""
+        """Run a loss function under autocast if it receives lower precision."""
         context = self._context_of_loss(name, [*args, *kwargs.values()])
         return self._under(context, original, *args, **kwargs)
 
@@ -90,7 +90,7 @@ class Forward:
 
     @_torch.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
-        """Return what an outermost module is to run under, None for nothing."""
+        """Return the context of an outermost module; None for no context."""
         param = next(module.parameters(), None)
         if param is None or not self._may_enter(param.device.type):
             return None
@@ -105,7 +105,7 @@ class Forward:
 
     @_torch.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
-        """Return what a loss function is to run under."""
+        """Return the context of a loss function."""
         self._script.losses.setdefault(name)
         # On float32, which models return, autocast changes nothing.
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
@@ -115,7 +115,7 @@ class Forward:
         return self._context(device, None)
 
     def _may_enter(self, device: str) -> bool:
-        # An exported or traced program is for elsewhere, and could not keep a policy.
+        # An exported or traced program runs elsewhere and cannot keep a policy.
         if _torch.is_jit_tracing() or _torch.is_exporting():
             return False
         if _torch.is_tracing_before_autocast():
@@ -123,7 +123,7 @@ class Forward:
         if not torch.amp.is_autocast_available(device):
             return False
         if current_scope().policies or torch.is_autocast_enabled(device):
-            # In the backward pass it is that of a checkpoint, which is ours.
+            # In the backward pass it is our own, restored by a checkpoint.
             if _torch.backward_number() < 0 and self._script.is_on:
                 self._script.note_own_autocast()
             return False
@@ -138,7 +138,7 @@ class Forward:
 
 
 def _why_not_scaled(module: nn.Module) -> str | None:
-    """Return why the gradients of a model cannot be scaled from outside, None if they can."""
+    """Return why the gradients of a model cannot be scaled from outside; None if they can."""
     name = type(_unwrapped(module)).__name__
     if any(p.dtype is torch.float16 and p.requires_grad for p in module.parameters()):
         return f"the script keeps parameters of {name} in float16 itself"
@@ -151,7 +151,7 @@ def _why_not_scaled(module: nn.Module) -> str | None:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module that was compiled, or is replicated, by which the script knows it."""
+    """Return the module inside compiled or replicated wrappers, as the script knows it."""
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else module
 
@@ -160,9 +160,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def in_float32(value: Any, lower: torch.dtype) -> Any:
     """Return ``value`` with every tensor in it that has the dtype ``lower`` as float32.
 
-    Looks into lists, tuples, named tuples, mappings (a transformers ``ModelOutput`` is one) and
-    dataclasses, nested in any way. What holds no such tensor is returned itself, not a copy, and
-    what is of any other class (a cache of keys and values, say) stays as it is. Sync: none.
+    Searches lists, tuples, named tuples, mappings (such as a transformers ``ModelOutput``) and
+    dataclasses, nested in any way. A container without such tensors is returned itself, not a copy;
+    objects of other classes, such as a key-value cache, stay unchanged. Sync: none.
     """
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype is lower else value
@@ -187,7 +187,7 @@ def _mapping(value: MutableMapping[Any, Any], lower: torch.dtype) -> Any:
     items = {key: in_float32(item, lower) for key, item in value.items()}
     if all(items[key] is item for key, item in value.items()):
         return value
-    result = copy.copy(value)  # keeps what the class adds
+    result = copy.copy(value)  # keeps the attributes of its class
     for key, item in items.items():
         result[key] = item
     return result

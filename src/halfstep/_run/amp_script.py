@@ -1,4 +1,4 @@
-"""What of a script runs in mixed precision, and what its user is told of it."""
+"""The state of a script under ``--amp``: what runs in mixed precision, and messages about it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 
 
 class ScriptState:
-    """What was found in the script so far. Each thing is said once.
+    """The findings about the script so far. Each message is printed once.
 
     Attributes:
-        is_on: Whether we do anything at all. Once off, it stays off.
+        is_on: Whether halfstep acts on the script. Once off, it stays off.
         is_scaling: Whether losses are scaled.
         modules: Names of the classes of outermost modules that ran under our autocast.
-        losses: Names of the loss functions that were called outside of them.
+        losses: Names of the loss functions that were called outside them.
         optimizers: How often optimizers of each class have stepped.
         schedules: Names of the classes of schedules.
         has_backward: Whether there was a backward pass.
@@ -41,20 +41,20 @@ class ScriptState:
 
     @property
     def is_training(self) -> bool:
-        """Whether what runs now in this thread is the script's training, and we have a part in it.
+        """Whether this thread is running the script's training, and halfstep acts on it.
 
-        A replay runs under our autocast, but scales by itself, and nothing may come of it.
+        A replay runs under our autocast, but scales by itself and must leave no trace.
         """
         return self.is_on and not is_replaying()
 
     def switch_off(self, reason: str) -> None:
-        """Do nothing from now on, and say why."""
+        """Leave the script alone from now on, and print why."""
         if self.is_on:
             self.is_on = False
             self._say(f"{self._option}: {reason}; it runs untouched")
 
     def note_own_autocast(self) -> None:
-        """Say that the script has an autocast, which decides inside of it."""
+        """Print that the script has its own autocast, which applies inside it."""
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
@@ -63,14 +63,14 @@ class ScriptState:
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take note of a step that begins; before the second of a kind the first loop is known."""
+        """Note the begin of a step; the second step of an optimizer ends the first iteration."""
         steps = self.optimizers.get(name(optimizer), 0)
         self.optimizers[name(optimizer)] = steps + 1
         if steps and self.modules:
             self._sum_up()
 
     def end(self) -> None:
-        """Say what has not been said when the script is over."""
+        """Print the remaining messages at the end of the script."""
         if not self.is_on:
             return
         if self.modules or (self.is_scaling and self.has_backward and self.has_own_autocast):

@@ -1,4 +1,9 @@
-"""Optimizers step through the scaler."""
+"""Optimizer steps through the scaler, and schedules that wait for taken steps.
+
+A schedule moves only if a step of its optimizer was taken since its last move. One that is stepped
+once per iteration waits with its optimizer; one that is stepped once per epoch moves on even if the
+last step of the epoch was skipped.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +31,21 @@ StepFunction = Callable[..., Any]
 
 
 class _Thread(threading.local):
-    """Whether the scaler is stepping, and whether it came so far as to call the optimizer."""
+    """Whether the scaler is stepping, and whether it has called the optimizer."""
 
     is_stepping = False
     was_called = False
 
 
 class ScaledSteps:
-    """Puts itself around ``step`` of every class of optimizers.
+    """Wraps ``step`` of every class of optimizers.
 
     Args:
         scaler: Decides whether a step is taken.
-        backward: Knows whether a backward pass is running.
-        fresh: Knows what was found in the gradients.
-        schedules: Are told of every step.
-        script: Is told what stepped.
+        backward: The backward pass that is running, if any.
+        fresh: The unscaled gradients of each optimizer.
+        schedules: Note every step.
+        script: Notes which optimizers step.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class ScaledSteps:
         self._thread = _Thread()
 
     def install(self, patches: Patches) -> None:
-        """Put ourselves around the steps of the optimizers that there are, and of those to come."""
+        """Wrap the steps of all present and future optimizers."""
         watch_steps(patches, self._step, self._fresh.meet)
         patches.wrap(Optimizer, "zero_grad", self._zero_grad)
 
@@ -81,7 +86,7 @@ class ScaledSteps:
         if closure is None:
             return self._take(original, optimizer, args, kwargs)
         if _evaluates_first(optimizer):
-            # What it would do, and gradients from before, as in accumulation, are kept.
+            # As the optimizer would do; gradients from before, as in accumulation, are kept.
             with torch.enable_grad():
                 loss = closure()
             others = {key: value for key, value in others.items() if key != "closure"}
@@ -98,7 +103,7 @@ class ScaledSteps:
             running.unscale_(parameters(optimizer))
         look = self._fresh.take(optimizer)
         if look is None:
-            # The script has made the gradients itself, or there are none.
+            # The script made the gradients itself, or there are none.
             return original(optimizer, *args, **kwargs)
         self._script.note_step(optimizer)
         if self._scaler._engine.iteration.record(optimizer).looks:
@@ -107,7 +112,7 @@ class ScaledSteps:
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
             was_called = self._thread.was_called
-        look.gradients = Gradients([], [], [])  # their memory belongs to the script
+        look.gradients = Gradients([], [], [])  # the script owns their memory
         self._finish(optimizer, was_called)
         return result
 
@@ -133,7 +138,7 @@ class ScaledSteps:
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
         self._finish(optimizer, None)
-        # The script may go on with the loss, of a skipped step too.
+        # The script may use the loss, even of a skipped step.
         return loss if result is None else result
 
     def _take_around(
@@ -146,7 +151,7 @@ class ScaledSteps:
     ) -> Any:
         """Step with gradients from before and with a closure, as SAM does around another optimizer.
 
-        The scaler would drop the gradients. The other optimizer, if there is one, steps through it.
+        The scaler would drop the gradients. The inner optimizer, if any, steps through the scaler.
         """
         self._script.note_step(optimizer)
         undo = Undo(optimizer)
@@ -189,20 +194,20 @@ class ScaledSteps:
             self._thread.is_stepping = False
 
     def _finish(self, optimizer: Optimizer, was_called: bool | None) -> None:
-        """Tell the schedules, and end the iteration if no other optimizer belongs to it."""
+        """Tell the schedules; end the iteration if no other optimizer is still to step."""
         known = None if handles_scale(optimizer) else was_called
         self._schedules.note(optimizer, self._scaler.outcome(optimizer) if known is None else known)
         if self._backward.running is None and not self._fresh.is_waiting():
             self._scaler.update()
 
     def end(self) -> None:
-        """Let the scale move by the last steps."""
+        """Update the scale after the last steps."""
         if self._scaler._engine.iteration.looks:
             self._scaler.update()
 
 
 def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Put a closure where the script had its own (see :func:`split_closure`)."""
+    """Put a closure in the place of the script's (see :func:`split_closure`)."""
     if "closure" in kwargs:
         return args, kwargs | {"closure": closure}
     return (closure, *args), kwargs
@@ -215,11 +220,11 @@ def _evaluates_first(optimizer: Optimizer) -> bool:
 
 
 NUM_UNREAD = 64
-"""So many outcomes that lie on the device are kept before they are read."""
+"""At most this many outcomes stay on the device before they are read."""
 
 
 class _TakenSteps:
-    """The steps of an optimizer: how many there were, and which was the last that was taken."""
+    """The number of steps of an optimizer, and the last one that was taken."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -246,7 +251,7 @@ class _TakenSteps:
 
 
 class Schedules:
-    """Puts itself around ``step`` of every class of schedulers."""
+    """Wraps ``step`` of every class of schedulers."""
 
     def __init__(self, script: ScriptState) -> None:
         self._script = script
@@ -254,11 +259,11 @@ class Schedules:
         self._moved: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: Optimizer, taken: bool | Outcome) -> None:
-        """Take note of a step; an outcome is read when a schedule asks. Sync: none."""
+        """Note a step; an outcome is read only when a schedule needs it. Sync: none."""
         self._steps.setdefault(optimizer, _TakenSteps()).add(taken)
 
     def install(self, patches: Patches) -> None:
-        """Put ourselves around the schedulers that there are, and those to come."""
+        """Wrap all present and future schedulers."""
         watched: set[type] = set()
 
         def watch(cls: type) -> None:

@@ -1,7 +1,7 @@
-"""Our classes with PyTorch's arguments and manners, for scripts that do not know of halfstep.
+"""Stand-ins for autocast and GradScaler of PyTorch, and their installation under all names.
 
-Where PyTorch warns and switches itself off, such as for CUDA on a machine without it, halfstep
-raises; these do as PyTorch does.
+The stand-ins are halfstep's classes with PyTorch's arguments. Where PyTorch warns and switches
+itself off, such as for CUDA on a machine without it, halfstep raises; the stand-ins warn too.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _policy = preset("standard")
 
 
 def set_policy(policy: Policy) -> Policy:
-    """Set what :class:`Autocast` uses where no context around it has a policy.
+    """Set the policy of :class:`Autocast` outside contexts with a policy of their own.
 
     Returns:
-        What it was before.
+        The policy before.
     """
     global _policy
     before, _policy = _policy, policy
@@ -97,14 +97,14 @@ def _settings(
             warnings.warn(f"{problem}: autocast is off in this block", stacklevel=3)
             enabled = False
     if dtype not in LOWER_PRECISIONS:
-        dtype = None  # it is off then, or the default is meant
+        dtype = None  # it is off, or means the default
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=_policy)
-    # A context of halfstep around it, with a policy of the script's own, goes before.
+    # A policy of the script, from a halfstep context around it, comes first.
     return ours._settings._replace(inherit=True)
 
 
 def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None:
-    """Say why ``torch.autocast`` would switch itself off, None if it would not."""
+    """Return why ``torch.autocast`` would switch itself off; None if it would not."""
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return "autocast('cuda'), but PyTorch sees no CUDA device here"
@@ -117,10 +117,10 @@ def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None
 
 
 class _PlaceInMode(type):
-    """Lets torch.compile know PyTorch's class, and not ours, at the place where it looks for it.
+    """Makes torch.compile treat PyTorch's autocast, not ours, as ``autocast_mode.autocast``.
 
-    It compares what it meets with ``torch.amp.autocast_mode.autocast``, and compiles what it finds
-    equal, or an instance, in its own way, in which there are no policies.
+    torch.compile compares classes with ``torch.amp.autocast_mode.autocast``, and compiles equal
+    ones and their instances in a special way that has no policies.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Autocast:
@@ -165,16 +165,16 @@ class GradScaler(halfstep.GradScaler):
     ) -> None:
         if not enabled:
             self.__class__ = _switched_off(type(self))
-            super().__init__()  # that of the new class; PyTorch does not look at the numbers either
+            super().__init__()  # of the new class; PyTorch does not check the numbers either
             return
-        # The device is that of the first loss, as it is with PyTorch's scaler whatever it is told.
+        # The device is that of the first loss: PyTorch's scaler ignores its argument as well.
         super().__init__(None, *numbers, process_group=process_group)
 
     def _switch_off(self) -> None:
         self.__class__ = _switched_off(type(self))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Tell of methods that PyTorch's scaler calls and ours does not."""
+        """Warn about overridden methods that only PyTorch's scaler calls."""
         super(halfstep.GradScaler, cls).__init_subclass__(**kwargs)  # ours refuses such a class
         internal = vars(_TorchGradScaler).keys() - set(dir(halfstep.GradScaler))
         overridden = sorted(internal & vars(cls).keys())
@@ -204,9 +204,9 @@ _switched_off_classes: dict[type[GradScaler], type[GradScaler]] = {}
 
 
 def _switched_off(cls: type[GradScaler]) -> type[GradScaler]:
-    """Return ``cls`` with the methods of a scaler that does not scale in place of ours.
+    """Return ``cls`` with the methods of a disabled scaler.
 
-    What a script overrides stays.
+    Methods that a script overrides stay.
     """
     if cls not in _switched_off_classes:
         members = {
@@ -266,7 +266,7 @@ class ShardedGradScaler(GradScaler):
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         if process_group is None and distributed.is_initialized():
-            process_group = distributed.group.WORLD  # as PyTorch's: all ranks step together
+            process_group = distributed.group.WORLD  # as in PyTorch: all ranks step together
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._begin(_is_possible(device, enabled), numbers, process_group)
 
@@ -287,7 +287,7 @@ NAMES: dict[tuple[str, str], object] = {
     ("torch.cpu.amp", "GradScaler"): CpuGradScaler,
     ("torch.cpu.amp.grad_scaler", "GradScaler"): CpuGradScaler,
 }
-"""What ``import torch`` has loaded: module and name, and what stands in for it."""
+"""The names that ``import torch`` defines, by module and name, and their stand-ins."""
 
 _ORIGINALS = {key: getattr(import_module(key[0]), key[1]) for key in NAMES}
 
@@ -297,10 +297,10 @@ _COMPILER = "torch._dynamo.variables.torch"
 
 @contextmanager
 def replaced(policy: Policy) -> Iterator[None]:
-    """Put halfstep in the place of PyTorch's autocast and GradScaler, under all their names.
+    """Replace autocast and GradScaler of PyTorch under all their names.
 
     Args:
-        policy: What ``torch.autocast`` means where the script gives no policy.
+        policy: The policy of ``torch.autocast`` where the script gives none.
     """
     names = _Names()
     names.replace(NAMES)
@@ -323,7 +323,7 @@ def replaced(policy: Policy) -> Iterator[None]:
 
 
 class _Names:
-    """Names that mean something else for a while."""
+    """Names that are replaced for a while."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, str], object] = {}
@@ -339,9 +339,9 @@ class _Names:
 
 
 class _WithOriginals:
-    """Loads modules of PyTorch that keep, or derive from, what the names mean at that moment.
+    """Loads some modules of PyTorch with the original names, which they keep or subclass.
 
-    Importing them beforehand would cost every script two seconds.
+    Importing those modules in advance would cost every script two seconds.
     """
 
     def __init__(self, modules: Sequence[str], when_loaded: Callable[[str], None]) -> None:

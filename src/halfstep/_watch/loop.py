@@ -1,4 +1,4 @@
-"""Watching: read what is new, show it, wait, until the run has ended."""
+"""The loop of ``halfstep watch``: read what is new, show it, wait, until the run has ended."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from halfstep._watch.state import LiveRun, live_run
 from halfstep._watch.text import end_line, heading, how_to_start, missing, new_lines, run_state
 
 REFRESH_SECONDS = 0.5
-"""Where ``halfstep run`` puts its records."""
 
 
 class View(Protocol):
-    """Shows a run: a context manager that leaves what is to stay on the screen."""
+    """A view of a run: a context manager that leaves the final state on the screen."""
 
     def show(self, live: LiveRun, update: RecordUpdate) -> None:
-        """Show how it stands."""
+        """Show the current state."""
 
     def __enter__(self) -> Self: ...
 
@@ -31,12 +30,12 @@ def watch(path: Path | None, view: View, say: TextIO) -> None:
     """Show a run until it has ended, or Ctrl-C is pressed.
 
     Args:
-        path: Its folder, which need not exist yet; the newest record when None.
-        view: Shows it.
-        say: Where to say that it is waited for.
+        path: Its folder, which need not exist yet; None for the newest record.
+        view: Shows the run.
+        say: The stream for the message that it waits for a record.
 
     Raises:
-        RecordError: What is there is no record.
+        RecordError: The folder contains something else than a record.
     """
     try:
         follower, update = _wait_for_record(path, say)
@@ -49,7 +48,7 @@ def watch(path: Path | None, view: View, say: TextIO) -> None:
                 if new is not None:
                     known = live_run(known, new)
                     view.show(known, new)
-    except KeyboardInterrupt:  # how one stops looking: no error
+    except KeyboardInterrupt:  # the way to stop watching, not an error
         pass
 
 
@@ -73,7 +72,7 @@ class PlainLines:
     """Prints what is new as plain lines.
 
     Args:
-        every: As in :func:`halfstep._watch.text.lines`.
+        every: As in :func:`halfstep._watch.text.new_lines`.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -98,6 +97,6 @@ class PlainLines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Print how it stands, unless nobody reads it any more."""
+        """Print the final state, unless the reader has closed the pipe."""
         if self._last is not None and not isinstance(exception[1], BrokenPipeError):
             print(end_line(self._last, time.time()), flush=True)

@@ -1,4 +1,4 @@
-"""The page in the terminal: a picture of what is known of a run, for rich to print."""
+"""The page in the terminal, drawn with rich, and the screen that shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from halfstep._watch.text import (
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.,-~=+#"
 MARK = "!"
-"""Stands where a value was NaN or inf."""
+"""The sign for a value that was NaN or inf."""
 
 MOST_SKIPS = 5
 MOST_LAYERS = 12
@@ -48,11 +48,11 @@ KINDS: Mapping[Kind, str] = {
 }
 GAP, SHORTEST_NAME = 2, 12
 WIDE = 80
-"""From so many columns on, the curves say from where to where they go."""
+"""From this width on, the curves show their range."""
 
 
 class Signs(NamedTuple):
-    """What the page is drawn with."""
+    """The characters that the page is drawn with."""
 
     blocks: str
     dot: str
@@ -65,12 +65,12 @@ ASCII = Signs(ASCII_BLOCKS, " - ", "->", "crop")
 
 
 class Page:
-    """What is known of a run, as wide as the console is, and on a screen no higher.
+    """The state of a run, as wide as the console and no higher than the screen.
 
     Args:
-        live: What is known.
+        live: The run.
         now: Seconds since the epoch.
-        height: Lines that there are; None where any number will do.
+        height: Number of lines; None for no limit.
     """
 
     def __init__(self, live: LiveRun, now: float, height: int | None = None) -> None:
@@ -94,7 +94,7 @@ def _heading(live: LiveRun, now: float, width: int, signs: Signs) -> list[Text]:
     is_bad = live.run.error is not None
     colour = "red" if is_bad else "yellow" if state.startswith("silent") else "green"
     name = Text(printable(os.fspath(live.run.path)), "bold")
-    # The path gives way, so that how it stands is seen; to a long error not all of it.
+    # The path is cut to make room for the state; for a long error it keeps a minimum.
     word, _, _ = state.partition(" ")
     shortest = min(SHORTEST_NAME, width - GAP - cell_len(word) - 1)
     room = max(shortest, width - GAP - cell_len(state))
@@ -142,7 +142,7 @@ def _range(trail: Trail, text: Callable[[float | None], str]) -> str:
 
 
 def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
-    """Draw columns as one line: blocks, :data:`MARK` for NaN, a space where there is no value.
+    """Draw columns as one line: blocks, :data:`MARK` for NaN, a space for no value.
 
     The heights are logarithmic if all values are above zero.
     """
@@ -168,7 +168,7 @@ def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
 
 
 def _below(live: LiveRun, width: int, height: int | None, signs: Signs) -> list[Text]:
-    """Return what is wrong, skips, layers and notes that fit: layers give way first, then skips."""
+    """Return the diagnosis, skips, layers and notes that fit: layers are cut first, then skips."""
     left = 10**6 if height is None else height
     diagnosed = live.diagnosed if left > 0 else None
     left -= diagnosed is not None
@@ -253,7 +253,7 @@ def _table(
     gives_way: int,
     signs: Signs,
 ) -> list[Text]:
-    """Lay out cells in columns, of which one is cut where the width is too small for all."""
+    """Lay out cells in columns; where the width is too small, cut the column ``gives_way``."""
     head = [
         Text(title, "dim", justify=cell.justify)
         for title, cell in zip(titles, rows[0], strict=True)
@@ -277,7 +277,7 @@ def _row(cells: Sequence[Text], widths: Sequence[int], signs: Signs) -> Text:
 
 
 class Screen:
-    """Shows the page and draws it anew, in place and only when told to."""
+    """Shows the page on the alternate screen, and redraws it in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -297,7 +297,7 @@ class Screen:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the alternate screen and print how it stands."""
+        """Leave the alternate screen and print the final state."""
         self._live.stop()
         signal.signal(signal.SIGTERM, self._handler)
         if self._last is not None:

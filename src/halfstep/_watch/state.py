@@ -1,4 +1,4 @@
-"""What the page shows: everything that has been read of a record, in bounded memory."""
+"""The state of a running training, as read from its record, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEPT = 50
 
 SILENT_SECONDS = 30.0
 SILENT_STEPS = 10
-"""A run is silent after so many seconds without an event, or so many steps if these take longer."""
+"""A run is silent after this time without an event, or that of this many steps if it is longer."""
 
 
 Column = float | None
@@ -27,10 +27,9 @@ Column = float | None
 
 
 class Trail:
-    """The values of all steps so far, each column the largest of as many steps as needed.
+    """The values of all steps so far in a bounded number of columns, each the largest of its steps.
 
-    When the columns are used up, each two become one: adding a value costs the same however many
-    there are.
+    When the columns are used up, pairs are joined: the cost of adding a value does not grow.
 
     Args:
         capacity: How many columns are kept at most, an even number.
@@ -68,8 +67,8 @@ class Trail:
         self._steps_in_last = 1
 
     def columns(self, width: int) -> list[Column]:
-        """Return all steps in at most so many columns."""
-        # Groups of a whole number: columns stay as they are while others are added.
+        """Return all steps in at most ``width`` columns."""
+        # Groups of whole columns: finished columns stay the same while others are added.
         return _in_groups(self._columns, max(1, math.ceil(len(self._columns) / max(1, width))))
 
 
@@ -92,7 +91,7 @@ def _larger(first: Column, second: Column) -> Column:
 
 
 class WorstTensor(NamedTuple):
-    """A tensor of the latest sample, and how it does in its format."""
+    """A tensor of the latest sample, with how well it fits its format."""
 
     measured: Measured
     fit: FormatFit
@@ -104,9 +103,9 @@ class WorstTensor(NamedTuple):
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """What the worst come first by.
+        """The sort key, the largest for the worst.
 
-        NaN and inf; then how close it is to one of the ends of its format: the share of entries
+        NaN and inf come first; then the distance to the ends of the format: the share of entries
         that underflow, or amax as a share of the largest value.
         """
         headroom = self.fit.headroom
@@ -116,24 +115,24 @@ class WorstTensor(NamedTuple):
 
 @dataclass
 class LiveRun:
-    """What is known of a run so far.
+    """A run as known so far.
 
     Attributes:
-        run: The run as it is now; of its steps, samples, culprits, diagnoses and notes only the
-            newest.
+        run: The run as it is now, with only the newest steps, samples, culprits, diagnoses and
+            notes.
         written: When a rank wrote last, in seconds since the epoch.
         num_steps: How many steps the optimizers have made.
         num_skipped: How many of them were skipped.
         recent: The last steps.
         skips: The last of those that were skipped.
-        began_in: By step, where the last skips began, as far as it is known.
+        began_in: By step, where the last skips began, if known.
         diagnosed: The latest diagnosis.
         sample: The latest.
         notes: The last ones.
         loss: Of all steps.
         scale: Of all steps.
-        norm: Of all steps; without those of skipped steps that are inf or NaN, which is why they
-            were skipped.
+        norm: Of all steps, without inf and NaN of skipped steps: those are the reason for the
+            skip.
         skipped: 1 for each step that was skipped.
     """
 
@@ -201,7 +200,7 @@ class LiveRun:
         return (last.time - first.time) / num if num else None
 
     def silent_for(self, now: float) -> float | None:
-        """Return for how many seconds nothing has come; None while that is normal.
+        """Return the seconds since the last event; None while that is normal.
 
         Args:
             now: Seconds since the epoch.
@@ -223,7 +222,7 @@ class LiveRun:
 
 
 def live_run(before: LiveRun | None, update: RecordUpdate) -> LiveRun:
-    """Return what is known after an update; what was known before is changed."""
+    """Return the run after an update; ``before`` is changed in place."""
     if before is None or update.is_anew:
         before = LiveRun(update.new, update.written)
     before.add(update)

@@ -1,4 +1,4 @@
-"""The same as plain lines, for a file, a pipe or grep."""
+"""The text of the live view: plain lines for a pipe or grep, and phrases that the page shares."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def heading(live: LiveRun) -> str:
 
 
 def new_lines(live: LiveRun, update: RecordUpdate, every: int | None) -> list[str]:
-    """Return what is new by step: every so-many-th step, each skip, diagnosis, sample, note.
+    """Return the new lines by step: some steps, and each skip, diagnosis, sample and note.
 
     Args:
-        live: What is known, with the update.
+        live: The run, including the update.
         update: What is new.
-        every: A line for each step whose number it divides, and for the first; as often as samples
-            are taken when None.
+        every: Print the first step and every multiple of this number; None for as often as samples
+            are taken.
     """
     every = every or live.run.header.every or DEFAULT_EVERY
     new = update.new
@@ -84,7 +84,7 @@ def _layer_line(step: int, worst: WorstTensor) -> str:
 
 
 def end_line(live: LiveRun, now: float) -> str:
-    """Return the line that comes last: how it stands, in one line."""
+    """Return the last line: the state of the run."""
     facts = ", ".join(how_far(live))
     if live.num_steps:
         share = percent(live.num_skipped / live.num_steps)
@@ -125,7 +125,7 @@ def how_far(live: LiveRun) -> list[str]:
 
 
 def run_state(live: LiveRun, now: float) -> str:
-    """Say whether it runs, has ended, or seems to have died."""
+    """Return in words whether the run is running, has ended, or seems to have died."""
     silent = live.silent_for(now)
     if live.run.has_ended:
         error = live.run.error
@@ -143,23 +143,23 @@ def why_skipped(step: Step) -> str:
 
 
 def what_is_wrong(diagnosed: Diagnosed) -> str:
-    """Return what a diagnosis has found, in a line."""
+    """Return a diagnosis in one line."""
     return printable(headline(diagnosed.diagnosis))
 
 
 def missing(path: Path | None) -> str:
-    """Name the record that is not there."""
+    """Return the name of the missing record."""
     return "a record in runs/" if path is None else printable(os.fspath(path))
 
 
 def how_to_start(path: Path | None) -> str:
-    """Say what makes that record."""
+    """Return how to start the missing record."""
     output = "" if path is None else f"-o {_quoted(path)} "
     return f"start the training with `halfstep run {output}train.py`"
 
 
 def report_command(path: Path) -> str:
-    """Return what makes the report of a record."""
+    """Return the command that makes the report of a record."""
     return f"halfstep report {_quoted(path)}"
 
 
