@@ -145,7 +145,7 @@ def test_a_real_ctrl_c_ends_it_cleanly(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err == ""
-    assert "Interrupted: this is what there is so far." in out
+    assert "Interrupted: these are the results so far." in out
     assert "stopped at" in out
     assert '"finished": false' in (tmp_path / "results.json").read_text()
     assert (tmp_path / "losses.svg").read_text().startswith("<svg")

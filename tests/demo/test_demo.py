@@ -74,7 +74,7 @@ def test_ctrl_c_shows_and_writes_what_there_is(monkeypatch, tmp_path):
     console = plain()
     assert run_demo(TINY, tmp_path, console) is False
     printed = console.file.getvalue()
-    assert "Interrupted: this is what there is so far." in printed
+    assert "Interrupted: these are the results so far." in printed
     assert "stopped at 3" in printed
     first, second = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert first["finished"]

@@ -20,7 +20,7 @@ def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
 
 
 def test_an_unknown_id_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'sum-los' is no id of a finding: .*sum-loss"):
+    with pytest.raises(ValueError, match=r"'sum-los' is not the id of a finding: .*sum-loss"):
         Finding("sum-los", "", "")
 
 

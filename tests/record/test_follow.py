@@ -189,7 +189,7 @@ def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"hello\n", "no line of it begins a record"),
+        (b"hello\n", "none of its lines begins a record"),
         (b'{"event": "run", "schema": 99}\n', "it has schema 99"),
     ],
 )
@@ -256,7 +256,7 @@ def test_ranks_that_disagree_are_told_once_however_far_apart_they_are(tmp_path):
     assert follower.read().new.notes == ()
     write(tmp_path, skip(2), skip(3), rank=1)
     (told,) = follower.read().new.notes
-    assert "from step 2 on: rank 1 has skipped it" in told.text
+    assert "from step 2 on: rank 1 skipped it" in told.text
     write(tmp_path, skip(4), rank=1)
     assert follower.read().new.notes == ()
 

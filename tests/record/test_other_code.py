@@ -346,7 +346,7 @@ def test_a_second_process_cannot_write_the_same_record(tmp_path: Path) -> None:
 
 def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:
     file_of(tmp_path, 0).write_text('{"loss": 1}\n')
-    with pytest.raises(RecordError, match="is no record of a run"), halfstep.record(tmp_path):
+    with pytest.raises(RecordError, match="is not the record of a run"), halfstep.record(tmp_path):
         pass
     assert file_of(tmp_path, 0).read_text() == '{"loss": 1}\n'
 

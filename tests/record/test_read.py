@@ -115,7 +115,7 @@ def test_a_digit_that_is_another_is_seen(tmp_path):
     run = read_run(tmp_path)
     assert [s.step for s in run.steps] == [2, 3]
     assert [note.text for note in run.left_out] == [
-        "line 2 of rank0.jsonl is damaged and was left out (its checksum is that of another line)"
+        "line 2 of rank0.jsonl is damaged and was left out (its checksum does not match)"
     ]
 
 
@@ -236,14 +236,14 @@ def test_ranks_that_disagree_are_told(tmp_path):
     write(tmp_path, [FIRST | {"rank": 1}, step(1), skipped], rank=1)
     (note,) = read_run(tmp_path).notes
     assert note.step == 2
-    assert "rank 1 has skipped it, scale 4.0, the first rank taken it, scale 8.0" in note.text
+    assert "rank 1 skipped it, scale 4.0, the first rank took it, scale 8.0" in note.text
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "holds no record"),
-        ("hello\n", "no line of it begins a record"),
+        ("hello\n", "none of its lines begins a record"),
         ('{"event": "run", "schema": 99, "halfstep": "7.0"}\n', "it has schema 99"),
     ],
 )

@@ -470,7 +470,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
         train(model, 1, scaler=scaler)
         record._recorder._writer._file.close()
         record._recorder._writer._file = full
-        with pytest.warns(UserWarning, match=r"cannot write any more: .*No space") as warned:
+        with pytest.warns(UserWarning, match=r"can no longer write: .*No space") as warned:
             train(model, 70, scaler=scaler)
     assert record.num_steps == 71
     assert len(warned) == 1

@@ -72,7 +72,7 @@ def test_a_rank_that_was_killed_is_named(pool: Pool, tmp_path: Path) -> None:
     pool.run(several.run, str(tmp_path), "fsdp")
     file = tmp_path / "rank1.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    assert "There is no end of the record on rank 1" in said(tmp_path)
+    assert "The record has no end on rank 1" in said(tmp_path)
     found = violations(summarize(read_run(tmp_path)), Limits())
     assert any("the record has no end on rank 1" in line for line in found)
 

@@ -103,7 +103,7 @@ def _train_all(results: Results, folder: Path, console: Console) -> bool:
                 train(run, results.corpus, settings, view.step, around)
                 view.end(run)
     except KeyboardInterrupt:
-        _say(console, "\nInterrupted: this is what there is so far.")
+        _say(console, "\nInterrupted: these are the results so far.")
         return False
     return True
 

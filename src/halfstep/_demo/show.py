@@ -21,7 +21,7 @@ NOTES = (
     "Losses in nats per character; the training loss is the mean over the last tenth of the steps, "
     "the held-out loss is computed in fp32 for all. Time: the median step after warm-up. "
     "Zero gradients: the share of the entries of all parameters' gradients that are exactly 0, "
-    "mean over about 20 steps; what fp32 has of them is no underflow."
+    "mean over about 20 steps; those of fp32 are not underflow."
 )
 
 

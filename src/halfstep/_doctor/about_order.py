@@ -38,7 +38,7 @@ def _clips(program: Program, sites: tuple[Site, ...]) -> Iterator[Finding]:
             yield Finding(
                 "clip-before-unscale",
                 f"`{ast.unparse(clip.call.func)}` clips gradients that are still multiplied by the "
-                f"scale (65536 at first) of `{scaler}`: after unscaling they are next to nothing, "
+                f"scale (65536 at first) of `{scaler}`: after unscaling they are almost zero, "
                 "and training looks stuck",
                 f"unscale before you clip, or let halfstep's `{scaler}` clip, in one pass less",
                 f"{scaler}.unscale_({optimizer})  # before clipping\n"
@@ -122,7 +122,7 @@ def _schedules(program: Program, sites: tuple[Site, ...]) -> Iterator[Finding]:
             "scheduler-ungated",
             f"`{scheduler}.step()` also runs after steps that `{scaler}` skipped, so that the "
             "learning rate moves on without the weights",
-            "let the schedule wait for steps that were taken, or leave it, if you count attempts",
+            "let the schedule wait for steps that were taken; keep it to count attempts",
             _gated(scaler, scheduler, known is not None and known.is_torch),
             (scheduler, scaler),
             line=site.line,
@@ -192,7 +192,7 @@ def _closures(program: Program) -> Iterator[Finding]:
             yield Finding(
                 "closure-not-unscaled",
                 f"PyTorch's `{name}.step` hands `{closure}` to `{optimizer}`, which then steps "
-                "with gradients that nobody has unscaled or checked",
+                "with gradients that are neither unscaled nor checked",
                 "use halfstep's scaler, which unscales and checks in every evaluation",
                 "from halfstep import GradScaler\n"
                 f"{name} = GradScaler()\n{name}.step({optimizer}, {closure})",

@@ -37,7 +37,7 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
                 f"`{what}` runs inside the autocast of line {_line(around)}: backward ops follow "
                 "the dtypes of the forward pass by themselves, and autocast around them lowers "
                 "what your own backward functions compute in float32",
-                "leave autocast before backward: one indentation less",
+                "end autocast before backward: indent that call one level less",
                 names=(what,),
                 line=site.line,
             )
@@ -83,8 +83,8 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
         yield Finding(
             "weights-cast-in-loop",
             f"`torch.autocast` is entered in every pass of the loop in line "
-            f"{_line(site.inside[loops[-1]])}, without gradients: it forgets the casts of the "
-            "weights each time it ends, and makes them anew",
+            f"{_line(site.inside[loops[-1]])}, without gradients: it drops the casts of the "
+            "weights each time it ends, and makes them again",
             "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
             "from halfstep import autocast",
             line=_line(around),
@@ -130,8 +130,8 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
             if site.autocast.dtype == "float16" and (trains or around.is_decorator):
                 yield Finding(
                     "fp16-without-scaler",
-                    "autocast to float16 trains without a scaler: gradients below 6e-8 become "
-                    "zero, and nobody says so",
+                    "autocast to float16 trains without a scaler: gradients below 6e-8 silently "
+                    "become zero",
                     "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
                     "from halfstep import GradScaler\nscaler = GradScaler()\n"
                     "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",

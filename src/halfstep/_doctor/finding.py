@@ -38,7 +38,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.id not in CATALOG:
-            raise ValueError(f"{self.id!r} is no id of a finding: {', '.join(sorted(CATALOG))}")
+            raise ValueError(
+                f"{self.id!r} is not the id of a finding: {', '.join(sorted(CATALOG))}"
+            )
 
     @property
     def severity(self) -> Severity:

@@ -79,7 +79,7 @@ _READ: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "torch.set_flush_denormal": (
         lambda: is_flushing(),
-        "CPU: fp32 below 1.2e-38 becomes zero; measured, since it cannot be asked",
+        "CPU: fp32 below 1.2e-38 becomes zero; measured, as PyTorch does not report it",
     ),
     "torch.backends.cudnn.benchmark": (
         lambda: _BACKENDS.cudnn.benchmark,

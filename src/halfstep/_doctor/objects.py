@@ -87,7 +87,7 @@ def _scalers(training: Training) -> Iterator[Finding]:
         seen = "no scaler" if training.scaler is None else "a scaler that is switched off"
         yield Finding(
             "fp16-without-scaler",
-            f"float16 with {seen}: gradients below 6e-8 become zero, and nobody says so",
+            f"float16 with {seen}: gradients below 6e-8 silently become zero",
             "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
             "scaler = halfstep.GradScaler()",
         )

@@ -91,7 +91,7 @@ def plain_function(function: Callable[..., Any]) -> Any:
     found = inspect.unwrap(function)
     found = getattr(found, "__func__", found)
     if not inspect.isfunction(found):
-        raise OSError(f"{function!r} is no function written in Python")
+        raise OSError(f"{function!r} is not a function written in Python")
     return found
 
 

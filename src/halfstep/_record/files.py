@@ -113,7 +113,7 @@ def _ends_cut(path: Path) -> bool:
         except (ValueError, RecursionError):
             first = None
         if not isinstance(first, dict) or first.get("event") != "run":
-            raise RecordError(f"{path} is no record of a run: give another folder")
+            raise RecordError(f"{path} is not the record of a run: give another folder")
         require_schema(path, first.get("schema"), first.get("halfstep"))
         file.seek(-1, SEEK_END)
         return file.read(1) != b"\n"
@@ -143,8 +143,8 @@ def require_schema(path: Path, schema: object, version: object) -> None:
     if schema != SCHEMA:
         which = version if isinstance(version, str) else "of the same version"
         raise RecordError(
-            f"{path}: it has schema {shown(schema)}, and this halfstep reads schema {SCHEMA}: look "
-            f"at it with halfstep {which}"
+            f"{path}: it has schema {shown(schema)}, but this halfstep reads schema {SCHEMA}: read "
+            f"it with halfstep {which}"
         )
 
 
@@ -163,7 +163,7 @@ def has_checksum(line: bytes) -> bool:
     """
     held, mark, rest = line.rpartition(_CHECKSUM)
     if mark and rest.rstrip() != _checksum(held) + b'"}':
-        raise ValueError("its checksum is that of another line")
+        raise ValueError("its checksum does not match")
     return bool(mark)
 
 

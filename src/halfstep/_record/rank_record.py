@@ -141,7 +141,7 @@ class RankRecord:
         if not self.starts:
             found = "; ".join(note.text for note in self.left_out)
             raise RecordError(
-                f"{self.path}: no line of it begins a record; is it another program's file?"
+                f"{self.path}: none of its lines begins a record; is it a file of another program?"
                 f"{found and f' ({found})'}"
             )
 

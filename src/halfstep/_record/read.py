@@ -188,14 +188,14 @@ def disagreement(mine: Step, its: Step, number: int) -> Note | None:
     if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
         return None
     text = (
-        f"ranks disagree from step {mine.step} on: rank {number} has {_verdict(its)}, "
+        f"ranks disagree from step {mine.step} on: rank {number} {_verdict(its)}, "
         f"the first rank {_verdict(mine)}"
     )
     return Note(mine.step, text)
 
 
 def _verdict(step: Step) -> str:
-    return f"{'taken' if step.taken else 'skipped'} it, scale {step.scale_after}"
+    return f"{'took' if step.taken else 'skipped'} it, scale {step.scale_after}"
 
 
 # --- models, ends ---------------------------------------------------------------------------------

@@ -87,7 +87,9 @@ class record:
                 "halfstep.GradScaler; what other scalers decide cannot be seen"
             )
         if every < 0:
-            raise ValueError(f"record(every={every}): the number of steps between samples, or 0")
+            raise ValueError(
+                f"record(every={every}): pass the number of steps between samples, or 0"
+            )
         self.path = Path(path).absolute()
         self._model, self._scaler, self._every, self._sinks = model, scaler, every, sinks
         self._recorder: Recorder | None = None
@@ -95,7 +97,7 @@ class record:
 
     def __enter__(self) -> Self:
         if self._recorder is not None:
-            raise CallOrderError(f"the record {self.path} has been entered; make another one")
+            raise CallOrderError(f"the record {self.path} has already been entered; make a new one")
         writer = LineWriter(file_of(self.path, rank()))
         writer.write(_header(self._every))
         models = Models()

@@ -317,7 +317,7 @@ class Recorder:
             # A full disk must not end a run; ValueError is raised by a closed file.
             if not self._has_failed:
                 self._has_failed = True
-                _warn(f"halfstep.record cannot write any more: {error}")
+                _warn(f"halfstep.record can no longer write: {error}")
 
     def _log(self, step: int, scalars: dict[str, float]) -> None:
         for sink in [*self._sinks]:
@@ -326,7 +326,7 @@ class Recorder:
             except Exception as error:
                 self._sinks.remove(sink)
                 _warn(
-                    f"halfstep.record goes on without {type(sink).__name__}, which has failed: "
+                    f"halfstep.record continues without {type(sink).__name__}, which failed: "
                     f"{type(error).__name__}: {error}"
                 )
 

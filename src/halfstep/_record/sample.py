@@ -176,8 +176,8 @@ def _eager(module: nn.Module) -> Iterator[nn.Module]:
 OUTERMOST = "(model)"
 """The name of the outermost module."""
 COMPILED = (
-    "parts of the model are compiled: the outputs of modules inside them are not seen; their "
-    "parameters and the gradients of these are"
+    "parts of the model are compiled: the outputs of modules inside them are not sampled, but "
+    "their parameters and the gradients of these are"
 )
 _FILTER = ("ignore", re.compile(".*when there are global hooks"), Warning, None, 0)
 

@@ -14,9 +14,9 @@ from halfstep._report.summary import BadPlace, Summary
 MOST_PLACES = 5
 """At most this many places get a sentence of their own; the rest are counted."""
 _REPLAYED = {
-    True: " What cures it, as a replay has shown: ",
-    False: " What may help, though a replay with it was not finite: ",
-    None: " What should help: ",
+    True: " Cure, confirmed by a replay: ",
+    False: " This may help, although a replay with it was not finite: ",
+    None: " This should help: ",
 }
 
 
@@ -73,7 +73,7 @@ def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
     for index, sentence in enumerate(said):
         if sentence.severity in ("bad", "warning"):
             call = Code("halfstep run --diagnose train.py")
-            parts = (" Which op it is, and what cures it, is told by ", call, ".")
+            parts = (" To find the op and its cure, run ", call, ".")
             advised[index] = say(sentence.severity, *sentence.parts, *parts)
             break
     return advised
@@ -84,11 +84,11 @@ def _what(found: Diagnosis) -> Iterator[str | Code]:
     bad = found.bad
     match found.verdict:
         case "none":
-            yield " went bad, but not when replayed: then every loss and gradient was finite"
+            yield " went bad, but in the replay every loss and gradient was finite"
         case "scale":
             yield " overflowed in "
             yield from _op(bad)
-            yield ", since the loss was scaled by too much"
+            yield ", since the scale was too large"
         case "range":
             yield " went bad in "
             yield from _op(bad)
@@ -101,19 +101,19 @@ def _what(found: Diagnosis) -> Iterator[str | Code]:
         case "data":
             yield " went bad because "
             yield Code(found.tensor or "a tensor")
-            yield " was bad before; it is read first by "
+            yield " was already bad; the first op to read it is "
             yield from _op(bad)
         case "unknown":
             yield " went bad in "
             yield from _op(bad)
-            yield ", for a reason that is not known"
+            yield ", for an unknown reason"
     if found.verdict in ("none", "unknown") and found.notes:
         yield f" ({'; '.join(found.notes)})"
 
 
 def _op(bad: BadOp | None) -> Iterator[str | Code]:
     if bad is None:
-        yield "an op that is not known"
+        yield "an unknown op"
         return
     if bad.op == "_to_copy":
         yield "a cast" if bad.name == bad.op else "the cast for "

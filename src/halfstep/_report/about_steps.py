@@ -40,15 +40,15 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     elif facts.state == "no end":
         yield say(
             "warning",
-            f"The record has no end: the run is still going, or it was killed {when} "
+            f"The record has no end: the run is still running, or it was killed {when} "
             "(out of memory, a job's time limit, kill -9).",
         )
     if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
         ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
-            f"There is no end of the record{ranks}: killed there (out of memory, kill -9), or by "
-            "the launcher when another rank had failed.",
+            f"The record has no end{ranks}: the process was killed (out of memory, kill -9), or "
+            "stopped by the launcher after another rank had failed.",
         )
     if not summary.steps.num:
         yield say(
@@ -57,8 +57,8 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
             "made between the start and the end of the record.",
         )
     if len(facts.ranks) < facts.world_size:
-        left = f"{len(facts.ranks)} of {facts.world_size} processes have"
-        yield say("notice", f"Only {left} left a record: the others may have seen other things.")
+        some = f"{len(facts.ranks)} of {facts.world_size} processes"
+        yield say("notice", f"Only {some} left a record: the others may have behaved differently.")
 
 
 def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
@@ -72,19 +72,20 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
     """Yield when the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
     cure = (
-        " No scale changes that: look at the batch of that step and at the learning rate, and at "
+        " No scale can change that: look at the batch of that step, at the learning rate, and at "
         "log(), division and sqrt() at 0 in the loss, which should run in float32."
     )
     if any("loss" in place.diagnosis.ends for place in summary.bad_places):
         cure = ""  # the diagnosis has a better one
     elif any(layer.inf for layer in summary.of_kind("output")):
-        cure = " An output overflowed, which is said below, and no scale changes that."
+        cure = " An output overflowed (see below), and no scale can change that."
     if loss is not None and loss.first_non_finite is not None:
         is_last = not math.isfinite(loss.last)
         became = number(loss.last) if is_last else "inf or NaN"
         where = on_ranks(loss.ranks, summary.facts)
         had = f"{things(loss.num_non_finite, 'step')} had such a loss"
-        end = ", the last one too." if is_last else ", and it recovered."
+        last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
+        end = last if is_last else ", and it recovered."
         yield say(
             "bad" if is_last else "warning",
             f"The loss became {became} at step {loss.first_non_finite}{where}; {had}{end}{cure}",
@@ -113,14 +114,18 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         )
         yield say(
             "bad",
-            "The gradients were inf or NaN at the smallest scale too, while the loss was finite "
-            f"({where}): not the scale but the backward pass.{'' if summary.bad_places else cure}",
+            "The gradients were inf or NaN even at the smallest scale, while the loss was finite "
+            f"({where}): the cause is the backward pass, not the scale."
+            f"{'' if summary.bad_places else cure}",
         )
-    if summary.steps.reasons.get("norm"):
+    too_large = summary.steps.reasons.get("norm")
+    if too_large:
         yield say(
             "notice",
-            f"{things(summary.steps.reasons['norm'], 'step')} had a norm far above the median and "
-            "were left out: look at these batches, lower the learning rate, or raise the limit, ",
+            f"{things(too_large, 'step')} had a norm far above the median and "
+            f"{'was' if too_large == 1 else 'were'} left out: look at the "
+            f"{'batch' if too_large == 1 else 'batches'}, lower the learning rate, or raise the "
+            "limit, ",
             Code("scaler.set_norm_limit(...)"),
             ".",
         )
@@ -141,7 +146,8 @@ def after_growth(summary: Summary) -> Sentence:
     steps = summary.steps.after_growth
     what = (
         f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
-        "that had just grown and went back, which is normal: so the largest scale is found"
+        "that had just grown and went back: this is how dynamic scaling finds the largest usable "
+        "scale"
     )
     return say("notice", what, *_began(summary, steps), ".")
 
@@ -244,8 +250,8 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
-            "no gradient from underflow. Overflow at every scale is no matter of the scale: look "
-            "at where the skips began, keep that module in float32, or use bf16.",
+            "no gradient from underflow. Overflow at every scale is not caused by the scale: "
+            "look at where the skips began, keep that module in float32, or use bf16.",
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from halfstep._common.numbers import bits, count, percent, power, things
+from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._record.run import Kind
 from halfstep._report.about_steps import island, literal
@@ -23,7 +23,7 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
     if not summary.layers and num_steps:
         yield say(
             "notice",
-            "No tensors were sampled, so nothing is known of layers: name the model, ",
+            "No tensors were sampled, so nothing is known about the layers: name the model, ",
             Code("halfstep.record(path, model=model)"),
             ", or sample more often, ",
             Code("every=10"),
@@ -88,8 +88,8 @@ def _better_scale(summary: Summary) -> Iterator[str | Code]:
         yield f"; no scale keeps them all, and {power(best)} loses least, {left}: "
     else:
         yield (
-            f"; what was flushed is not known any more, but a scale of at least "
-            f"{power(window.smallest)}, and up to {power(best)}, loses less: "
+            f"; the flushed values are unknown, but a scale of at least {power(window.smallest)}, "
+            f"up to {power(best)}, loses less: "
         )
     yield Code(f"halfstep.GradScaler(init_scale={literal(best)})")
     yield "."
@@ -115,15 +115,13 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
         if not bad:
             continue
         first = bad[0]
-        what = (
-            f" held {count(first.inf)} inf and {count(first.nan)} NaN, first in step "
-            f"{first.non_finite_step}"
-        )
+        counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
+        what = f" contained {listed(counts)}, first seen in step {first.non_finite_step}"
         rest: tuple[str | Code, ...] = ()
         if len(bad) > 1:
-            rest = ("; after it, in the order of the model, so did ", *_names(bad[1:]))
+            rest = ("; later in the model, so did ", *_names(bad[1:]))
         cure: tuple[str | Code, ...] = (
-            " What was lost there is lost: go back to an earlier checkpoint.",
+            " These weights cannot be recovered: restore an earlier checkpoint.",
         )
         if kind == "output":
             has_bad_weights = any(x.inf or x.nan for x in summary.of_kind("parameter"))
@@ -180,8 +178,8 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
             "bad" if are_most_lost(summary) else "warning",
             "All gradient entries of ",
             *_names(zero),
-            f" are zero (in {things(samples, 'sample')}): what does not reach the loss learns "
-            "nothing; or all of it underflows, which a larger scale would show.",
+            f" are zero (in {things(samples, 'sample')}): either they do not reach the loss and "
+            "learn nothing, or all of them underflow, which a larger scale would show.",
         )
 
 

@@ -63,9 +63,9 @@ def pass_line(summary: Summary, limits: Limits) -> str:
     parts = [things(steps.num, "step")]
     if limits.skipped is not None:
         num_normal = len(steps.start_up) + len(steps.after_growth)
-        at_start = f" and {num_normal} as dynamic scaling does" if num_normal else ""
+        normal = f" and {num_normal} normal in dynamic scaling" if num_normal else ""
         parts.append(
-            f"{percent(steps.share_skipped_later)} skipped{at_start} "
+            f"{percent(steps.share_skipped_later)} skipped{normal} "
             f"(limit {percent(limits.skipped)})"
         )
     for limit, layers, what in (
@@ -87,13 +87,13 @@ def _course(summary: Summary, limits: Limits) -> Iterator[str]:
         elif facts.state == "no end":
             yield (
                 f"the record has no end after {num} steps: the run was "
-                "killed, or it is still going (--allow-unfinished)"
+                "killed, or is still running (--allow-unfinished)"
             )
         if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
             yield f"the record has no end{on_ranks(facts.without_end, facts)} (--allow-unfinished)"
     if not limits.allow_nan and loss is not None and loss.first_non_finite is not None:
         yield (
-            f"the loss was inf or NaN in {count(loss.num_non_finite)} steps, first in step "
+            f"the loss was inf or NaN in {things(loss.num_non_finite, 'step')}, first in step "
             f"{loss.first_non_finite}{on_ranks(loss.ranks, facts)}, last {number(loss.last)} "
             "(--allow-nan)"
         )
@@ -141,7 +141,7 @@ def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:
     layers = _gradients(summary)
     yield from _sampled("underflow", "gradients", layers, limit)
     if limit < 1 and are_most_lost(summary):
-        yield "underflow: half of the gradients or more are nothing but zeros in all samples"
+        yield "underflow: half of the gradients or more are all zeros in every sample"
     beyond = _worst(layers, limit)
     for share, layer in beyond[:MOST_LINES]:
         yield (

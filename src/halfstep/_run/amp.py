@@ -124,7 +124,7 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
 
     def look(scaler: Any) -> None:
         if script.is_training and scaler is not ours and scaler.is_enabled():
-            script.switch_off("the script scales by itself, with a GradScaler of its own")
+            script.switch_off("the script has a GradScaler of its own")
 
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)

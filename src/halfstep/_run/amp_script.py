@@ -51,15 +51,15 @@ class ScriptState:
         """Leave the script alone from now on, and print why."""
         if self.is_on:
             self.is_on = False
-            self._say(f"{self._option}: {reason}; it runs untouched")
+            self._say(f"{self._option}: {reason}; it runs unchanged")
 
     def note_own_autocast(self) -> None:
         """Print that the script has its own autocast, which applies inside it."""
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
-                f"{self._option}: the script has an autocast of its own, which stays as it is"
-                + ("; the loss is scaled all the same" if self.is_scaling else "")
+                f"{self._option}: the script has an autocast of its own, which stays unchanged"
+                + ("; the loss is scaled anyway" if self.is_scaling else "")
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,8 +78,8 @@ class ScriptState:
         elif not self.has_own_autocast:
             self._say(
                 f"{self._option}: found nothing to run in mixed precision: no module with "
-                "parameters was called (one that is called inside a compiled function is not "
-                "seen; compile the module itself)"
+                "parameters was called (calls inside a compiled function are not seen; compile "
+                "the module itself)"
             )
 
     def _sum_up(self) -> None:

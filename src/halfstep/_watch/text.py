@@ -62,7 +62,7 @@ def step_line(step: Step) -> str:
 
 
 def _culprits_line(culprits: Culprits) -> str:
-    module = culprits.began_in or "a module that the gradients do not tell"
+    module = culprits.began_in or "an unknown module"
     return (
         f"skip {culprits.step}  began in {module}  "
         f"parameters {culprits.num_parameters}  rank {culprits.rank}"
