@@ -18,7 +18,7 @@ from halfstep._record.follow import Follower
 from halfstep._record.read import read_run
 from halfstep._report import text
 from halfstep._report.compare_runs import compare_runs
-from halfstep._report.limits import DEFAULTS, held, violations
+from halfstep._report.limits import DEFAULTS, pass_line, violations
 from halfstep._report.page import render, render_comparison
 from halfstep._report.summarize import summarize
 from halfstep._watch.screen import Page
@@ -181,7 +181,7 @@ def look(folder):
     json.dumps(text.summary_json(summary), allow_nan=False)
     text.summary_markdown(summary)
     violations(summary, DEFAULTS)
-    held(summary, DEFAULTS) if summary.layers else None
+    pass_line(summary, DEFAULTS) if summary.layers else None
     comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
     render_comparison(comparison, run, run)

@@ -17,6 +17,117 @@ from rich.table import Table
 from halfstep._demo.results import Results
 from halfstep._demo.train import PrecisionRun
 
+REFRESH_SECONDS = 0.1
+LINES_PER_RUN = 5
+
+
+class ProgressView(Protocol):
+    """A view of the running demo: a context manager with three calls."""
+
+    def begin(self, run: PrecisionRun) -> None:
+        """Begin to show a run, before its memory is measured."""
+
+    def step(self, run: PrecisionRun) -> None:
+        """Show a step that was made."""
+
+    def end(self, run: PrecisionRun) -> None:
+        """Show the end of the run."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def progress_view(console: Console) -> ProgressView:
+    """Return the view for a console: bars on a terminal, else lines."""
+    return ProgressBars(console) if console.is_terminal else ProgressLines(console)
+
+
+def describe(run: PrecisionRun) -> str:
+    """Return the state of a run in words: loss, scale and time of its last step."""
+    if not run.losses:
+        return "starting"
+    scale = f"  scale {format_scale(run.scales[-1])}" if run.scales else ""
+    return f"loss {run.losses[-1]:.3f}{scale}  {run.seconds[-1] * 1e3:.0f} ms/step"
+
+
+class ProgressLines:
+    """A few lines for each run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def begin(self, run: PrecisionRun) -> None:
+        """Name the run."""
+        self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
+
+    def step(self, run: PrecisionRun) -> None:
+        """Print every fifth of the run."""
+        done = len(run.losses)
+        if done % max(1, run.steps // LINES_PER_RUN) == 0 or done == run.steps:
+            line = f"  step {done}/{run.steps}  {describe(run)}"
+            self._console.print(line, highlight=False)
+
+    def end(self, run: PrecisionRun) -> None:
+        """Do nothing: the last step was printed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Do nothing: there is nothing to close."""
+
+
+class ProgressBars:
+    """One bar for each run, drawn between the steps.
+
+    A thread that draws would take time from the steps that are measured.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<26}"),
+            BarColumn(bar_width=8),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[state]}", style="dim"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._task = TaskID(0)
+        self._drawn = 0.0
+
+    def begin(self, run: PrecisionRun) -> None:
+        """Add a bar."""
+        self._task = self._progress.add_task(
+            run.precision.title, total=run.steps, state=describe(run)
+        )
+        self._draw()
+
+    def step(self, run: PrecisionRun) -> None:
+        """Move the bar, ten times a second at most."""
+        self._progress.update(self._task, completed=len(run.losses), state=describe(run))
+        if time.perf_counter() - self._drawn > REFRESH_SECONDS:
+            self._draw()
+
+    def end(self, run: PrecisionRun) -> None:
+        """Draw the final bar."""
+        self._draw()
+
+    def _draw(self) -> None:
+        self._progress.refresh()
+        self._drawn = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
 NOTES = (
     "Losses in nats per character; the training loss is the mean over the last tenth of the steps, "
     "the held-out loss is computed in fp32 for all. Time: the median step after warm-up. "
@@ -70,6 +181,9 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("zero gradients", "zero_gradient_share", _share),
 )
 """Label, key of :meth:`Results.summary`, and how its value is written."""
+
+
+# --- the plot -------------------------------------------------------------------------------------
 
 
 WIDTH = 860
@@ -228,111 +342,3 @@ def _legend_entry(run: PrecisionRun) -> dict[str, object]:
         "title": run.precision.title,
         "details": [detail for detail in details if detail],
     }
-
-
-REFRESH_SECONDS = 0.1
-LINES_PER_RUN = 5
-
-
-class ProgressView(Protocol):
-    """A view of the running demo: a context manager with three calls."""
-
-    def begin(self, run: PrecisionRun) -> None:
-        """Begin to show a run, before its memory is measured."""
-
-    def step(self, run: PrecisionRun) -> None:
-        """Show a step that was made."""
-
-    def end(self, run: PrecisionRun) -> None:
-        """Show the end of the run."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def progress_view(console: Console) -> ProgressView:
-    """Return the view for a console: bars on a terminal, else lines."""
-    return ProgressBars(console) if console.is_terminal else ProgressLines(console)
-
-
-def describe(run: PrecisionRun) -> str:
-    """Return the state of a run in words: loss, scale and time of its last step."""
-    if not run.losses:
-        return "starting"
-    scale = f"  scale {format_scale(run.scales[-1])}" if run.scales else ""
-    return f"loss {run.losses[-1]:.3f}{scale}  {run.seconds[-1] * 1e3:.0f} ms/step"
-
-
-class ProgressLines:
-    """A few lines for each run."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def begin(self, run: PrecisionRun) -> None:
-        """Name the run."""
-        self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
-
-    def step(self, run: PrecisionRun) -> None:
-        """Print every fifth of the run."""
-        done = len(run.losses)
-        if done % max(1, run.steps // LINES_PER_RUN) == 0 or done == run.steps:
-            line = f"  step {done}/{run.steps}  {describe(run)}"
-            self._console.print(line, highlight=False)
-
-    def end(self, run: PrecisionRun) -> None:
-        """Do nothing: the last step was printed."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Do nothing: there is nothing to close."""
-
-
-class ProgressBars:
-    """One bar for each run, drawn between the steps.
-
-    A thread that draws would take time from the steps that are measured.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description:<26}"),
-            BarColumn(bar_width=8),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[state]}", style="dim"),
-            console=console,
-            auto_refresh=False,
-        )
-        self._task = TaskID(0)
-        self._drawn = 0.0
-
-    def begin(self, run: PrecisionRun) -> None:
-        """Add a bar."""
-        self._task = self._progress.add_task(
-            run.precision.title, total=run.steps, state=describe(run)
-        )
-        self._draw()
-
-    def step(self, run: PrecisionRun) -> None:
-        """Move the bar, ten times a second at most."""
-        self._progress.update(self._task, completed=len(run.losses), state=describe(run))
-        if time.perf_counter() - self._drawn > REFRESH_SECONDS:
-            self._draw()
-
-    def end(self, run: PrecisionRun) -> None:
-        """Draw the final bar."""
-        self._draw()
-
-    def _draw(self) -> None:
-        self._progress.refresh()
-        self._drawn = time.perf_counter()
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()

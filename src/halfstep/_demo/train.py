@@ -197,6 +197,9 @@ def _timed_step(
     return loss, scaler, time.perf_counter() - started
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+
 def peak_memory(device: str, work: Callable[[], object]) -> int:
     """Run ``work`` and return the largest number of bytes of its tensors at any moment.
 

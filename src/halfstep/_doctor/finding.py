@@ -9,6 +9,43 @@ from typing import Any, overload
 
 from halfstep._common.text import SEVERITIES, Severity, one_line
 
+CATALOG: dict[str, Severity] = {
+    # precision and scaler
+    "fp16-without-scaler": "bad",
+    "scaler-with-bf16": "warning",
+    "torch-scaler": "notice",
+    # the calls of an iteration
+    "clip-before-unscale": "bad",
+    "scaler-bypassed": "bad",
+    "update-missing": "bad",
+    "closure-not-unscaled": "bad",
+    "scheduler-ungated": "notice",
+    "sum-loss": "warning",
+    # where autocast is
+    "backward-in-autocast": "warning",
+    "autocast-around-backward": "warning",
+    "weights-cast-in-loop": "notice",
+    # parameters and optimizers
+    "half-parameters": "bad",
+    "bf16-parameters": "notice",
+    "eps-underflow": "bad",
+    "shared-parameter": "warning",
+    "optimizer-before-move": "warning",
+    "replaced-parameters": "bad",
+    "untrained-parameters": "notice",
+    "scheduler-of-another": "warning",
+    # the process
+    "reduced-precision-sums": "notice",
+    "tf32-off": "notice",
+    "onednn-off": "warning",
+    "source-not-read": "notice",
+}
+"""Ids and severities, each with a section in docs/doctor.md.
+
+``bad`` ruins training, ``warning`` may ruin it, ``notice`` is good to know.
+"""
+
+
 _PAGE = "docs/doctor.md"
 
 
@@ -130,40 +167,3 @@ class Checkup(Sequence[Finding]):
 
 def _order(finding: Finding) -> tuple[int, str, int, str]:
     return (SEVERITIES.index(finding.severity), finding.file, finding.line, finding.id)
-
-
-CATALOG: dict[str, Severity] = {
-    # precision and scaler
-    "fp16-without-scaler": "bad",
-    "scaler-with-bf16": "warning",
-    "torch-scaler": "notice",
-    # the calls of an iteration
-    "clip-before-unscale": "bad",
-    "scaler-bypassed": "bad",
-    "update-missing": "bad",
-    "closure-not-unscaled": "bad",
-    "scheduler-ungated": "notice",
-    "sum-loss": "warning",
-    # where autocast is
-    "backward-in-autocast": "warning",
-    "autocast-around-backward": "warning",
-    "weights-cast-in-loop": "notice",
-    # parameters and optimizers
-    "half-parameters": "bad",
-    "bf16-parameters": "notice",
-    "eps-underflow": "bad",
-    "shared-parameter": "warning",
-    "optimizer-before-move": "warning",
-    "replaced-parameters": "bad",
-    "untrained-parameters": "notice",
-    "scheduler-of-another": "warning",
-    # the process
-    "reduced-precision-sums": "notice",
-    "tf32-off": "notice",
-    "onednn-off": "warning",
-    "source-not-read": "notice",
-}
-"""Ids and severities, each with a section in docs/doctor.md.
-
-``bad`` ruins training, ``warning`` may ruin it, ``notice`` is good to know.
-"""

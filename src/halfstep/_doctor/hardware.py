@@ -141,6 +141,9 @@ def units_of_capability(capability: tuple[int, int]) -> tuple[str, ...]:
     return (number, f"matrix units for {', '.join(formats)}") if formats else (number,)
 
 
+# --- measured speeds ------------------------------------------------------------------------------
+
+
 MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
 """Large enough to be limited by arithmetic, small enough for a slow fp16 kernel on a CPU."""
 

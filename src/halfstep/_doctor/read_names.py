@@ -230,6 +230,9 @@ def dotted(node: ast.expr) -> str:
     return ""
 
 
+# --- values ---------------------------------------------------------------------------------------
+
+
 Written: TypeAlias = "tuple[ast.expr, NameScope]"
 _MISSING: Any = object()
 

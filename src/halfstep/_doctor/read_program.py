@@ -139,6 +139,9 @@ class Program:
         return found
 
 
+# --- calls and their contexts ---------------------------------------------------------------------
+
+
 AroundKind: TypeAlias = Literal["autocast", "grad", "loop", "arm", "call"]
 
 MOST_NESTED_CALLS = 5

@@ -173,6 +173,9 @@ def _eager(module: nn.Module) -> Iterator[nn.Module]:
         yield from _eager(child)
 
 
+# --- hooks ----------------------------------------------------------------------------------------
+
+
 OUTERMOST = "(model)"
 """The name of the outermost module."""
 COMPILED = (

@@ -272,6 +272,9 @@ def about_course(summary: Summary) -> str:
     return listed(words)
 
 
+# --- code to paste --------------------------------------------------------------------------------
+
+
 def island(module: str | None, summary: Summary) -> Code | None:
     """Return the call that keeps a module in float32; None if no rule can name the module."""
     policy = summary.policies[-1].text if summary.policies else "standard"

@@ -110,6 +110,9 @@ def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
 
 Colour = tuple[int, int, int]
 
+# --- colours and images ---------------------------------------------------------------------------
+
+
 NO_VALUE = 0
 """Index of a pixel without a value; it is transparent."""
 NOT_FINITE = 1
@@ -121,7 +124,11 @@ _NOT_FINITE_COLOUR: Colour = (255, 38, 98)
 
 
 def ramp(share: float) -> Colour:
-    """Return the colour of a share, from dark blue at 0 over green to bright yellow at 1."""
+    """Return the colour of a share, from dark blue at 0 over green to bright yellow at 1.
+
+    The ramp runs through OKLab (Björn Ottosson, "A perceptual color space for image processing",
+    2020): lightness grows evenly, and blue to yellow is visible to red-green colour-blind readers.
+    """
     lightness = 0.34 + 0.56 * share
     green_red = -0.075 * math.sin(math.pi * share) ** 2
     blue_yellow = -0.115 + 0.26 * share

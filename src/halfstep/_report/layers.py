@@ -284,6 +284,9 @@ def _of_kind(
     return [each for (kind, _), seen in found.items() if kind == wanted for each in seen]
 
 
+# --- limits of the scale --------------------------------------------------------------------------
+
+
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 """The powers of two that a scale, a float32 number, can be."""
 

@@ -237,6 +237,9 @@ def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
     return [(step, began.get((step.step, step.optimizer))) for step in skipped]
 
 
+# --- figures at the top, marked with their place in the JSON --------------------------------------
+
+
 def value_tag(key: str, value: Any, text: str) -> Markup:
     """Return a text tagged with its exact value as JSON and with the place of that value.
 

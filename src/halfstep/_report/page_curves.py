@@ -248,6 +248,9 @@ def _short(key: Key, value: float | None) -> float | None:
     return int(short) if short.is_integer() and abs(short) < 2.0**53 else short
 
 
+# --- steps in columns -----------------------------------------------------------------------------
+
+
 COLUMNS = 500
 
 

@@ -260,6 +260,9 @@ def _short(name: str) -> str:
     return "…" + (end.partition(".")[2] or end)
 
 
+# --- colours and their meaning --------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Levels:
     """The meaning of the colours of a map.

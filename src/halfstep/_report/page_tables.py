@@ -185,6 +185,9 @@ def format_limits(axis: Exponents) -> Sequence[float]:
     return sorted(place for place in places if 0 < place < axis.width)
 
 
+# --- precision map --------------------------------------------------------------------------------
+
+
 MOST_MODULES = 40
 CASTS = "casts"
 """The name used in place of a dtype for casts."""

@@ -328,6 +328,9 @@ _Models = Sequence[tuple[str, int, tuple[str, ...]]]
 """Class, number of parameters, and modules in the order in which they ran."""
 
 
+# --- where each skipped step began ----------------------------------------------------------------
+
+
 class Beginning(NamedTuple):
     """The origin of one skipped step.
 

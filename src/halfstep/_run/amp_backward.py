@@ -141,6 +141,9 @@ def _can_be_scaled(root: object) -> bool:
     return isinstance(root, Tensor) and root.is_floating_point() and root.requires_grad
 
 
+# --- unscaled gradients, until their optimizer steps ----------------------------------------------
+
+
 class UnscaledGradients:
     """Gradients that were unscaled together, and whether they were finite.
 

@@ -156,6 +156,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return _unwrapped(inner) if isinstance(inner, nn.Module) else module
 
 
+# --- outputs in float32 ---------------------------------------------------------------------------
+
+
 @_torch.do_not_compile_alone
 def in_float32(value: Any, lower: torch.dtype) -> Any:
     """Return ``value`` with every tensor in it that has the dtype ``lower`` as float32.

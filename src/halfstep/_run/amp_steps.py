@@ -219,6 +219,9 @@ def _evaluates_first(optimizer: Optimizer) -> bool:
     return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
 
 
+# --- schedules ------------------------------------------------------------------------------------
+
+
 NUM_UNREAD = 64
 """At most this many outcomes stay on the device before they are read."""
 

@@ -176,6 +176,9 @@ class Session:
                 return
 
 
+# --- errors that all ranks raise ------------------------------------------------------------------
+
+
 def show_once(error: BaseException) -> None:
     """Show the error that ends the script with its traceback on one rank, as a line on others.
 
@@ -202,6 +205,9 @@ def _is_first(error: BaseException) -> bool:
         return int(_torch.default_store().add(f"halfstep/error/{digest}", 1)) == 1
     except RuntimeError:  # the store is gone with its rank
         return True
+
+
+# --- folders and launchers ------------------------------------------------------------------------
 
 
 # Programs that start the processes of a run, by module or file name, and the words that their

@@ -271,6 +271,9 @@ class ShardedGradScaler(GradScaler):
         self._begin(_is_possible(device, enabled), numbers, process_group)
 
 
+# --- the names ------------------------------------------------------------------------------------
+
+
 NAMES: dict[tuple[str, str], object] = {
     ("torch", "autocast"): Autocast,
     ("torch.amp", "autocast"): Autocast,

@@ -276,6 +276,9 @@ def _row(cells: Sequence[Text], widths: Sequence[int], signs: Signs) -> Text:
     return line
 
 
+# --- the screen -----------------------------------------------------------------------------------
+
+
 class Screen:
     """Shows the page on the alternate screen, and redraws it in place."""
 

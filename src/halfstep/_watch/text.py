@@ -92,6 +92,9 @@ def end_line(live: LiveRun, now: float) -> str:
     return f"{run_state(live, now)}  {facts}"
 
 
+# --- phrases that the page shares -----------------------------------------------------------------
+
+
 def what_runs(live: LiveRun) -> list[str]:
     """Return the command, the model and the lower precision, as far as they are known."""
     words = [" ".join(live.run.header.command)]
