@@ -40,12 +40,12 @@ def test_without_a_command_it_shows_the_help(capsys):
 
 
 def test_the_defaults_in_the_help_are_the_defaults(capsys):
-    from halfstep._demo.settings import Settings
+    from halfstep._demo.settings import DemoSettings
 
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    settings = Settings()
+    settings = DemoSettings()
     assert f"steps of each run (default: {settings.steps})" in out
     assert f"{settings.device} (default)" in out
     assert f"{settings.size} (default)" in out

@@ -23,7 +23,7 @@ from halfstep._report.page import render, render_comparison
 from halfstep._report.summarize import summarize
 from halfstep._watch.screen import Page
 from halfstep._watch.state import live_run
-from halfstep._watch.text import end_line, heading, lines
+from halfstep._watch.text import end_line, heading, new_lines
 from halfstep.errors import RecordError
 
 NUM_FILES = int(os.environ.get("HALFSTEP_FUZZ", "300"))
@@ -169,7 +169,7 @@ def draw(follower):
     known = live_run(None, update)
     console = Console(file=io.StringIO(), width=100)
     console.print(Page(known, 1e9, 40))
-    shown = [heading(known), *lines(known, update, None), end_line(known, 1e9)]
+    shown = [heading(known), *new_lines(known, update, None), end_line(known, 1e9)]
     assert "\x1b" not in "".join(shown)
 
 

@@ -15,7 +15,7 @@ from halfstep._report.limits import Limits, violations
 from halfstep._report.summarize import summarize
 from halfstep._report.text import sentences
 from halfstep._watch.state import live_run
-from halfstep._watch.text import lines
+from halfstep._watch.text import new_lines
 
 
 def said(folder: Path) -> str:
@@ -92,7 +92,7 @@ def test_a_step_is_shown_when_all_ranks_have_it(pool: Pool, tmp_path: Path) -> N
         file.write(whole.removeprefix(head))
     state = live_run(live_run(None, update), update := follower.read())
     assert [step.step for step in update.new.steps] == [*range(2, several.NUM_STEPS + 1)]
-    (skip,) = (line for line in lines(state, update, 1) if line.startswith("skip 12 "))
+    (skip,) = (line for line in new_lines(state, update, 1) if line.startswith("skip 12 "))
     assert skip.endswith("parameters 2  rank 1")
 
 
