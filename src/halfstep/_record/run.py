@@ -144,7 +144,7 @@ class Step(_Event, tag="step", frozen=True):
         """
         for value in (self.norm, self.loss):
             if value is not None and LARGEST < abs(value) < math.inf:
-                raise ValueError(f"{value} is no float32")
+                raise ValueError(f"{value} is not a float32")
 
 
 class Measured(Statistics, frozen=True, gc=False, kw_only=True):
@@ -174,10 +174,10 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
             ValueError: Counts of a format are missing, or bins lie outside the range of floats.
         """
         if not (FORMATS.keys() <= self.underflow.keys() and FORMATS.keys() <= self.overflow.keys()):
-            raise ValueError(f"underflow and overflow are to have {', '.join(FORMATS)}")
+            raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
         last = self.first + len(self.histogram) - 1
         if not -LARGEST_EXPONENT <= self.first <= last + 1 <= LARGEST_EXPONENT:
-            raise ValueError(f"a histogram from 2^{self.first} to 2^{last} is that of no float")
+            raise ValueError(f"a histogram from 2^{self.first} to 2^{last} is outside the range of floats")
 
 
 class Sample(_Event, tag="sample", frozen=True):
