@@ -492,7 +492,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 def test_a_record_is_entered_once(tmp_path: Path) -> None:
     with halfstep.record(tmp_path) as record:
         pass
-    with pytest.raises(halfstep.CallOrderError, match="make another one"):
+    with pytest.raises(halfstep.CallOrderError, match="make a new one"):
         record.__enter__()
 
 

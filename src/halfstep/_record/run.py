@@ -177,7 +177,7 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
             raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
         last = self.first + len(self.histogram) - 1
         if not -LARGEST_EXPONENT <= self.first <= last + 1 <= LARGEST_EXPONENT:
-            raise ValueError(f"a histogram from 2^{self.first} to 2^{last} is outside the range of floats")
+            raise ValueError(f"bins from 2^{self.first} to 2^{last} exceed the range of floats")
 
 
 class Sample(_Event, tag="sample", frozen=True):
