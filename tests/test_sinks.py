@@ -10,7 +10,7 @@ import torch
 from tests.record.training import Net, train
 
 import halfstep
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep.sinks import MLflow, TensorBoard, WandB
 
 
@@ -50,7 +50,9 @@ def test_a_sink_that_fails_is_left_out_and_the_run_goes_on(tmp_path: Path) -> No
         def log(self, step: int, scalars: Mapping[str, float]) -> None:
             raise ConnectionError("gone")
 
-    with pytest.warns(UserWarning, match="goes on without Broken.*ConnectionError: gone") as warned:
+    with pytest.warns(
+        UserWarning, match="continues without Broken.*ConnectionError: gone"
+    ) as warned:
         run(tmp_path, Broken())
     assert len(warned) == 1
     assert len(read_run(tmp_path).steps) == 16

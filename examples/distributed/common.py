@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 
 from halfstep import GradScaler
+from halfstep._demo.corpus import Corpus
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._demo.text import Corpus
 
 BATCH, CONTEXT = 16, 32  # windows of a batch, of all ranks together; characters of a window
 TORCHRUN = os.getppid()

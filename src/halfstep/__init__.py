@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._autocast.weight_cache import hold_casts as hold_casts
     from halfstep._diagnose.diagnose import diagnose as diagnose
     from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
-    from halfstep._doctor.checkup import doctor as doctor
+    from halfstep._doctor.doctor import doctor as doctor
     from halfstep._record.record import record as record
     from halfstep._scaler.outcomes.outcome import Outcome as Outcome
     from halfstep._scaler.scale.rules import Dynamic as Dynamic
@@ -54,7 +54,7 @@ _MODULES = {
     "custom_bwd": "halfstep._autocast.custom_function",
     "custom_fwd": "halfstep._autocast.custom_function",
     "diagnose": "halfstep._diagnose.diagnose",
-    "doctor": "halfstep._doctor.checkup",
+    "doctor": "halfstep._doctor.doctor",
     "hold_casts": "halfstep._autocast.weight_cache",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast.modules",

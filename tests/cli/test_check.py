@@ -1,11 +1,13 @@
 """``halfstep check``: limits, exit codes, and a line for each that does not hold."""
 
+import math
+
 import pytest
 from tests.report import records
 from tests.report.records import counted, sample, tensor
 
 from halfstep._cli import main
-from halfstep._record.lines import file_of
+from halfstep._record.files import file_of
 
 
 def check(capsys, *argv):
@@ -70,7 +72,7 @@ def test_the_start_up_is_not_counted(tmp_path, capsys):
     records.write(tmp_path, [*events, records.end(1.0, 20)])
     code, (line,) = check(capsys, tmp_path, "--max-skipped", "0%")
     assert code == 0
-    assert "0 % skipped and 1 as dynamic scaling does (limit 0 %)" in line
+    assert "0 % skipped and 1 normal in dynamic scaling (limit 0 %)" in line
 
 
 def test_a_run_in_float32_is_not_held_to_what_fp16_would_lose(tmp_path, capsys):
@@ -84,7 +86,7 @@ def test_gradients_that_are_nothing_but_zeros(tmp_path, capsys):
     records.write(tmp_path, [*events, records.end(1.0, 1)])
     code, (line,) = check(capsys, tmp_path, "--max-underflow", "5%")
     assert code == 1
-    assert "half of the gradients or more are nothing but zeros in all samples" in line
+    assert "half of the gradients or more are all zeros in every sample" in line
 
 
 def test_many_layers_beyond_a_limit_are_counted(tmp_path, capsys):
@@ -120,6 +122,12 @@ def test_an_output_in_float32_may_be_larger_than_fp16(tmp_path, capsys):
     rows = [tensor("output", "loss", counted({20: 1}), "float32")]
     events = [records.header(), records.step(1), sample(1, rows), records.end(1.0, 1)]
     assert check(capsys, records.write(tmp_path, events), "--max-overflow", "0")[0] == 0
+
+
+def test_one_step_is_singular(tmp_path, capsys):
+    events = [records.header(), records.step(1, loss=math.nan), records.end(1.0, 1)]
+    _, (line,) = check(capsys, records.write(tmp_path, events), "--max-skipped", "100%")
+    assert "the loss was inf or NaN in 1 step, first in step 1" in line
 
 
 def test_a_run_that_failed_fails_whatever_the_limits(tmp_path, capsys):
@@ -187,7 +195,7 @@ def test_lines_that_are_damaged_are_told_beside_the_verdict(tmp_path, capsys):
     assert out.startswith(f"{tmp_path}: good: 1 step,")
     assert err == (
         f"{tmp_path}: line 3 of rank0.jsonl is damaged and was left out "
-        "(its checksum is that of another line)\n"
+        "(its checksum does not match)\n"
     )
 
 
@@ -222,7 +230,7 @@ def test_what_is_no_share_is_refused(tmp_path, capsys, share, message):
 
 def test_the_limits_in_the_help_are_those_of_no_limits(capsys):
     from halfstep._common.numbers import percent
-    from halfstep._report.checking import DEFAULTS
+    from halfstep._report.limits import DEFAULTS
 
     with pytest.raises(SystemExit):
         main(["check", "--help"])

@@ -41,12 +41,12 @@ def test_without_a_command_it_shows_the_help(capsys):
 
 
 def test_the_defaults_in_the_help_are_the_defaults(capsys):
-    from halfstep._demo.settings import Settings
+    from halfstep._demo.settings import DemoSettings
 
     with pytest.raises(SystemExit):
         main(["demo", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    settings = Settings()
+    settings = DemoSettings()
     assert f"steps of each run (default: {settings.steps})" in out
     assert f"{settings.device} (default)" in out
     assert f"{settings.size} (default)" in out
@@ -85,7 +85,7 @@ def test_mistakes_are_one_line_and_exit_code_2(options, message, capsys):
 
 
 def test_ctrl_c_is_130(monkeypatch, tmp_path):
-    import halfstep._demo.run as module
+    import halfstep._demo.demo as module
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -136,7 +136,7 @@ def test_a_real_ctrl_c_ends_it_cleanly(tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert err == ""
-    assert "Interrupted: this is what there is so far." in out
+    assert "Interrupted: these are the results so far." in out
     assert "stopped at" in out
     assert '"finished": false' in (tmp_path / "results.json").read_text()
     assert (tmp_path / "losses.svg").read_text().startswith("<svg")

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from halfstep._cli import main
-from halfstep._doctor import machine
-from halfstep._doctor.speed import speeds_of
+from halfstep._doctor import hardware
+from halfstep._doctor.hardware import speeds_of
 
 GOOD = """\
 from halfstep import GradScaler, autocast
@@ -36,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         works = [(kind, name, 1e12) for kind in ("matmul", "conv") for name in names]
         return speeds_of(works, [[1.0, 0.25, 4.0, 1.0, 0.5, 2.0]])
 
-    monkeypatch.setattr(machine, "measure_speeds", measure)
+    monkeypatch.setattr(hardware, "measure_speeds", measure)
     return measured
 
 
@@ -138,7 +138,7 @@ def test_a_terminal_sees_the_measurement_go_on(capsys, monkeypatch) -> None:
         on_round(0.5)
         return speeds_of([("matmul", n, 1.0) for n in ("fp32", "bf16", "fp16")], [[1.0] * 3])
 
-    monkeypatch.setattr(machine, "measure_speeds", measure)
+    monkeypatch.setattr(hardware, "measure_speeds", measure)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert main(["doctor"]) == 0
     assert "measuring  50%" in capsys.readouterr().err

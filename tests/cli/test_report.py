@@ -10,7 +10,7 @@ import pytest
 from tests.report import records
 
 from halfstep._cli import main
-from halfstep._record.lines import file_of
+from halfstep._record.files import file_of
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_the_newest_record_is_taken_and_said(tmp_path, capsys):
 def test_a_record_that_is_being_written_is_told(tmp_path, capsys):
     code, out, _ = report(capsys, records.killed(tmp_path / "a"))
     assert code == 0
-    assert "still going, or it was killed" in out
+    assert "still running, or it was killed" in out
 
 
 def test_one_of_the_files_of_a_record_will_do(tmp_path, capsys):
@@ -201,7 +201,7 @@ BAD = [
     (records.only_header, "the record holds no step"),
     (a_file, "is a file: give the folder of a record"),
     (a_file_beside_a_record, "is a file: give the folder of a record"),
-    (no_json, "no line of it begins a record"),
+    (no_json, "none of its lines begins a record"),
     (lambda folder: records.write(folder, [records.header(), *DAMAGED]), "holds no step"),
     (no_start, "rank0.jsonl: line 1 begins a run, but started is None"),
     (damaged_start, "rank0.jsonl: line 3 begins a run, but started is 'soon'"),

@@ -8,7 +8,7 @@ import pytest
 
 from halfstep._cli import main
 
-SCRIPTS = Path(__file__).parents[1] / "runner" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "run" / "scripts"
 
 
 @pytest.fixture(autouse=True)

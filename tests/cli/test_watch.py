@@ -12,7 +12,7 @@ import pytest
 from tests.record import events
 
 from halfstep._cli import main
-from halfstep._record.lines import file_of
+from halfstep._record.files import file_of
 from halfstep._watch import loop
 
 COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
@@ -127,7 +127,7 @@ def test_once_and_a_file_of_the_record(tmp_path, capsys, training, monkeypatch, 
         (["nowhere", "--once"], "nowhere is not there yet; start the training with `halfstep run"),
         (["--once"], "a record in runs/ is not there yet; start the training"),
         (["train.py"], "train.py is no record: give the folder"),
-        (["other"], "other/rank0.jsonl: no line of it begins a record"),
+        (["other"], "other/rank0.jsonl: none of its lines begins a record"),
         (["other", "--every", "0"], "--every must be at least 1, got 0"),
     ],
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halfstep._demo.run import run_demo
-from halfstep._demo.settings import Settings
+from halfstep._demo.demo import run_demo
+from halfstep._demo.settings import DemoSettings
 
 STEPS = 8
 
@@ -24,5 +24,5 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output = tmp_path_factory.mktemp("demo") / "made" / "by-the-demo"
     stream = io.StringIO()
     console = Console(file=stream, width=100)
-    assert run_demo(Settings(size="tiny", steps=STEPS), output, console) is True
+    assert run_demo(DemoSettings(size="tiny", steps=STEPS), output, console) is True
     return Finished(output, stream.getvalue())

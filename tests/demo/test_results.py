@@ -9,13 +9,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from halfstep._demo.chart import draw_chart, round_step
-from halfstep._demo.machine import Machine
-from halfstep._demo.results import Results
-from halfstep._demo.settings import PRECISIONS, Settings
-from halfstep._demo.table import ROWS, build_table
-from halfstep._demo.text import Corpus
-from halfstep._demo.train import Run
+from halfstep._demo.corpus import Corpus
+from halfstep._demo.results import MeasuredMachine, Results
+from halfstep._demo.settings import PRECISIONS, DemoSettings
+from halfstep._demo.show import ROWS, build_table, draw_chart, round_step
+from halfstep._demo.train import PrecisionRun
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -23,17 +21,19 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.fixture
 def results():
     """Made by hand: four runs of 40 steps with known numbers."""
-    machine = Machine("a <fast> & new CPU", 2, {"fp32": 1.0, "bf16": 2.0, "fp16": 1.0}, {}, "")
+    machine = MeasuredMachine(
+        "a <fast> & new CPU", 2, {"fp32": 1.0, "bf16": 2.0, "fp16": 1.0}, {}, ""
+    )
     machine = replace(machine, versions={"torch": "2"})
     corpus = Corpus("'<b>&\"'", 100, range(900), range(100))
     runs = [made_run(name, 0.1 * i) for i, name in enumerate(PRECISIONS)]
     runs[3].scales = [2.0**16] * 20 + [2.0**17] * 10 + [2.0**16] * 10
     runs[3].skipped = [30]
-    return Results(Settings(steps=40), corpus, machine, runs, 12345)
+    return Results(DemoSettings(steps=40), corpus, machine, runs, 12345)
 
 
-def made_run(name: str, worse: float) -> Run:
-    run = Run(PRECISIONS[name], 40)
+def made_run(name: str, worse: float) -> PrecisionRun:
+    run = PrecisionRun(PRECISIONS[name], 40)
     run.losses = [5 - 0.05 * i + worse for i in range(40)]
     run.seconds = [0.25 + worse] * 40
     run.zero_shares = {9: worse, 19: worse}
@@ -156,7 +156,7 @@ def test_a_diverged_run_leaves_a_gap_and_no_nan(results):
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_hardly_any_steps_make_a_plot_too(results, steps):
-    results = replace(results, settings=Settings(steps=max(1, steps)))
+    results = replace(results, settings=DemoSettings(steps=max(1, steps)))
     for run in results.runs:
         run.losses, run.scales, run.skipped = run.losses[:steps], run.scales[:steps], []
     assert ET.fromstring(draw_chart(results)).tag == f"{SVG}svg"
@@ -187,6 +187,6 @@ def test_ticks_are_round(roughly, step):
 )
 def test_the_sentence_follows_the_measurement(bf16, fp16, sentence):
     rates = {"fp32": 100.0, "bf16": bf16, "fp16": fp16}
-    said = Machine("X", 2, rates, {}, "").sentence()
+    said = MeasuredMachine("X", 2, rates, {}, "").sentence()
     assert said.endswith(sentence)
     assert f"100 in fp32, {bf16:.0f} in bf16 ({bf16 / 100:.2g} x)" in said

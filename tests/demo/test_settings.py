@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from halfstep._demo.gpt import SIZES
-from halfstep._demo.settings import BATCHES, PRECISIONS, DemoError, Settings
+from halfstep._demo.settings import BATCHES, PRECISIONS, DemoSettings
+from halfstep.errors import DemoError
 
 
 @pytest.mark.parametrize(
@@ -21,17 +22,17 @@ from halfstep._demo.settings import BATCHES, PRECISIONS, DemoError, Settings
 )
 def test_bad_values_are_refused(bad, message):
     with pytest.raises(DemoError, match=message):
-        Settings(**bad)
+        DemoSettings(**bad)
 
 
 def test_cuda_without_cuda_names_the_cure(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DemoError, match=r"sees no CUDA device; use --device cpu"):
-        Settings(device="cuda")
+        DemoSettings(device="cuda")
 
 
 def test_precisions_run_once_each_with_fp32_first():
-    chosen = Settings(precisions=("fp16", "fp32", "fp16")).ordered_precisions
+    chosen = DemoSettings(precisions=("fp16", "fp32", "fp16")).ordered_precisions
     assert [precision.name for precision in chosen] == ["fp32", "fp16"]
 
 

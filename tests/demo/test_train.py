@@ -6,12 +6,18 @@ import torch
 from torch import nn
 
 import halfstep._demo.train as module
-from halfstep._demo.memory import peak_memory
-from halfstep._demo.settings import PRECISIONS, Settings
-from halfstep._demo.text import Corpus
-from halfstep._demo.train import Run, new_model, train, training_loop, zero_share
+from halfstep._demo.corpus import Corpus
+from halfstep._demo.settings import PRECISIONS, DemoSettings
+from halfstep._demo.train import (
+    PrecisionRun,
+    new_model,
+    peak_memory,
+    train,
+    training_loop,
+    zero_share,
+)
 
-SETTINGS = Settings(size="tiny", steps=8)
+SETTINGS = DemoSettings(size="tiny", steps=8)
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +25,8 @@ def corpus():
     return Corpus.load(None, context=32)
 
 
-def trained(name: str, corpus: Corpus, settings: Settings = SETTINGS) -> Run:
-    run = Run(PRECISIONS[name], settings.steps)
+def trained(name: str, corpus: Corpus, settings: DemoSettings = SETTINGS) -> PrecisionRun:
+    run = PrecisionRun(PRECISIONS[name], settings.steps)
     train(run, corpus, settings, lambda run: None, nullcontext())
     return run
 
@@ -38,7 +44,7 @@ def test_fp32_repeats_bit_for_bit(runs, corpus):
 
 
 def test_another_seed_is_another_training(runs, corpus):
-    other = trained("fp32", corpus, Settings(size="tiny", steps=8, seed=1))
+    other = trained("fp32", corpus, DemoSettings(size="tiny", steps=8, seed=1))
     assert other.losses[0] != runs["fp32"].losses[0]
 
 
@@ -87,7 +93,7 @@ def test_training_learns(runs):
 
 
 def test_the_first_loss_is_per_character_whatever_it_is_averaged_over(runs, corpus):
-    other = trained("fp32", corpus, Settings(size="tiny", steps=1, mean_over=1000))
+    other = trained("fp32", corpus, DemoSettings(size="tiny", steps=1, mean_over=1000))
     assert other.losses[0] == pytest.approx(runs["fp32"].losses[0], rel=1e-5)
 
 
@@ -118,15 +124,15 @@ def test_skipped_steps_are_noted(monkeypatch, corpus):
             super().__init__(*args, init_scale=2.0**33, **kwargs)
 
     monkeypatch.setattr(module, "GradScaler", TooLarge)
-    run = trained("fp16", corpus, Settings(size="tiny", steps=4, mean_over=256))
+    run = trained("fp16", corpus, DemoSettings(size="tiny", steps=4, mean_over=256))
     assert run.skipped == [0, 1, 2, 3]
     assert run.scales == [2.0**32, 2.0**31, 2.0**30, 2.0**29]
-    untrained = new_model(corpus, Settings(size="tiny"))
+    untrained = new_model(corpus, DemoSettings(size="tiny"))
     assert run.held_out_loss == module.evaluate(untrained, corpus, "cpu")
 
 
 def test_the_callback_sees_every_step_and_may_end_the_run(corpus):
-    run = Run(PRECISIONS["fp32"], 8)
+    run = PrecisionRun(PRECISIONS["fp32"], 8)
 
     def stop(run):
         if len(run.losses) == 3:
@@ -165,7 +171,7 @@ def test_zero_share_is_over_the_entries_of_all_parameters():
 
 
 def test_losses_and_times_are_robust_summaries():
-    run = Run(PRECISIONS["fp32"], steps=20)
+    run = PrecisionRun(PRECISIONS["fp32"], steps=20)
     run.losses = [9.0] * 18 + [2.0, 4.0]
     run.seconds = [50.0, 60.0] + [1.0] * 10 + [7.0]
     assert run.training_loss == 3.0

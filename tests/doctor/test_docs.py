@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep._doctor.catalog import CATALOG
+from halfstep._doctor.finding import CATALOG
 from halfstep._doctor.source import check_source
 
 PAGE = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from halfstep._common.text import SEVERITIES
-from halfstep._doctor.catalog import CATALOG
-from halfstep._doctor.finding import Checkup, Finding
+from halfstep._doctor.finding import CATALOG, Checkup, Finding
 
 BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
@@ -21,7 +20,7 @@ def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
 
 
 def test_an_unknown_id_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'sum-los' is no id of a finding: .*sum-loss"):
+    with pytest.raises(ValueError, match=r"'sum-los' is not the id of a finding: .*sum-loss"):
         Finding("sum-los", "", "")
 
 

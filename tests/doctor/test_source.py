@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep._doctor.catalog import CATALOG
+from halfstep._doctor.finding import CATALOG
 from halfstep._doctor.source import check_file, check_source
 
 ROOT = Path(__file__).parents[2]

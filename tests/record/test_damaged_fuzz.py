@@ -13,17 +13,17 @@ import pytest
 from rich.console import Console
 from tests.report import records
 
-from halfstep._record.following import Follower
-from halfstep._record.lines import line_of
-from halfstep._record.reading import read_run
-from halfstep._report import plain
-from halfstep._report.checking import DEFAULTS, held, violations
-from halfstep._report.comparison import compare
+from halfstep._record.files import line_of
+from halfstep._record.follow import Follower
+from halfstep._record.read import read_run
+from halfstep._report import text
+from halfstep._report.compare_runs import compare_runs
+from halfstep._report.limits import DEFAULTS, pass_line, violations
 from halfstep._report.page import render, render_comparison
-from halfstep._report.summarizing import summarize
-from halfstep._watch.lines import end_line, heading, lines
-from halfstep._watch.page import Page
-from halfstep._watch.state import watched
+from halfstep._report.summarize import summarize
+from halfstep._watch.screen import Page
+from halfstep._watch.state import live_run
+from halfstep._watch.text import end_line, heading, new_lines
 from halfstep.errors import RecordError
 
 NUM_FILES = int(os.environ.get("HALFSTEP_FUZZ", "300"))
@@ -166,10 +166,10 @@ def draw(follower):
     update = follower.read()
     if update is None:
         return
-    known = watched(None, update)
+    known = live_run(None, update)
     console = Console(file=io.StringIO(), width=100)
     console.print(Page(known, 1e9, 40))
-    shown = [heading(known), *lines(known, update, None), end_line(known, 1e9)]
+    shown = [heading(known), *new_lines(known, update, None), end_line(known, 1e9)]
     assert "\x1b" not in "".join(shown)
 
 
@@ -178,12 +178,12 @@ def look(folder):
     run = read_run(folder)
     summary = summarize(run)
     render(summary, run).encode(errors="replace")
-    json.dumps(plain.summary_json(summary), allow_nan=False)
-    plain.summary_markdown(summary)
+    json.dumps(text.summary_json(summary), allow_nan=False)
+    text.summary_markdown(summary)
     violations(summary, DEFAULTS)
-    held(summary, DEFAULTS) if summary.layers else None
-    comparison = compare(summary, summary)
-    plain.comparison_text(comparison)
+    pass_line(summary, DEFAULTS) if summary.layers else None
+    comparison = compare_runs(summary, summary)
+    text.comparison_text(comparison)
     render_comparison(comparison, run, run)
     return run
 

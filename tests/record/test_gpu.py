@@ -7,7 +7,7 @@ import torch
 from tests.record.training import Net
 
 import halfstep
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 
 pytestmark = pytest.mark.gpu
 

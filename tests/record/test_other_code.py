@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._record.lines import LineWriter, file_of
-from halfstep._record.reading import read_run
+from halfstep._record.files import LineWriter, file_of
+from halfstep._record.read import read_run
 from halfstep.errors import RecordError
 
 
@@ -346,7 +346,7 @@ def test_a_second_process_cannot_write_the_same_record(tmp_path: Path) -> None:
 
 def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:
     file_of(tmp_path, 0).write_text('{"loss": 1}\n')
-    with pytest.raises(RecordError, match="is no record of a run"), halfstep.record(tmp_path):
+    with pytest.raises(RecordError, match="is not the record of a run"), halfstep.record(tmp_path):
         pass
     assert file_of(tmp_path, 0).read_text() == '{"loss": 1}\n'
 

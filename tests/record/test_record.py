@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 import halfstep
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._record.run import Run
 from halfstep._scaler.observers import OBSERVERS
 
@@ -470,7 +470,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
         train(model, 1, scaler=scaler)
         record._recorder._writer._file.close()
         record._recorder._writer._file = full
-        with pytest.warns(UserWarning, match=r"cannot write any more: .*No space") as warned:
+        with pytest.warns(UserWarning, match=r"can no longer write: .*No space") as warned:
             train(model, 70, scaler=scaler)
     assert record.num_steps == 71
     assert len(warned) == 1
@@ -492,7 +492,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
 def test_a_record_is_entered_once(tmp_path: Path) -> None:
     with halfstep.record(tmp_path) as record:
         pass
-    with pytest.raises(halfstep.CallOrderError, match="make another one"):
+    with pytest.raises(halfstep.CallOrderError, match="make a new one"):
         record.__enter__()
 
 

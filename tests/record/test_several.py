@@ -9,13 +9,13 @@ import pytest
 from tests.ranks.pool import Pool, RankFailedError
 from tests.record import several
 
-from halfstep._record.following import Follower
-from halfstep._record.reading import read_run
-from halfstep._report.checking import Limits, violations
-from halfstep._report.sentences import sentences
-from halfstep._report.summarizing import summarize
-from halfstep._watch.lines import lines
-from halfstep._watch.state import watched
+from halfstep._record.follow import Follower
+from halfstep._record.read import read_run
+from halfstep._report.limits import Limits, violations
+from halfstep._report.summarize import summarize
+from halfstep._report.text import sentences
+from halfstep._watch.state import live_run
+from halfstep._watch.text import new_lines
 
 
 def said(folder: Path) -> str:
@@ -31,7 +31,7 @@ def test_inf_in_a_shard_of_rank_1(pool: Pool, tmp_path: Path) -> None:
     (origin,) = summarize(run).origins
     assert (origin.module, origin.ranks, origin.steps) == ("0", (1,), (several.BAD,))
     assert "step 12); it began in `0` on rank 1 (`0.weight`)." in said(tmp_path)
-    assert watched(None, Follower(tmp_path).read()).began_in == {several.BAD: "0 on rank 1"}
+    assert live_run(None, Follower(tmp_path).read()).began_in == {several.BAD: "0 on rank 1"}
     (line,) = violations(summarize(run), Limits(skipped=0.0))
     assert "step 12, which began in 0 on rank 1" in line
     # Each rank has measured what it holds, and together that is the model, each part once.
@@ -72,7 +72,7 @@ def test_a_rank_that_was_killed_is_named(pool: Pool, tmp_path: Path) -> None:
     pool.run(several.run, str(tmp_path), "fsdp")
     file = tmp_path / "rank1.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    assert "There is no end of the record on rank 1" in said(tmp_path)
+    assert "The record has no end on rank 1" in said(tmp_path)
     found = violations(summarize(read_run(tmp_path)), Limits())
     assert any("the record has no end on rank 1" in line for line in found)
 
@@ -90,9 +90,9 @@ def test_a_step_is_shown_when_all_ranks_have_it(pool: Pool, tmp_path: Path) -> N
     assert [step.loss for step in update.new.steps] == [1.0]
     with later.open("a") as file:
         file.write(whole.removeprefix(head))
-    state = watched(watched(None, update), update := follower.read())
+    state = live_run(live_run(None, update), update := follower.read())
     assert [step.step for step in update.new.steps] == [*range(2, several.NUM_STEPS + 1)]
-    (skip,) = (line for line in lines(state, update, 1) if line.startswith("skip 12 "))
+    (skip,) = (line for line in new_lines(state, update, 1) if line.startswith("skip 12 "))
     assert skip.endswith("parameters 2  rank 1")
 
 

@@ -7,10 +7,9 @@ from tests.report import records
 
 from halfstep._common.json import to_plain
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.reading import read_run
-from halfstep._report.plain import summary_json, summary_markdown
-from halfstep._report.sentences import sentences
-from halfstep._report.summarizing import summarize
+from halfstep._record.read import read_run
+from halfstep._report.summarize import summarize
+from halfstep._report.text import sentences, summary_json, summary_markdown
 
 WRITERS = (
     records.healthy,

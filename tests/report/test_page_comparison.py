@@ -7,11 +7,11 @@ import pytest
 from tests.report import records
 from tests.report.markup import at, parse
 
-from halfstep._record.reading import read_run
-from halfstep._report.comparison import compare
+from halfstep._record.read import read_run
+from halfstep._report.compare_runs import compare_runs
 from halfstep._report.page import render_comparison
-from halfstep._report.plain import comparison_json
-from halfstep._report.summarizing import summarize
+from halfstep._report.summarize import summarize
+from halfstep._report.text import comparison_json
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def both(tmp_path):
     other = [records.policy("bfloat16", "standard; softmax:lower"), records.step(1, loss=3.0)]
     other += [records.sample(1, records.layers(precision="bf16", scale=4.0))]
     second = read_run(records.write(tmp_path / "bf16", [records.header(torch="2.14"), *other]))
-    comparison = compare(summarize(first), summarize(second))
+    comparison = compare_runs(summarize(first), summarize(second))
     return SimpleNamespace(
         comparison=comparison, tree=parse(render_comparison(comparison, first, second))
     )
@@ -58,6 +58,6 @@ def test_a_comparison_tells_what_differs(both):
 def test_hostile_names_are_text_in_a_comparison_too(tmp_path):
     first = read_run(records.hostile(tmp_path / "a"))
     second = read_run(records.healthy(tmp_path / "b"))
-    page = render_comparison(compare(summarize(first), summarize(second)), first, second)
+    page = render_comparison(compare_runs(summarize(first), summarize(second)), first, second)
     assert records.HOSTILE not in page
     assert not list(parse(page).all("img"))

@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 
 from halfstep._record.run import Step
-from halfstep._report.page_curves import curves
-from halfstep._report.page_steps import COLUMNS, kept, tracks_of
+from halfstep._report.page_curves import COLUMNS, curves, kept, tracks_of
 
 
 def step(number, optimizer="AdamW", reason=None, scale=1024.0, norm=1.0, loss=2.0):

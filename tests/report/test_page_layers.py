@@ -4,9 +4,9 @@ import re
 
 from tests.report import records
 
-from halfstep._record.reading import read_run
-from halfstep._report.page_layers import HEIGHT, MOST_HISTOGRAMS, layer_table, limits
-from halfstep._report.summarizing import summarize
+from halfstep._record.read import read_run
+from halfstep._report.page_tables import HEIGHT, MOST_HISTOGRAMS, format_limits, layer_table
+from halfstep._report.summarize import summarize
 
 
 def table_of(folder, tensors, dtype="float16"):
@@ -75,7 +75,7 @@ def test_limits_off_the_axis_are_not_drawn(tmp_path):
     axis = table_of(tmp_path, [("output", "fc", records.counted({0: 1}))]).axis
     bf16 = next(window for window in axis.windows if window.name == "bf16")
     assert (bf16.flushed, bf16.largest) == (0, axis.width)
-    assert all(0 < at < axis.width for at in limits(axis))
+    assert all(0 < at < axis.width for at in format_limits(axis))
 
 
 def test_what_lies_far_out_is_drawn_at_the_ends(tmp_path):

@@ -6,10 +6,10 @@ from tests.report.markup import parse
 from torch import nn, randn
 
 import halfstep
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._report.page import render
-from halfstep._report.page_precision import MOST_MODULES, precision_map
-from halfstep._report.summarizing import summarize
+from halfstep._report.page_tables import MOST_MODULES, precision_map
+from halfstep._report.summarize import summarize
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row
 

@@ -6,10 +6,10 @@ import pytest
 from tests.report import records
 from tests.report.markup import parse
 
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._record.run import Measured, Sample
 from halfstep._report.page import render
-from halfstep._report.summarizing import summarize
+from halfstep._report.summarize import summarize
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from tests.report.records import counted, layers, sample, skip, step, tensor
 
 import halfstep
 from halfstep._common.text import Code, code, names, plain, say
-from halfstep._record.reading import read_run
-from halfstep._report.sentences import sentences
-from halfstep._report.summarizing import summarize
+from halfstep._record.read import read_run
+from halfstep._report.summarize import summarize
+from halfstep._report.text import sentences
 
 
 def said_of(folder):
@@ -133,8 +133,8 @@ def test_skips_after_growth_are_normal(tmp_path):
     good, sentence = said(tmp_path, *events)
     assert (good.severity, sentence.severity) == ("good", "notice")
     assert sentence.text == (
-        "1 step was skipped at a scale that had just grown and went back, which is normal: so the "
-        "largest scale is found; it began in `head`."
+        "1 step was skipped at a scale that had just grown and went back: this is how dynamic "
+        "scaling finds the largest usable scale; it began in `head`."
     )
 
 
@@ -177,7 +177,7 @@ def test_skips_that_do_not_end(tmp_path):
 
 def test_no_scale_helps(tmp_path):
     found = said(tmp_path, skip(50, 1.0, reason="non-finite at any scale"))
-    sentence = the_one(found, "smallest scale too")
+    sentence = the_one(found, "even at the smallest scale")
     assert sentence.severity == "bad"
     assert "(step 50)" in sentence.text
     assert "and NaN in the parameters." in sentence.text
@@ -186,7 +186,8 @@ def test_no_scale_helps(tmp_path):
 
 def test_norms_far_above_the_median(tmp_path):
     found = said(tmp_path, skip(50, reason="norm"))
-    assert codes(the_one(found, "norm far above")) == ["scaler.set_norm_limit(...)"]
+    sentence = the_one(found, "1 step had a norm far above the median and was left out")
+    assert codes(sentence) == ["scaler.set_norm_limit(...)"]
 
 
 def test_skips_in_bf16_are_not_cured_by_a_scale(tmp_path):
@@ -224,8 +225,15 @@ def test_a_run_that_ended_with_an_error_and_a_loss_that_is_nan(tmp_path):
     assert error.text == (
         "The run ended after 9 steps, at 4.5 s, with an error: `ValueError: the loss is NaN`."
     )
-    assert loss.text.startswith("The loss became NaN at step 7; 3 steps had such a loss, the last")
+    assert loss.text.startswith(
+        "The loss became NaN at step 7; 3 steps had such a loss, including the last one."
+    )
     assert {error.severity, loss.severity} == {"bad"}
+
+
+def test_one_bad_loss_at_the_end(tmp_path):
+    found = said(tmp_path, step(100, loss=math.nan))
+    assert "at step 100; 1 step had such a loss, the last one." in found[0].text
 
 
 def test_a_loss_that_recovered_is_a_warning(tmp_path):
@@ -250,7 +258,7 @@ def test_ctrl_c_is_no_failure(tmp_path):
 def test_a_run_without_an_end_was_killed_or_is_running(tmp_path):
     found = said_of(records.killed(tmp_path))
     assert found[0].severity == "warning"
-    assert "still going, or it was killed after 5 steps" in found[0].text
+    assert "still running, or it was killed after 5 steps" in found[0].text
     assert the_one(found, "line 9 of rank0.jsonl is cut").severity == "notice"
 
 
@@ -265,7 +273,7 @@ def test_ranks_that_disagree_are_bad_and_missing_ones_told(tmp_path):
     assert sentence.severity == "bad"
     assert "ranks disagree from step 20 on" in sentence.text
     found = said(tmp_path / "b", header=records.header(world_size=4))
-    assert "Only 1 of 4 processes have left a record" in found[1].text
+    assert "Only 1 of 4 processes left a record" in found[1].text
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -284,8 +292,8 @@ def test_what_was_flushed_is_not_known(tmp_path):
     (sentence,) = said_of(records.flushing(tmp_path))
     assert sentence.severity == "warning"
     assert sentence.text == (
-        "12 % of the gradient entries of `head.weight` underflow at scale 1024; what was flushed "
-        "is not known any more, but a scale of at least 2048, and up to 65536, loses less: "
+        "12 % of the gradient entries of `head.weight` underflow at scale 1024; the flushed "
+        "values are unknown, but a scale of at least 2048, up to 65536, loses less: "
         "`halfstep.GradScaler(init_scale=65536)`."
     )
 
@@ -352,9 +360,9 @@ def test_outputs_and_weights_that_are_not_finite(tmp_path):
         tensor("parameter", "b.weight", counted({0: 5}, nan=3)),
     ]
     found = said(tmp_path, sample(40, rows))
-    outputs = the_one(found, "The outputs of `a` held 2 inf and 0 NaN, first in step 40")
+    outputs = the_one(found, "The outputs of `a` contained 2 inf, first seen in step 40")
     assert "so did `b`" in outputs.text
-    assert the_one(found, "The weights of `b.weight` held 0 inf and 3 NaN").severity == "bad"
+    assert the_one(found, "The weights of `b.weight` contained 3 NaN").severity == "bad"
 
 
 def test_weights_that_fp16_cannot_hold(tmp_path):

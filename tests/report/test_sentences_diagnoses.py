@@ -8,9 +8,9 @@ from tests.report.records import bad_op, diagnosis, skip, step
 from tests.report.test_sentences import ADVICE, codes, said, said_of, the_one
 
 from halfstep._diagnose.diagnosis import Cure, Line
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._report.about_diagnoses import MOST_PLACES
-from halfstep._report.summarizing import summarize
+from halfstep._report.summarize import summarize
 
 
 def went_bad(folder, **values):
@@ -23,8 +23,8 @@ def test_the_op_the_reason_and_the_cure(tmp_path):
     assert sentence.severity == "bad"
     assert sentence.text == (
         "Step 50 went bad in `linear` in `blocks.1.mlp` (forward, `model.py:31`): its result needs "
-        "a wider dtype than float16, and is finite in float32. What cures it, as a replay has "
-        'shown: `autocast(..., policy="standard; linear@blocks.1.mlp:fp32")`.'
+        "a wider dtype than float16, and is finite in float32. Cure, confirmed by a replay: "
+        '`autocast(..., policy="standard; linear@blocks.1.mlp:fp32")`.'
     )
     assert codes(sentence)[-1] == records.CURE.text
 
@@ -34,9 +34,12 @@ def test_the_op_the_reason_and_the_cure(tmp_path):
     [
         ({"verdict": "scale"}, "Step 50 overflowed in `linear` in `blocks.1.mlp`"),
         ({"verdict": "maths"}, "(forward, `model.py:31`), which is not finite in float32 either."),
-        ({"verdict": "unknown", "notes": ("a note",)}, "a reason that is not known (a note)."),
-        ({"verdict": "unknown", "bad": None}, "went bad in an op that is not known, for"),
-        ({"verdict": "data", "tensor": "x[0]"}, "because `x[0]` was bad before; it is read first"),
+        ({"verdict": "unknown", "notes": ("a note",)}, "an unknown reason (a note)."),
+        ({"verdict": "unknown", "bad": None}, "went bad in an unknown op, for"),
+        (
+            {"verdict": "data", "tensor": "x[0]"},
+            "because `x[0]` was already bad; the first op to read it is",
+        ),
         ({"bad": bad_op(op="_to_copy")}, "in the cast for `linear` in `blocks.1.mlp`"),
         ({"bad": bad_op(op="_to_copy", name="_to_copy")}, "in a cast in `blocks.1.mlp`"),
         ({"bad": bad_op(module="", line=None)}, "in `linear` (forward): its"),
@@ -45,10 +48,10 @@ def test_the_op_the_reason_and_the_cure(tmp_path):
             "(backward, `b.py:7`)",
         ),
         ({"cure": None}, "and is finite in float32."),
-        ({"cure": Cure("code", "x + 1")}, "float32. What should help: `x + 1`."),
+        ({"cure": Cure("code", "x + 1")}, "float32. This should help: `x + 1`."),
         (
             {"cure": Cure("code", "x + 1", is_finite=False)},
-            "What may help, though a replay with it was not finite: `x + 1`.",
+            "This may help, although a replay with it was not finite: `x + 1`.",
         ),
         ({"cure": Cure("data", "leave it out")}, "What to do: leave it out."),
     ],
@@ -117,7 +120,7 @@ def test_a_step_whose_replay_was_finite_is_a_notice(tmp_path):
 
 def test_names_from_outside_are_escaped(tmp_path):
     found = said_of(records.hostile(tmp_path))
-    (sentence,) = [s for s in found if "was bad before" in s.text]
+    (sentence,) = [s for s in found if "was already bad" in s.text]
     assert codes(sentence).count(records.HOSTILE) == 3
     assert "What to do: \\</script\\>" in sentence.markdown
 
@@ -136,7 +139,7 @@ def test_names_from_outside_are_escaped(tmp_path):
     ],
 )
 def test_one_sentence_tells_how_unless_there_is_one(tmp_path, events):
-    end = f"Which op it is, and what cures it, is told by `{ADVICE}`."
+    end = f"To find the op and its cure, run `{ADVICE}`."
     found = said(tmp_path / "without", *events)
     assert [sentence.text.endswith(end) for sentence in found].count(True) == 1
     found = said(tmp_path / "with", *events, diagnosis(50))

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
-from halfstep._record.reading import read_run
-from halfstep._report.summarizing import summarize
+from halfstep._record.read import read_run
+from halfstep._report.summarize import summarize
 from halfstep._report.summary import PolicyInForce
 
 

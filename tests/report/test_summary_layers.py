@@ -8,11 +8,10 @@ from tests.report import records
 from tests.report.records import counted, sample, tensor
 
 from halfstep._numerics.formats import FORMATS
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._record.run import Measured
-from halfstep._report.layers import judge
-from halfstep._report.summarizing import summarize
-from halfstep._report.windows import largest_scale, power_below, smallest_scale
+from halfstep._report.layers import format_fit, largest_scale, power_below, smallest_scale
+from halfstep._report.summarize import summarize
 
 GRADIENT = "parameter_gradient"
 
@@ -71,10 +70,10 @@ def test_headroom_is_the_worst_and_may_be_zero_or_less(tmp_path):
 def test_tensors_are_judged_by_the_format_they_are_in(dtype, lower, format):
     statistics = counted({-30: 1, 2: 3})
     measured = Measured.of("output", "fc", dtype, statistics)
-    judged = judge(measured, lower, is_in_force=True)
-    assert judged.format == format
-    assert judged.headroom == statistics.headroom(FORMATS[format])
-    assert judged.lost == statistics.underflow[format]
+    fit = format_fit(measured, lower, is_in_force=True)
+    assert fit.format == format
+    assert fit.headroom == statistics.headroom(FORMATS[format])
+    assert fit.lost == statistics.underflow[format]
 
 
 @pytest.mark.parametrize(

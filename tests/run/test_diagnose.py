@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from halfstep._cli import main
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 
 SCRIPT = Path(__file__).with_name("scripts") / "overflow.py"
 

@@ -10,11 +10,11 @@ from tests.report import records
 
 import halfstep
 from halfstep import preset
-from halfstep._record.reading import read_run
+from halfstep._record.read import read_run
 from halfstep._run import session
-from halfstep._run.session import Options, Program, Session
+from halfstep._run.session import Command, Options, Session
 
-PROGRAM = Program("train.py", ["--lr", "1"], is_module=False)
+COMMAND = Command("train.py", ["--lr", "1"], is_module=False)
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsy
         yield
         seen.events.append("left")
 
-    monkeypatch.setattr("halfstep._run.mixed_precision.mixed_precision", mixed_precision)
-    Session(PROGRAM, options(amp=torch.float16)).run()
+    monkeypatch.setattr("halfstep._run.amp.mixed_precision", mixed_precision)
+    Session(COMMAND, options(amp=torch.float16)).run()
     assert seen.events == [(torch.float16, preset("fp32")), "program"]
     assert capsys.readouterr().err == "halfstep: a line\n"
     seen.close()
@@ -57,7 +57,7 @@ def test_amp_is_around_the_program_and_under_the_policy(seen, monkeypatch, capsy
 )
 def test_one_rank_has_the_last_word(quiet, rank, lines, seen, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
-    Session(PROGRAM, options(is_quiet=quiet)).run()
+    Session(COMMAND, options(is_quiet=quiet)).run()
     seen.close()
     assert capsys.readouterr().err.count("\n") == lines
 
@@ -93,7 +93,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("halfstep._diagnose.watch.Watch", FakeWatch)
     monkeypatch.setattr(halfstep.record, "num_steps", 2)
-    Session(PROGRAM, options(is_diagnosing=True, is_quiet=quiet, folder=tmp_path / "out")).run()
+    Session(COMMAND, options(is_diagnosing=True, is_quiet=quiet, folder=tmp_path / "out")).run()
     seen.close()
     err = capsys.readouterr().err
     run = read_run(tmp_path / "out")
@@ -108,7 +108,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
 
 def test_nobody_watches_unless_told_to(seen, monkeypatch):
     monkeypatch.setattr("halfstep._diagnose.watch.Watch", None)
-    Session(PROGRAM, options()).run()
+    Session(COMMAND, options()).run()
     seen.close()
 
 
@@ -116,14 +116,14 @@ def test_the_last_word_may_go_nowhere(seen, monkeypatch, tmp_path):
     """As after ``halfstep run train.py 2>&1 | head``."""
     with (tmp_path / "closed").open("w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        Session(PROGRAM, options()).run()
+        Session(COMMAND, options()).run()
     seen.close()
 
 
 def test_the_name_of_the_folder(seen, tmp_path):
-    Session(PROGRAM, options()).run()
+    Session(COMMAND, options()).run()
     seen.close()
     (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("train-2")
-    assert Program("pkg.sub.fit", [], is_module=True).stem == "fit"
-    assert Program("a.b/fit.v2.py", [], is_module=False).stem == "fit.v2"
+    assert Command("pkg.sub.fit", [], is_module=True).stem == "fit"
+    assert Command("a.b/fit.v2.py", [], is_module=False).stem == "fit.v2"

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from halfstep._watch.trail import ASCII_BLOCKS, Trail, sparkline
+from halfstep._watch.screen import ASCII_BLOCKS, sparkline
+from halfstep._watch.state import Trail
 
 
 def trail_of(values, capacity=8):

@@ -59,8 +59,8 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
     run = run_at(arguments.run_path)
-    from halfstep._report.checking import Limits, defaults, held, violations
-    from halfstep._report.summarizing import summarize
+    from halfstep._report.limits import Limits, defaults, pass_line, violations
+    from halfstep._report.summarize import summarize
 
     summary = summarize(run)
     shares = (arguments.max_skipped, arguments.max_underflow, arguments.max_overflow)
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     for line in found:
         print(printable(f"{run.path}: {line}"))
     if not found:
-        print(printable(f"{run.path}: good: {held(summary, limits)}"))
+        print(printable(f"{run.path}: good: {pass_line(summary, limits)}"))
     return 1 if found else 0
 
 

@@ -66,8 +66,9 @@ def add_parser(subcommands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
     require_rich()
-    from halfstep._demo.run import run_demo
-    from halfstep._demo.settings import DemoError, Settings
+    from halfstep._demo.demo import run_demo
+    from halfstep._demo.settings import DemoSettings
+    from halfstep.errors import DemoError
 
     given = {
         name: getattr(arguments, name)
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.precision is not None:
         given["precisions"] = tuple(arguments.precision)
     try:
-        was_finished = run_demo(Settings(**given), arguments.output)
+        was_finished = run_demo(DemoSettings(**given), arguments.output)
     except DemoError as error:
         raise CommandError(str(error)) from None
     return 0 if was_finished else EXIT_INTERRUPTED

@@ -13,7 +13,7 @@ from halfstep._cli.exits import CommandError
 
 if TYPE_CHECKING:
     from halfstep._doctor.finding import Checkup
-    from halfstep._doctor.machine import MachineReport
+    from halfstep._doctor.hardware import MachineReport
 
 EPILOG = """\
 Exit code 0 if nothing bad and no warning is found, 1 if there is, 2 if a file cannot be read.
@@ -79,12 +79,14 @@ def _read(scripts: list[Path]) -> Checkup:
 
 
 def _measured() -> MachineReport:
-    from halfstep._doctor.machine import look
+    from halfstep._doctor.hardware import inspect_machine
 
     if not sys.stderr.isatty():
-        return look()
+        return inspect_machine()
     try:
-        return look(lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr))
+        return inspect_machine(
+            lambda share: print(f"\rmeasuring {share:4.0%}", end="", file=sys.stderr)
+        )
     finally:
         print("\r              \r", end="", file=sys.stderr)
 

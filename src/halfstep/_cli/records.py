@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
 from halfstep._common.text import printable
-from halfstep._record.lines import RUNS, files_in, newest_in
+from halfstep._record.files import RUNS, files_in, newest_in
 
 if TYPE_CHECKING:
     from halfstep._record.run import Run
@@ -22,7 +22,7 @@ def run_at(path: Path | None) -> Run:
     Raises:
         CommandError: There is no record, it cannot be read, or it holds no steps.
     """
-    from halfstep._record.reading import read_run
+    from halfstep._record.read import read_run
     from halfstep.errors import RecordError
 
     if path is None:

@@ -72,15 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
     """Return what to print on a run, and its page, None if none is asked for."""
-    from halfstep._report import plain
-    from halfstep._report.sentences import sentences
-    from halfstep._report.summarizing import summarize
+    from halfstep._report import text
+    from halfstep._report.summarize import summarize
+    from halfstep._report.text import sentences
 
     summary = summarize(run)
     if arguments.json:
-        return _json(plain.summary_json(summary)), None
+        return _json(text.summary_json(summary)), None
     if arguments.md:
-        return plain.summary_markdown(summary), None
+        return text.summary_markdown(summary), None
     from halfstep._report.page import render
 
     lines = [f"{sentence.severity}: {sentence.text}" for sentence in sentences(summary)]
@@ -89,19 +89,19 @@ def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
 
 def _against(first: Run, second: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
     """Return what to print on two runs, and the page on both, None if none is asked for."""
-    from halfstep._report import plain
-    from halfstep._report.comparison import compare
-    from halfstep._report.summarizing import summarize
+    from halfstep._report import text
+    from halfstep._report.compare_runs import compare_runs
+    from halfstep._report.summarize import summarize
 
-    comparison = compare(summarize(first), summarize(second))
+    comparison = compare_runs(summarize(first), summarize(second))
     if arguments.json:
-        return _json(plain.comparison_json(comparison)), None
+        return _json(text.comparison_json(comparison)), None
     if arguments.md:
-        return plain.comparison_markdown(comparison), None
+        return text.comparison_markdown(comparison), None
     from halfstep._report.page import render_comparison
 
-    text = plain.comparison_text(comparison) + "\n"
-    return text, render_comparison(comparison, first, second)
+    printed = text.comparison_text(comparison) + "\n"
+    return printed, render_comparison(comparison, first, second)
 
 
 def _json(values: dict[str, Any]) -> str:

@@ -109,7 +109,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
     import torch
 
     from halfstep._run.script import require_file
-    from halfstep._run.session import Options, Program, Session
+    from halfstep._run.session import Command, Options, Session
     from halfstep.errors import RecordError
 
     if not arguments.module:
@@ -122,7 +122,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
     )
     try:
-        return Session(Program(target, rest, arguments.module), options)
+        return Session(Command(target, rest, arguments.module), options)
     except OSError as error:
         where = error.filename or arguments.output
         raise CommandError(f"cannot write the record to {where}: {error.strerror}") from None
@@ -131,7 +131,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
 
 def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
-    from halfstep._run.launch import command_inside_launcher
+    from halfstep._run.session import command_inside_launcher
 
     given = {name: getattr(arguments, name) for name in ("policy", "output", "every", "amp")}
     options = [

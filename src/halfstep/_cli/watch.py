@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, require_rich
-from halfstep._record.lines import files_in
+from halfstep._record.files import files_in
 from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def _folder(given: Path | None) -> Path | None:
 
 
 def _watch(path: Path | None, every: int | None) -> None:
-    from halfstep._watch.loop import Lines, watch
+    from halfstep._watch.loop import PlainLines, watch
 
     is_page = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    view: View = _screen() if is_page else Lines(every)
+    view: View = _screen() if is_page else PlainLines(every)
     watch(path, view, say=sys.stderr)
 
 
@@ -101,17 +101,17 @@ def _print_once(path: Path | None) -> None:
     require_rich()
     from rich.console import Console
 
-    from halfstep._record.following import Follower
-    from halfstep._record.lines import RUNS, newest_in
+    from halfstep._record.files import RUNS, newest_in
+    from halfstep._record.follow import Follower
     from halfstep._watch.screen import print_page
-    from halfstep._watch.state import watched
-    from halfstep._watch.words import how_to_start, missing
+    from halfstep._watch.state import live_run
+    from halfstep._watch.text import how_to_start, missing
 
     folder = path or newest_in(RUNS)
     update = None if folder is None else Follower(folder).read()
     if update is None:
         raise CommandError(f"{missing(path)} is not there yet; {how_to_start(path)}")
-    print_page(Console(), watched(None, update))
+    print_page(Console(), live_run(None, update))
 
 
 def _screen() -> View:

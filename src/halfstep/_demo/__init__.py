@@ -1,1 +1,1 @@
-"""The demo: one small GPT, one text, four precisions, side by side (``halfstep demo``)."""
+"""``halfstep demo``: one small GPT and one text in four precisions, side by side."""

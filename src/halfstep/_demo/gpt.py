@@ -1,7 +1,7 @@
-"""A small GPT: pre-norm blocks, one matrix for embedding and head.
+"""A small GPT with pre-norm blocks and one matrix for embedding and head.
 
-The head shares its matrix with the embedding, so that every parameter has a dense gradient: in fp32
-next to none is exactly zero, and a zero that shows up in fp16 was lost to the dtype.
+The shared matrix gives every parameter a dense gradient: in fp32 almost no entry is exactly zero,
+so a zero in fp16 was lost to the dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GPTConfig:
 
     @classmethod
     def of_size(cls, size: str, vocab: int) -> GPTConfig:
-        """The configuration of a named size, one of :data:`SIZES`.
+        """Return the configuration of a named size, one of :data:`SIZES`.
 
         Example:
             >>> GPTConfig.of_size("tiny", vocab=100).width
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Let each token look at itself and the tokens before it."""
+        """Let each token attend to itself and the tokens before it."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
@@ -119,10 +119,10 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal(0, 1 / sqrt(inputs)), and smaller by sqrt(2 layers) where a block adds on.
+        """Draw weights with std 1 / sqrt(inputs), smaller by sqrt(2 layers) at block outputs.
 
-        Not the fixed 0.02 of GPT-2: at width 128 that starts so small that four precisions
-        leave the first plateau at random moments, and nothing could be read off the curves.
+        The fixed 0.02 of GPT-2 is too small at width 128: the four precisions leave the first
+        plateau at random steps, and the curves cannot be compared.
         """
         added_on = 1 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
@@ -134,11 +134,11 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=std * added_on if ends_block else std)
 
     def num_parameters(self) -> int:
-        """Number of trained values; the matrix of embedding and head counts once."""
+        """Return the number of parameters; the matrix of embedding and head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token.
+        """Return the logits of the next token.
 
         Args:
             tokens: int64 ``[batch, time]``, time at most ``config.context``.

@@ -1,17 +1,82 @@
-"""The result of a demo: every number once, for the table, the plot and ``results.json``."""
+"""The results of a demo: all numbers for the table, the plot and ``results.json``."""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from halfstep._demo.machine import Machine
-from halfstep._demo.settings import Settings
-from halfstep._demo.text import Corpus
-from halfstep._demo.train import Run
+import torch
+
+import halfstep
+from halfstep._common.machine import device_name
+from halfstep._demo.corpus import Corpus
+from halfstep._demo.settings import DemoSettings
+from halfstep._demo.train import PrecisionRun
+from halfstep._doctor.hardware import DTYPES, WORTH_IT, measure_speeds
+
+MEASURE_SECONDS = 0.6
+"""For all dtypes, in turn."""
+
+
+@dataclass(frozen=True)
+class MeasuredMachine:
+    """The machine and the software of a demo, with measured speeds.
+
+    Attributes:
+        device: name of the processor or GPU.
+        threads: CPU threads that PyTorch uses.
+        gflops: 1e9 floating-point operations a second in a matrix product, by dtype name.
+        versions: of Python, torch and halfstep.
+        system: operating system and architecture.
+    """
+
+    device: str
+    threads: int
+    gflops: dict[str, float]
+    versions: dict[str, str]
+    system: str
+
+    def sentence(self) -> str:
+        """Return one sentence on the strengths of the machine, from the measured numbers alone."""
+        fp32 = self.gflops["fp32"]
+        rates = ", ".join(
+            f"{rate:,.0f} in {name}" + ("" if name == "fp32" else f" ({rate / fp32:.2g} x)")
+            for name, rate in self.gflops.items()
+        )
+        measured = f"This machine ({self.device}) does matrix products at {rates} GFLOP/s"
+        return f"{measured}: {self._advice()}"
+
+    def _advice(self) -> str:
+        ratios = {name: self.gflops[name] / self.gflops["fp32"] for name in ("bf16", "fp16")}
+        fast = [name for name, ratio in ratios.items() if ratio >= WORTH_IT]
+        slow = [name for name, ratio in ratios.items() if ratio <= 1 / WORTH_IT]
+        if len(fast) == 2:
+            return "it is good at both bf16 and fp16."
+        if not fast:
+            return "neither bf16 nor fp16 makes it faster than fp32."
+        other = "fp16" if fast == ["bf16"] else "bf16"
+        than = "slower than fp32" if other in slow else "no faster than fp32"
+        return f"it is good at {fast[0]}; {other} is {than}."
+
+
+def measure_machine(device: str) -> MeasuredMachine:
+    """Measure a few matrix products, in about a second, and look up names and versions."""
+    speeds = measure_speeds(device, MEASURE_SECONDS, kinds=("matmul",))
+    return MeasuredMachine(
+        device=device_name(device),
+        threads=torch.get_num_threads(),
+        gflops={name: speeds.gflops["matmul"][name] for name in DTYPES},
+        versions={
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "halfstep": halfstep.__version__,
+        },
+        system=platform.platform(),
+    )
 
 
 @dataclass(frozen=True)
@@ -19,26 +84,26 @@ class Results:
     """All runs of one call of ``halfstep demo``.
 
     Attributes:
-        settings: what was asked for.
+        settings: the settings of the demo.
         corpus: the text.
         machine: where it ran.
         runs: finished ones, and possibly a last one that was cut short.
         num_parameters: of the model.
     """
 
-    settings: Settings
+    settings: DemoSettings
     corpus: Corpus
-    machine: Machine
-    runs: list[Run]
+    machine: MeasuredMachine
+    runs: list[PrecisionRun]
     num_parameters: int
 
     @property
-    def baseline(self) -> Run | None:
+    def baseline(self) -> PrecisionRun | None:
         """The finished fp32 run, to which the others are compared."""
         return next((r for r in self.runs if r.precision.name == "fp32" and r.is_finished), None)
 
-    def summary(self, run: Run) -> dict[str, Any]:
-        """The numbers of the table for one run; None where there is none (yet).
+    def summary(self, run: PrecisionRun) -> dict[str, Any]:
+        """Return the numbers of the table for one run; None where there is none (yet).
 
         Losses in nats per token, times in milliseconds, memory in bytes, shares from 0 to 1.
         """
@@ -62,7 +127,7 @@ class Results:
         }
 
     def to_json(self) -> str:
-        """Everything, as strict JSON: a loss that is not finite becomes null."""
+        """Return everything as strict JSON: a loss that is not finite becomes null."""
         settings = asdict(self.settings) | {"text": self.corpus.source}
         document = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -77,7 +142,7 @@ class Results:
         }
         return json.dumps(_finite(document), indent=1, allow_nan=False) + "\n"
 
-    def _run_as_dict(self, run: Run) -> dict[str, Any]:
+    def _run_as_dict(self, run: PrecisionRun) -> dict[str, Any]:
         return {
             "precision": run.precision.name,
             "finished": run.is_finished,
@@ -91,8 +156,10 @@ class Results:
         }
 
 
-def _difference(run: Run, base: Run | None, value: float | None, name: str) -> float | None:
-    """Compare runs of the same length only: an early loss says nothing next to a final one."""
+def _difference(
+    run: PrecisionRun, base: PrecisionRun | None, value: float | None, name: str
+) -> float | None:
+    """Return the difference to the baseline; None for a run that was cut short."""
     if base is None or value is None or not run.is_finished:
         return None
     return float(value - getattr(base, name))

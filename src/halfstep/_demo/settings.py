@@ -1,4 +1,4 @@
-"""What the demo is asked to do: plain values, checked when they are made."""
+"""The settings of the demo: plain values, checked when they are made."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 import torch
 
 from halfstep._demo.gpt import SIZES
-
-
-class DemoError(ValueError):
-    """A setting or a text that cannot work; the message says in one line what to do."""
+from halfstep.errors import DemoError
 
 
 @dataclass(frozen=True)
-class Precision:
+class TrainingPrecision:
     """One way to train: the dtype that autocast lowers to, and whether the loss is scaled.
 
     Attributes:
-        name: as it is called on the command line and in ``results.json``.
-        title: as people read it.
+        name: its name on the command line and in ``results.json``.
+        title: its name in the table and the plot.
         dtype: float32 switches autocast off.
         scaling: whether ``GradScaler`` is enabled.
     """
@@ -31,16 +28,18 @@ class Precision:
     scaling: bool
 
 
-PRECISIONS: dict[str, Precision] = {
+PRECISIONS: dict[str, TrainingPrecision] = {
     precision.name: precision
     for precision in (
-        Precision("fp32", "fp32", torch.float32, scaling=False),
-        Precision("bf16", "bf16 autocast", torch.bfloat16, scaling=False),
-        Precision("fp16-unscaled", "fp16 autocast, no scaler", torch.float16, scaling=False),
-        Precision("fp16", "fp16 autocast + GradScaler", torch.float16, scaling=True),
+        TrainingPrecision("fp32", "fp32", torch.float32, scaling=False),
+        TrainingPrecision("bf16", "bf16 autocast", torch.bfloat16, scaling=False),
+        TrainingPrecision(
+            "fp16-unscaled", "fp16 autocast, no scaler", torch.float16, scaling=False
+        ),
+        TrainingPrecision("fp16", "fp16 autocast + GradScaler", torch.float16, scaling=True),
     )
 }
-"""The four ways to train, in the order in which they run; the others are compared to fp32."""
+"""The four ways to train, in the order of the runs; the others are compared to fp32."""
 
 BATCHES: dict[str, int] = {"tiny": 8, "small": 8, "medium": 32, "43m": 32}
 """Sequences in a batch, by size of the model."""
@@ -53,8 +52,8 @@ docs/demo.md says why the demo divides by it, and what other values do.
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that decides what a run computes.
+class DemoSettings:
+    """The settings that determine what a run computes.
 
     Attributes:
         precisions: names of :data:`PRECISIONS`.
@@ -103,7 +102,7 @@ class Settings:
             )
 
     @property
-    def ordered_precisions(self) -> list[Precision]:
+    def ordered_precisions(self) -> list[TrainingPrecision]:
         """The chosen precisions, each once, fp32 first."""
         return [precision for name, precision in PRECISIONS.items() if name in self.precisions]
 

@@ -1,22 +1,25 @@
-"""Training one GPT in one precision: the loop itself, and what is measured around it."""
+"""The training of one GPT in one precision: the loop, and the measurements around it."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from halfstep import GradScaler, autocast
+from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._demo.memory import peak_memory
-from halfstep._demo.settings import Precision, Settings
-from halfstep._demo.text import Corpus, draw_batches, held_out_windows
+from halfstep._demo.settings import DemoSettings, TrainingPrecision
 
 Batch = tuple[Tensor, Tensor]
 
@@ -46,11 +49,11 @@ def training_loop(
 
 
 @dataclass
-class Run:
-    """What one training run left behind; filled step by step, so that it can be cut short.
+class PrecisionRun:
+    """The results of one training run; filled step by step, so that it can be cut short.
 
     Attributes:
-        precision: how it was trained.
+        precision: the precision of the training.
         steps: optimizer steps that were asked for.
         losses: mean loss per token of each step, in nats.
         scales: the scale after each step; empty without a scaler.
@@ -58,10 +61,10 @@ class Run:
         seconds: duration of each step.
         zero_shares: step to share of all gradient entries that are exactly zero.
         held_out_loss: in nats per token, after the last step; None when cut short.
-        peak_memory: bytes, see :func:`halfstep._demo.memory.peak_memory`.
+        peak_memory: bytes, see :func:`halfstep._demo.train.peak_memory`.
     """
 
-    precision: Precision
+    precision: TrainingPrecision
     steps: int
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
@@ -99,20 +102,20 @@ class Run:
 
 
 def train(
-    run: Run,
+    run: PrecisionRun,
     corpus: Corpus,
-    settings: Settings,
-    on_step: Callable[[Run], None],
+    settings: DemoSettings,
+    on_step: Callable[[PrecisionRun], None],
     around: AbstractContextManager[object],
 ) -> None:
-    """Do one run and write what happens into ``run``.
+    """Train one model and write the results into ``run``.
 
     Args:
         run: an empty one.
         corpus: the text.
-        settings: what to do.
-        on_step: called after each step, outside of the time that is measured.
-        around: what the loop runs in.
+        settings: the settings of the demo.
+        on_step: called after each step, outside the measured time.
+        around: a context for the loop.
     """
     run.peak_memory = peak_memory(settings.device, lambda: _first_steps(run, corpus, settings))
     model = new_model(corpus, settings)
@@ -134,17 +137,17 @@ def train(
     run.held_out_loss = evaluate(model, corpus, settings.device)
 
 
-def new_model(corpus: Corpus, settings: Settings) -> GPT:
-    """Make the model with the same weights each time, whatever was drawn at random before."""
+def new_model(corpus: Corpus, settings: DemoSettings) -> GPT:
+    """Make the model with the same weights each time, whatever the state of the generator."""
     torch.manual_seed(settings.seed)
     return GPT(GPTConfig.of_size(settings.size, corpus.vocab)).to(settings.device)
 
 
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, device: str) -> float:
-    """Mean loss per token on the held-out text.
+    """Return the mean loss per token on the held-out text.
 
-    In fp32 for every run, so that it compares the weights that training has found and nothing else.
+    It is computed in fp32 for every run, so that it compares only the trained weights.
     """
     total, count = 0.0, 0
     for inputs, targets in held_out_windows(corpus.held_out, model.config.context):
@@ -155,14 +158,14 @@ def evaluate(model: GPT, corpus: Corpus, device: str) -> float:
 
 
 def zero_share(model: nn.Module) -> float:
-    """Share of all gradient entries, over all parameters, that are exactly zero."""
+    """Return the share of all gradient entries that are exactly zero."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     return zeros / sum(gradient.numel() for gradient in gradients)
 
 
 def _start(
-    model: GPT, precision: Precision, corpus: Corpus, settings: Settings, steps: int
+    model: GPT, precision: TrainingPrecision, corpus: Corpus, settings: DemoSettings, steps: int
 ) -> Iterator[tuple[Tensor, GradScaler]]:
     """Return the loop, ready to do its first step."""
     batches = draw_batches(
@@ -178,8 +181,8 @@ def _start(
     )
 
 
-def _first_steps(run: Run, corpus: Corpus, settings: Settings) -> None:
-    """Two steps with a model of their own: the second has the optimizer's state in memory too."""
+def _first_steps(run: PrecisionRun, corpus: Corpus, settings: DemoSettings) -> None:
+    """Make two steps with a new model: in the second, the optimizer's state is in memory too."""
     for _ in _start(new_model(corpus, settings), run.precision, corpus, settings, steps=2):
         pass
 
@@ -192,3 +195,64 @@ def _timed_step(
     if device == "cuda":
         torch.cuda.synchronize()
     return loss, scaler, time.perf_counter() - started
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def peak_memory(device: str, work: Callable[[], object]) -> int:
+    """Run ``work`` and return the largest number of bytes of its tensors at any moment.
+
+    On CUDA the allocator reports it. The CPU has no such counter, and the peak resident size of a
+    process never shrinks between runs; so the live tensors are counted. Scratch space inside CPU
+    kernels is not a tensor and is left out.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        work: has to make everything that it uses, so that all of it is counted.
+    """
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        return int(torch.cuda.max_memory_allocated()) - before
+    live = _LiveTensors()
+    with live:
+        work()
+    return live.peak
+
+
+class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that ops return, each as long as it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self._now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self._now += size
+        self.peak = max(self.peak, self._now)

@@ -1,4 +1,5 @@
-"""What a careful colleague would say of a training: its objects, its source, and the machine.
+"""``halfstep doctor``: findings about the objects and the source of a training, and the machine.
 
-``objects`` and ``source`` turn what they look at into findings; ``machine`` measures.
+``objects`` and ``source`` make findings, ``hardware`` measures. The ``read_`` files read source
+without running it, and the ``about_`` files check what was read.
 """

@@ -1,4 +1,4 @@
-"""Losses that are summed where a mean would stay in range."""
+"""Checks of losses: sums where a mean would stay in range."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import ast
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program, Root
-from halfstep._doctor.reading.scopes import Scope
-from halfstep._doctor.reading.sites import Site
-from halfstep._doctor.reading.values import argument
+from halfstep._doctor.read_names import NameScope, argument
+from halfstep._doctor.read_program import Program, Root, Site
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield losses in float16 training that are sums and are divided by nothing."""
+    """Yield losses in float16 training that are sums without a division."""
     for root in program.roots:
         if not any(site.autocast and site.autocast.dtype == "float16" for site in root.sites):
             continue
@@ -41,7 +39,7 @@ def _is_sum(program: Program, site: Site) -> bool:
     return any(_reduces_by_sum(program, call, scope) for call, scope in calls)
 
 
-def _reduces_by_sum(program: Program, call: ast.Call, scope: Scope) -> bool:
+def _reduces_by_sum(program: Program, call: ast.Call, scope: NameScope) -> bool:
     reduction = argument(call, "reduction", -1)
     name = program.values.qualified(call.func, scope)
     is_sum = reduction is not None and program.values.constant(reduction, scope) == "sum"
@@ -49,7 +47,7 @@ def _reduces_by_sum(program: Program, call: ast.Call, scope: Scope) -> bool:
 
 
 def _is_loss(site: Site, reaching: dict[str, bool]) -> bool:
-    """Whether a backward pass begins with this value, or with a sum of it and others."""
+    """Return whether a backward pass starts from this value, or from a sum with it."""
     path = _path(site.statement, site.call)
     if any(_may_shrink(node) for node in path):
         return False
@@ -61,7 +59,7 @@ def _is_loss(site: Site, reaching: dict[str, bool]) -> bool:
 
 
 def _path(statement: ast.stmt, call: ast.Call) -> list[ast.AST]:
-    """The nodes from a statement down to a call."""
+    """Return the nodes from a statement down to a call."""
 
     def down(node: ast.AST) -> list[ast.AST] | None:
         if node is call:
@@ -76,7 +74,7 @@ def _path(statement: ast.stmt, call: ast.Call) -> list[ast.AST]:
 
 
 def _reaching(program: Program, root: Root) -> dict[str, bool]:
-    """The variables that a backward pass begins with; False for those that may be divided."""
+    """Return the variables that backward passes start from; False for those that may be divided."""
     shrunk, reaching = set[str](), set[str]()
     for site in root.sites:
         if program.is_backward(site) and site.has_grad:
@@ -87,7 +85,7 @@ def _reaching(program: Program, root: Root) -> dict[str, bool]:
         if _may_shrink(node):
             shrunk |= _names(node.target if isinstance(node, ast.AugAssign) else node)
     assignments = [n for n in nodes if isinstance(n, ast.Assign | ast.AugAssign | ast.AnnAssign)]
-    for _ in assignments:  # until nothing new is found
+    for _ in assignments:  # until no new name is found
         found = {
             name
             for node in assignments
@@ -101,7 +99,7 @@ def _reaching(program: Program, root: Root) -> dict[str, bool]:
 
 
 def _may_shrink(node: ast.AST) -> bool:
-    """Whether it divides, or multiplies by something whose value is not written there."""
+    """Return whether a node divides, or multiplies by an unknown value."""
     match node:
         case ast.BinOp(op=ast.Div()) | ast.AugAssign(op=ast.Div()):
             return True
@@ -113,7 +111,7 @@ def _may_shrink(node: ast.AST) -> bool:
 
 
 def _added(node: ast.expr) -> set[str]:
-    """The names that a value is a sum of; what goes through a function is another value."""
+    """Return the names whose sum a value is; the result of a function is a new value."""
     match node:
         case ast.Name(id=name):
             return {name}

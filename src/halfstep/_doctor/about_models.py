@@ -1,4 +1,4 @@
-"""Models and optimizers in source: what is lowered, moved, or both, and in which order."""
+"""Checks of models and optimizers in source: lowered parameters, and moves in the wrong order."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program, Root
-from halfstep._doctor.reading.scopes import Scope, dotted
-from halfstep._doctor.reading.sites import Site
+from halfstep._doctor.read_names import NameScope, dotted
+from halfstep._doctor.read_program import Program, Root, Site
 
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
@@ -19,7 +18,7 @@ _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 
 @dataclass(frozen=True)
 class _Built:
-    """An optimizer that is made of the parameters of a model."""
+    """An optimizer made from the parameters of a model."""
 
     at: int
     site: Site
@@ -28,7 +27,7 @@ class _Built:
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield what is wrong with models and optimizers."""
+    """Yield problems with models and optimizers."""
     for root in program.roots:
         for built in _optimizers(program, root):
             yield from _lowered(program, root, built)
@@ -45,8 +44,8 @@ def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
                 yield _Built(at, site, model, name or "the optimizer")
 
 
-def _models(program: Program, node: ast.expr, scope: Scope) -> Iterator[str]:
-    """Yield the models whose own parameters, and not copies of them, an expression takes."""
+def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]:
+    """Yield the models whose own parameters, not copies, an expression takes."""
     for written in program.values.candidates(node, scope):
         methods = [
             inner.func
@@ -60,7 +59,7 @@ def _models(program: Program, node: ast.expr, scope: Scope) -> Iterator[str]:
 
 
 def _is_same_run(site: Site, built: _Built) -> bool:
-    """Whether a name means the same: in one run of one function, not in two arms."""
+    """Return whether a name means the same at both: in one call of one function and one arm."""
     is_named = bool(built.model)
     return is_named and site.calls == built.site.calls and not site.excludes(built.site)
 
@@ -103,7 +102,7 @@ def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
 
 
 def _lowers_to(program: Program, site: Site) -> str | None:
-    """The half dtype that a call gives a model; empty for another dtype, None for none."""
+    """Return the half dtype that a call gives a model; empty for another dtype, None for none."""
     if site.method in _LOWERS and not site.call.args:
         return _LOWERS[site.method]
     if site.method != "to":
@@ -119,13 +118,13 @@ def _moved(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
     later = list(enumerate(root.sites))[built.at + 1 :]
     for at, site in later:
         is_move = site.method in _MOVES and _lowers_to(program, site) is None
-        is_of_name = not isinstance(site.owner, ast.Call)  # else a new model is made
+        is_of_name = not isinstance(site.owner, ast.Call)  # else it is a new model
         if not is_move or not is_of_name or _model(site) != built.model:
             continue
         if not _is_same_run(site, built) or len(site.loops) > len(built.site.loops):
             continue
         steps = (each for n, each in later if n > at and _steps(program, each))
-        # What __init__ makes is trained by another method.
+        # Another method trains the model made in __init__.
         is_made_for_later = getattr(root.node, "name", "") == "__init__"
         if is_made_for_later or any(not step.excludes(site) for step in steps):
             yield Finding(
@@ -151,9 +150,9 @@ def _statement(built: _Built) -> str:
 
 
 def _model(site: Site) -> str:
-    """The model that a method is called on: ``net`` in ``net.cuda().half()`` too.
+    """Return the model that a method is called on: ``net`` also for ``net.cuda().half()``.
 
-    A model that is made in the same line goes by the name that it gets.
+    For a model that is made in the same line, return the name assigned to it.
     """
     owner = site.owner
     while (

@@ -1,4 +1,4 @@
-"""The calls of an iteration: what comes too early, too late, or not at all."""
+"""The order of calls in an iteration: calls that are too early, too late, or missing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import ast
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program
-from halfstep._doctor.reading.scopes import dotted
-from halfstep._doctor.reading.sites import Site
+from halfstep._doctor.read_names import dotted
+from halfstep._doctor.read_program import Program, Site
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield what is wrong with the order of calls."""
+    """Yield problems with the order of calls."""
     for root in program.roots:
         yield from _clips(program, root.sites)
         yield from _bypassed(program, root.sites)
@@ -39,7 +38,7 @@ def _clips(program: Program, sites: tuple[Site, ...]) -> Iterator[Finding]:
             yield Finding(
                 "clip-before-unscale",
                 f"`{ast.unparse(clip.call.func)}` clips gradients that are still multiplied by the "
-                f"scale (65536 at first) of `{scaler}`: after unscaling they are next to nothing, "
+                f"scale (65536 at first) of `{scaler}`: after unscaling they are almost zero, "
                 "and training looks stuck",
                 f"unscale before you clip, or let halfstep's `{scaler}` clip, in one pass less",
                 f"{scaler}.unscale_({optimizer})  # before clipping\n"
@@ -74,11 +73,11 @@ def _bypassed(program: Program, sites: tuple[Site, ...]) -> Iterator[Finding]:
 
 
 def _last_backward(program: Program, before: tuple[Site, ...], site: Site) -> int | None:
-    """The backward pass whose gradients ``site`` sees; a scaled one if it depends."""
+    """Return the backward pass whose gradients ``site`` sees; a scaled one if several may be."""
     found: int | None = None
     for at, each in enumerate(before):
         if program.is_backward(each) and not each.excludes(site):
-            # In the other arm of one condition than the one before: either has run.
+            # In another arm than the one before: either may have run.
             if (
                 found is not None
                 and each.excludes(before[found])
@@ -123,7 +122,7 @@ def _schedules(program: Program, sites: tuple[Site, ...]) -> Iterator[Finding]:
             "scheduler-ungated",
             f"`{scheduler}.step()` also runs after steps that `{scaler}` skipped, so that the "
             "learning rate moves on without the weights",
-            "let the schedule wait for steps that were taken, or leave it, if you count attempts",
+            "let the schedule wait for steps that were taken; keep it to count attempts",
             _gated(scaler, scheduler, known is not None and known.is_torch),
             (scheduler, scaler),
             line=site.line,
@@ -141,7 +140,7 @@ def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
 
 
 def _updates(program: Program) -> Iterator[Finding]:
-    """A scaler that is made in this file, is used nowhere else, and is never updated."""
+    """Yield scalers that are made and used only in this file and never updated."""
     for site in program.sites:
         name = dotted(site.owner)
         made = program.meaning.scaler(site.owner, site.scope)
@@ -160,7 +159,7 @@ def _updates(program: Program) -> Iterator[Finding]:
 
 
 def _is_handed_on(tree: ast.Module, name: str) -> bool:
-    """Whether a scaler is updated, or stands anywhere but before a dot: somebody else may."""
+    """Return whether a scaler is updated, or is used in another way than by its methods."""
     last = name.rpartition(".")[2]
     attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     owners = {id(node.value) for node in attributes}
@@ -175,7 +174,7 @@ def _is_handed_on(tree: ast.Module, name: str) -> bool:
 
 
 def _is_inherited(tree: ast.Module, site: Site) -> bool:
-    """Whether an attribute of ``self`` may be used by a class that is written elsewhere."""
+    """Return whether the class has bases, which may use an attribute of ``self`` elsewhere."""
     return any(
         isinstance(node, ast.ClassDef) and node.name == site.scope.class_name and node.bases
         for node in ast.walk(tree)
@@ -193,7 +192,7 @@ def _closures(program: Program) -> Iterator[Finding]:
             yield Finding(
                 "closure-not-unscaled",
                 f"PyTorch's `{name}.step` hands `{closure}` to `{optimizer}`, which then steps "
-                "with gradients that nobody has unscaled or checked",
+                "with gradients that are neither unscaled nor checked",
                 "use halfstep's scaler, which unscales and checks in every evaluation",
                 "from halfstep import GradScaler\n"
                 f"{name} = GradScaler()\n{name}.step({optimizer}, {closure})",

@@ -1,4 +1,4 @@
-"""Where autocast is, and what runs inside of it."""
+"""Checks of autocast regions and the calls inside them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import re
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program
-from halfstep._doctor.reading.sites import Around, Site
+from halfstep._doctor.read_program import Around, Program, Site
 
 SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
-"""What names are like where somebody scales a loss."""
+"""Matches names that are typical for code that scales a loss."""
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
 def findings(program: Program) -> Iterator[Finding]:
-    """Yield what is wrong with regions of autocast."""
+    """Yield problems with regions of autocast."""
     yield from _backward_inside(program)
     yield from _casts_in_loops(program)
     yield from _without_scaler(program)
@@ -38,7 +37,7 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
                 f"`{what}` runs inside the autocast of line {_line(around)}: backward ops follow "
                 "the dtypes of the forward pass by themselves, and autocast around them lowers "
                 "what your own backward functions compute in float32",
-                "leave autocast before backward: one indentation less",
+                "end autocast before backward: indent that call one level less",
                 names=(what,),
                 line=site.line,
             )
@@ -76,7 +75,7 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
         is_entered_in_loop = bool(loops) and loops[-1] < at[0]
         if not site.autocast.is_torch or not is_entered_in_loop or around.node in seen:
             continue
-        if site.inside[loops[-1]].node in trained_in:  # the weights change from pass to pass
+        if site.inside[loops[-1]].node in trained_in:  # the weights change in each pass
             continue
         if _is_of_torch(program, site) or _has_loop(site, around):
             continue
@@ -84,8 +83,8 @@ def _casts_in_loops(program: Program) -> Iterator[Finding]:
         yield Finding(
             "weights-cast-in-loop",
             f"`torch.autocast` is entered in every pass of the loop in line "
-            f"{_line(site.inside[loops[-1]])}, without gradients: it forgets the casts of the "
-            "weights each time it ends, and makes them anew",
+            f"{_line(site.inside[loops[-1]])}, without gradients: it drops the casts of the "
+            "weights each time it ends, and makes them again",
             "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
             "from halfstep import autocast",
             line=_line(around),
@@ -98,12 +97,12 @@ def _is_of_torch(program: Program, site: Site) -> bool:
 
 
 def _is_chain(owner: ast.expr) -> bool:
-    """Whether a method is called on a result: ``model(x).argmax()`` runs no weights."""
+    """Return whether a method is called on a result: ``model(x).argmax()`` uses no weights."""
     return isinstance(owner, ast.Call)
 
 
 def _has_loop(site: Site, around: Around) -> bool:
-    """Whether a loop inside the context shares its casts."""
+    """Return whether a loop inside the context shares its casts."""
     statements = [
         node
         for node in ast.walk(site.scope.node)
@@ -131,8 +130,8 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
             if site.autocast.dtype == "float16" and (trains or around.is_decorator):
                 yield Finding(
                     "fp16-without-scaler",
-                    "autocast to float16 trains without a scaler: gradients below 6e-8 become "
-                    "zero, and nobody says so",
+                    "autocast to float16 trains without a scaler: gradients below 6e-8 silently "
+                    "become zero",
                     "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
                     "from halfstep import GradScaler\nscaler = GradScaler()\n"
                     "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
@@ -141,7 +140,7 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
 
 
 def _is_plain_backward(program: Program, site: Site) -> bool:
-    """A backward pass of a loss that is not multiplied by anything."""
+    """Return whether a call is a backward pass of a loss without any factor."""
     if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
         return False
     of = program.values.candidates(site.owner, site.scope)

@@ -1,4 +1,4 @@
-"""One finding, and all findings of one look."""
+"""Findings: the catalog of their ids, one finding, and the findings of one checkup."""
 
 from __future__ import annotations
 
@@ -8,7 +8,43 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, overload
 
 from halfstep._common.text import SEVERITIES, Severity, one_line
-from halfstep._doctor.catalog import CATALOG
+
+CATALOG: dict[str, Severity] = {
+    # precision and scaler
+    "fp16-without-scaler": "bad",
+    "scaler-with-bf16": "warning",
+    "torch-scaler": "notice",
+    # the calls of an iteration
+    "clip-before-unscale": "bad",
+    "scaler-bypassed": "bad",
+    "update-missing": "bad",
+    "closure-not-unscaled": "bad",
+    "scheduler-ungated": "notice",
+    "sum-loss": "warning",
+    # where autocast is
+    "backward-in-autocast": "warning",
+    "autocast-around-backward": "warning",
+    "weights-cast-in-loop": "notice",
+    # parameters and optimizers
+    "half-parameters": "bad",
+    "bf16-parameters": "notice",
+    "eps-underflow": "bad",
+    "shared-parameter": "warning",
+    "optimizer-before-move": "warning",
+    "replaced-parameters": "bad",
+    "untrained-parameters": "notice",
+    "scheduler-of-another": "warning",
+    # the process
+    "reduced-precision-sums": "notice",
+    "tf32-off": "notice",
+    "onednn-off": "warning",
+    "source-not-read": "notice",
+}
+"""Ids and severities, each with a section in docs/doctor.md.
+
+``bad`` ruins training, ``warning`` may ruin it, ``notice`` is good to know.
+"""
+
 
 _PAGE = "docs/doctor.md"
 
@@ -18,15 +54,15 @@ class Finding:
     """One thing that is wrong, or worth knowing.
 
     Attributes:
-        id: Which kind of thing, a key of the catalog: ``"clip-before-unscale"``.
-        text: What was seen, and what comes of it.
+        id: The kind of finding, a key of the catalog: ``"clip-before-unscale"``.
+        text: The observation and its consequence.
         cure: What to do.
-        code: The cure as Python to paste; empty where no few lines do it.
+        code: The cure as Python to paste; empty if it takes more than a few lines.
         names: The parameters, modules or variables that it is about.
-        file, line: Where in the source; empty and 0 for objects.
+        file, line: The place in the source; empty and 0 for objects.
 
     Raises:
-        ValueError: The catalog has no such id.
+        ValueError: The id is not in the catalog.
     """
 
     id: str
@@ -39,7 +75,9 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.id not in CATALOG:
-            raise ValueError(f"{self.id!r} is no id of a finding: {', '.join(sorted(CATALOG))}")
+            raise ValueError(
+                f"{self.id!r} is not the id of a finding: {', '.join(sorted(CATALOG))}"
+            )
 
     @property
     def severity(self) -> Severity:
@@ -48,7 +86,7 @@ class Finding:
 
     @property
     def docs(self) -> str:
-        """Where the docs explain it."""
+        """The section of the docs that explains it."""
         return f"{_PAGE}#{self.id}"
 
     @property
@@ -57,13 +95,13 @@ class Finding:
         return f"{self.file}:{self.line}" if self.file else ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, with what the id stands for."""
+        """Return plain values, with severity and docs."""
         what = {"severity": self.severity, "docs": self.docs}
         return {**asdict(self), "names": list(self.names), **what}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        """Return the finding that :meth:`to_json` made these values of."""
+        """Return the finding from values of :meth:`to_json`."""
         own = {field.name: values[field.name] for field in fields(cls)}
         return cls(**{**own, "names": tuple(own["names"])})
 
@@ -76,10 +114,10 @@ class Finding:
 
 
 class Checkup(Sequence[Finding]):
-    """The findings of one look, the worst first. ``str()`` is the text for a person.
+    """The findings of one checkup, the worst first; ``str()`` is the text to read.
 
     Args:
-        findings: In any order; of those that say the same of the same place one is kept.
+        findings: In any order; of equal findings one is kept.
     """
 
     def __init__(self, findings: Iterable[Finding] = ()) -> None:
@@ -92,7 +130,7 @@ class Checkup(Sequence[Finding]):
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing is bad and nothing a warning."""
+        """Whether no finding is bad or a warning."""
         return self.worst in ("notice", "good")
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""Switches of PyTorch that change what mixed precision computes, and how fast."""
+"""Switches of PyTorch that change the results or the speed of mixed precision."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from halfstep._doctor.finding import Finding
 
-_BACKENDS: Any = torch.backends  # its attributes are made as they are asked for
+_BACKENDS: Any = torch.backends  # its attributes are made on access
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Flag:
     Attributes:
         name: The expression that reads it.
         value: What it is now, as text.
-        meaning: What it does.
+        meaning: Its effect.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Flag:
 
     @property
     def device(self) -> str:
-        """The device type that it is about; empty for all."""
+        """The device type that it affects; empty for all."""
         if ".cuda." in self.name or ".cudnn." in self.name or '"cuda"' in self.name:
             return "cuda"
         return "cpu" if any(of in self.name for of in ("mkldnn", "denormal", '"cpu"')) else ""
@@ -79,7 +79,7 @@ _READ: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "torch.set_flush_denormal": (
         lambda: is_flushing(),
-        "CPU: fp32 below 1.2e-38 becomes zero; measured, since it cannot be asked",
+        "CPU: fp32 below 1.2e-38 becomes zero; measured, as PyTorch does not report it",
     ),
     "torch.backends.cudnn.benchmark": (
         lambda: _BACKENDS.cudnn.benchmark,
@@ -109,12 +109,12 @@ def _value(read: Callable[[], object]) -> str:
     try:
         return str(read())
     except RuntimeError:
-        # PyTorch refuses to sum up what was set by its older calls and by its newer ones.
+        # PyTorch refuses to answer if both its older and its newer calls were used.
         return "mixed"
 
 
 def is_flushing() -> bool:
-    """Say whether the CPU flushes subnormal results to zero in this thread."""
+    """Return whether the CPU flushes subnormal results to zero in this thread."""
     smallest = torch.full((16,), torch.finfo(torch.float32).smallest_normal)
     return not bool((smallest * 0.5).any())
 
@@ -122,7 +122,7 @@ def is_flushing() -> bool:
 def findings(
     device_type: str, dtype: torch.dtype | None, capability: tuple[int, int] = (0, 0)
 ) -> Iterator[Finding]:
-    """Yield what is to know about switches, for a training on a device.
+    """Yield findings about the switches, for a training on a device.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ...

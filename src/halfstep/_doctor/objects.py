@@ -1,4 +1,4 @@
-"""What is to be said about a model, its optimizers, its scaler and its schedules."""
+"""Checks of the objects of a training: model, optimizers, scaler and schedules."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from halfstep._scaler.gradients.collecting import parameters
 from halfstep._scaler.names import Names
 
 _LOST_BELOW = {torch.float16: 2**11, torch.bfloat16: 2**8}
-"""An update is lost if the weight is so many times larger: half a unit in the last place."""
+"""An update is lost if the weight is larger by this factor: half a unit in the last place."""
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 _FP16 = FORMATS["fp16"]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training is made of, as far as it is known.
+    """The known objects of a training.
 
     Attributes:
         model: The module that is trained.
-        optimizers: All of them, or none if they are not known.
+        optimizers: All optimizers; none if unknown.
         scaler: Ours or PyTorch's.
-        schedulers: Of learning rates.
-        dtype: The lower precision of autocast; None if it is not known.
-        makes_scaler: Whether a function of it may make a scaler of its own.
+        schedulers: Schedules of learning rates.
+        dtype: The lower precision of autocast; None if unknown.
+        makes_scaler: Whether its function may make a scaler itself.
     """
 
     model: nn.Module | None = None
@@ -43,7 +43,7 @@ class Training:
     makes_scaler: bool = False
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
-        """Return what parameters are called."""
+        """Return the names of parameters."""
         names = Names()
         if self.model is not None:
             names.watch(self.model)
@@ -56,7 +56,7 @@ class Training:
 
     @property
     def held(self) -> list[Tensor]:
-        """The parameters of the model, or if that is not known, of the optimizers."""
+        """The parameters of the model, or of the optimizers if the model is unknown."""
         return self.trained if self.model is None else list(self.model.parameters())
 
     @property
@@ -66,7 +66,7 @@ class Training:
 
 
 def findings(training: Training) -> Iterator[Finding]:
-    """Yield what is wrong with the objects of a training."""
+    """Yield problems with the objects of a training."""
     yield from _scalers(training)
     yield from _low_parameters(training)
     yield from _eps_of_optimizers(training)
@@ -87,7 +87,7 @@ def _scalers(training: Training) -> Iterator[Finding]:
         seen = "no scaler" if training.scaler is None else "a scaler that is switched off"
         yield Finding(
             "fp16-without-scaler",
-            f"float16 with {seen}: gradients below 6e-8 become zero, and nobody says so",
+            f"float16 with {seen}: gradients below 6e-8 silently become zero",
             "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
             "scaler = halfstep.GradScaler()",
         )

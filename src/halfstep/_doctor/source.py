@@ -1,4 +1,4 @@
-"""What is to be said about Python source. It is read, never run."""
+"""Checks of Python source, which is read and never run."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 
 from halfstep._doctor import about_losses, about_models, about_order, about_regions
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.reading.program import Program
-from halfstep._doctor.reading.scopes import Function
+from halfstep._doctor.read_names import Function
+from halfstep._doctor.read_program import Program
 
 _RULES = (about_order, about_regions, about_models, about_losses)
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
-"""In a file that uses none of these words there is nothing to find."""
+"""A file without any of these words is not checked."""
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
 
 
 def check_file(path: Path) -> list[Finding]:
-    """Read a Python file.
+    """Check a Python file.
 
     Raises:
         OSError: It cannot be read.
-        SyntaxError: It is not Python; names the line.
+        SyntaxError: It is not Python; the error has the line.
     """
     source = path.read_bytes()
     return _check(ast.parse(source, str(path)), source.decode("utf-8", "replace"), str(path))
 
 
 def check_source(source: str, name: str = "<source>") -> list[Finding]:
-    """Read Python source; ``name`` is what the findings call it.
+    """Check Python source; ``name`` is its name in the findings.
 
     Raises:
         SyntaxError: It is not Python.
@@ -43,7 +43,7 @@ def check_source(source: str, name: str = "<source>") -> list[Finding]:
 
 
 def check_function(function: Callable[..., Any]) -> list[Finding]:
-    """Read a function, and what it calls of its own file, with what its names stand for.
+    """Check a function and the functions of its file that it calls, with the values of its names.
 
     Raises:
         OSError: There is no source.
@@ -59,7 +59,7 @@ def check_function(function: Callable[..., Any]) -> list[Finding]:
 
 
 def known_to(function: Callable[..., Any]) -> dict[str, object]:
-    """Return what the names that a function uses stand for: globals, closure, ``self``."""
+    """Return the values of the names that a function uses: globals, closure, ``self``."""
     bound = function
     given: dict[str, object] = {}
     while isinstance(bound, partial):
@@ -72,7 +72,7 @@ def known_to(function: Callable[..., Any]) -> dict[str, object]:
 
 
 def may_scale(function: Callable[..., Any]) -> bool:
-    """Say whether a function uses names that are like those of a scaler."""
+    """Return whether a function uses names that are typical for a scaler."""
     code = plain_function(function).__code__
     return any(
         about_regions.SCALES.search(name)
@@ -81,17 +81,17 @@ def may_scale(function: Callable[..., Any]) -> bool:
 
 
 def plain_function(function: Callable[..., Any]) -> Any:
-    """Return the function that holds the code: of a method, a partial, or what wraps it.
+    """Return the plain function behind a method, a partial or a wrapper.
 
     Raises:
-        OSError: It is none that has source.
+        OSError: There is none with source.
     """
     while isinstance(function, partial):
         function = function.func
     found = inspect.unwrap(function)
     found = getattr(found, "__func__", found)
     if not inspect.isfunction(found):
-        raise OSError(f"{function!r} is no function written in Python")
+        raise OSError(f"{function!r} is not a function written in Python")
     return found
 
 
@@ -124,7 +124,7 @@ def _check(
 
 
 def _is_allowed(finding: Finding, lines: Iterable[str]) -> bool:
-    """Whether the line says ``# halfstep: allow``, with this id or none."""
+    """Return whether the line has a comment ``# halfstep: allow``, with this id or none."""
     line = [*lines][finding.line - 1 : finding.line]
     allowed = _ALLOWED.search(line[0]) if line else None
     if allowed is None:

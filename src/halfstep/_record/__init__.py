@@ -1,1 +1,1 @@
-"""What a training run was, step by step, in a file."""
+"""Records of training runs: files with every step, how they are written and read."""

@@ -20,9 +20,9 @@ import halfstep
 from halfstep import _torch
 from halfstep._common.machine import device_name, num_ranks, rank
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.lines import SCHEMA, Event, LineWriter, file_of
-from halfstep._record.models import Models
+from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.recorder import Recorder
+from halfstep._record.sample import Models
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -30,34 +30,33 @@ from halfstep.sinks import Sink
 
 
 class record:
-    """Record a training run: every step, and every so many steps what is in the tensors.
+    """Record a training run: every step, and statistics of the tensors in some steps.
 
     Writes one file of JSON Lines, flushed line by line, for ``halfstep report`` and ``halfstep
-    watch``: ``rank0.jsonl`` in the folder, or that of the rank in the environment variable
-    ``RANK``. A file that is there already is gone on with. docs/record.md says what is in it and
-    what recording costs.
+    watch``: ``rank0.jsonl`` in the folder, or the file of the rank in the environment variable
+    ``RANK``. Appends to an existing file. docs/record.md describes its contents and the cost of
+    recording.
 
-    Nothing in the training is changed by it, bit for bit. Iterations are those of halfstep's
+    Recording does not change the training, bit for bit. Iterations are those of halfstep's
     ``GradScaler``; without one, each ``optimizer.step()`` is one.
 
     Args:
         path: The folder; made if it is not there.
-        model: The model, whose names the record gives. Left out, the outermost modules that run
-            with gradients are found.
-        scaler: Whose iterations count; left out, every scaler's.
-        every: What is in the tensors is recorded in the first step and in every ``every``-th; 0 for
-            never.
+        model: The model, for the names in the record. By default, the outermost modules that run
+            with gradients.
+        scaler: The scaler whose iterations count; by default, every scaler.
+        every: Tensors are sampled in the first step and in every ``every``-th; 0 for never.
         sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
 
     Raises:
-        TypeError: ``model`` is no module, or ``scaler`` is none of halfstep's.
+        TypeError: ``model`` is not a module, or ``scaler`` is not halfstep's.
         ValueError: ``every`` is negative.
         CallOrderError: It is entered twice.
-        RecordError: Another process writes this record, or the folder holds another program's
-            ``rank0.jsonl``.
-        OSError: The folder cannot be written to.
+        RecordError: Another process writes this record, or the folder contains a ``rank0.jsonl`` of
+            another program.
+        OSError: The folder is not writable.
 
-    Sync: none of its own but in sampled steps; numbers are read late, many steps at once.
+    Sync: none of its own, except in sampled steps; numbers are read late, many steps at once.
 
     Example:
         >>> import tempfile, halfstep
@@ -88,7 +87,9 @@ class record:
                 "halfstep.GradScaler; what other scalers decide cannot be seen"
             )
         if every < 0:
-            raise ValueError(f"record(every={every}): the number of steps between samples, or 0")
+            raise ValueError(
+                f"record(every={every}): pass the number of steps between samples, or 0"
+            )
         self.path = Path(path).absolute()
         self._model, self._scaler, self._every, self._sinks = model, scaler, every, sinks
         self._recorder: Recorder | None = None
@@ -96,7 +97,7 @@ class record:
 
     def __enter__(self) -> Self:
         if self._recorder is not None:
-            raise CallOrderError(f"the record {self.path} has been entered; make another one")
+            raise CallOrderError(f"the record {self.path} has already been entered; make a new one")
         writer = LineWriter(file_of(self.path, rank()))
         writer.write(_header(self._every))
         models = Models()
@@ -125,14 +126,14 @@ class record:
         self._recorder.close(_text(error))
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> int:
-        """Write what :func:`halfstep.diagnose` has found, for the report.
+        """Write a result of :func:`halfstep.diagnose` into the record, for the report.
 
         Args:
-            diagnosis: What was found.
+            diagnosis: The diagnosis.
 
         Returns:
-            The number of the iteration that it is written for: inside of a step of an optimizer the
-            one that this ends, else the last one that has ended; 1 before that.
+            The number of its iteration: inside a step of an optimizer, the one that the step ends;
+            else the last one that has ended, or 1.
 
         Raises:
             CallOrderError: The record has not been entered.
@@ -149,7 +150,7 @@ class record:
         return self._require_entered().add_diagnosis(diagnosis)
 
     def add_note(self, text: str) -> None:
-        """Write what a reader has to know; the same text is written once.
+        """Write a note for the reader; the same text is written only once.
 
         Args:
             text: A sentence.
@@ -173,7 +174,7 @@ class record:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps are known to have been skipped; all of them after the block."""
+        """How many steps are known to have been skipped; complete after the block."""
         return 0 if self._recorder is None else self._recorder.num_skipped
 
 
@@ -186,7 +187,7 @@ def _header(every: int) -> Event:
         "python": platform.python_version(),
         "rank": rank(),
         "world_size": num_ranks(),
-        "device": None,  # told at the first step: the script decides which one it is
+        "device": None,  # written at the first step: the script chooses the device
         "machine": device_name("cpu"),
         "cores": os.cpu_count(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -213,7 +214,7 @@ def _observing(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _listening_to_backward(recorder: Recorder) -> Iterator[None]:
-    """Hear of every backward pass; ``Tensor.backward`` looks the function up in each call."""
+    """Tell the recorder of backward passes; ``Tensor.backward`` looks the function up each time."""
     backward = torch.autograd.backward
 
     def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:

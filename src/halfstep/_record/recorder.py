@@ -1,4 +1,4 @@
-"""What a recorder does at each loss, norm and step, from whoever tells it of them."""
+"""The recorder: it collects the losses, norms and steps of a run and writes them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.lines import Event, LineWriter
-from halfstep._record.models import Models
-from halfstep._record.sampling import Sampler
-from halfstep._record.steps import RawStep, Waiting
+from halfstep._record.files import Event, LineWriter
+from halfstep._record.pending import PendingStep, PendingSteps
+from halfstep._record.sample import Models, Sampler
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import collect, parameters
 from halfstep._scaler.gradients.passes import measure
@@ -37,13 +36,13 @@ from halfstep.sinks import Sink, sample_scalars, step_scalars
 _Params = ParamSpec("_Params")
 
 NUM_CULPRITS = 20
-"""So many names of parameters are written for a skipped step."""
+"""At most this many names of parameters are written for a skipped step."""
 MOST_NORMS = 16
-"""So many measured norms wait for the step that they belong to."""
+"""At most this many measured norms wait for their step."""
 MOST_BACKWARD = 256
-"""A sample ends after so many backward passes in which no optimizer has stepped ..."""
+"""A sample ends after this many backward passes without a step of an optimizer ..."""
 MOST_WAITS = 4
-"""... and after so many steps that none came before, as those of a second optimizer."""
+"""... and after this many steps without a backward pass, as those of a second optimizer."""
 NO_MODEL = (
     "no model was found: none was called in the first step, or it was called inside compiled code. "
     "Name it: halfstep.record(path, model=model)"
@@ -51,7 +50,7 @@ NO_MODEL = (
 
 
 def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
-    """Let no mode of the user see the ops of a method."""
+    """Hide the ops of a method from the user's modes."""
 
     @wraps(method)
     def unseen(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
@@ -62,21 +61,21 @@ def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
 
 
 class Recorder:
-    """Puts together what happens in an iteration and writes it.
+    """Collects the events of an iteration and writes them.
 
     Args:
         writer: The file.
-        models: The models that are known from the start.
-        engine: The scaler whose iterations count; None for those of all scalers, and for the steps
-            that no scaler has a part in.
-        every: Sample the first step and each whose number this divides; 0 for no sample.
-        sinks: Are told the scalars too.
+        models: The models known from the start.
+        engine: The scaler whose iterations count; None for all scalers, and for steps without a
+            scaler.
+        every: Sample the first step and every multiple of this number; 0 for no sample.
+        sinks: Receive the scalars too.
 
     Attributes:
         num_steps: Number of iterations that have ended.
-        num_skipped: How many steps among them are known to be skipped.
+        num_skipped: Number of steps in them that are known to be skipped.
 
-    Sync: none, but in sampled steps, after a step that was skipped, and in :meth:`close`.
+    Sync: none, except in sampled steps, after a skipped step, and in :meth:`close`.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Recorder:
     ) -> None:
         self.num_steps = self.num_skipped = 0
         self._writer, self._engine, self._every, self._sinks = writer, engine, every, list(sinks)
-        self._models, self._waiting = models, Waiting()
+        self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
         self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
@@ -102,11 +101,11 @@ class Recorder:
         self._num_backward = self._num_waits = 0
         self._sampler.begin(is_measuring=every > 0)
 
-    # --- what it is told --------------------------------------------------------------------------
+    # --- events of the training -------------------------------------------------------------------
 
     @_unseen
     def on_loss(self, engine: Engine, outputs: Any) -> None:
-        """Take note of a loss before it is scaled."""
+        """Note a loss before it is scaled."""
         if self._listens_to(engine):
             if not self._is_scaled:
                 self._loss, self._is_scaled = None, True
@@ -114,9 +113,9 @@ class Recorder:
 
     @_unseen
     def on_backward(self, roots: Any) -> None:
-        """Take note of what ``backward`` is called on: the loss, if no scaler has seen it."""
+        """Note the roots of a backward pass: the loss, if no scaler has seen it."""
         if not self._is_listening() or _torch.backward_number() >= 0:
-            return  # inside of another one a checkpoint is computed again
+            return  # inside another pass, a checkpoint is being recomputed
         self._num_backward += 1
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
             self._sampler.end()
@@ -126,9 +125,9 @@ class Recorder:
 
     @_unseen
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
-        """Take note of an L2 norm that ``torch.nn.utils.clip_grad_norm_`` has measured.
+        """Note an L2 norm measured by ``torch.nn.utils.clip_grad_norm_``.
 
-        Not of one that lies on several ranks as summands: to add them up is a collective.
+        A norm that is distributed over ranks is ignored: adding it up takes a collective.
         """
         if self._is_listening() and not _torch.is_dtensor(norm):
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
@@ -136,11 +135,11 @@ class Recorder:
 
     @_unseen
     def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
-        """Take note that ``update`` has ended an iteration."""
+        """Note that ``update`` has ended an iteration."""
         if not outcomes or not self._listens_to(engine):
             return
         if self.num_steps == 0:
-            for model in self._models:  # so that the scaler's own messages have names
+            for model in self._models:  # gives names to the scaler's own messages
                 engine.names.watch(model)
         for outcome in outcomes:
             norm = self._norm_of(outcome.optimizer)
@@ -153,11 +152,11 @@ class Recorder:
 
     @_unseen
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take note of a step that no scaler has a part in."""
+        """Note a step that is made without a scaler."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
         if _torch.optimizer_step_depth() > 1 or is_by_scaler():
-            return  # of an optimizer that another one is made of, or told by on_iteration()
+            return  # inside another optimizer, or reported by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
@@ -165,7 +164,7 @@ class Recorder:
         self._end_iteration(1.0)
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> int:
-        """Write what is wrong with the present step, and return its number. Sync: none."""
+        """Write a diagnosis of the current step and return its number. Sync: none."""
         is_stepping = _torch.optimizer_step_depth() > 0
         step = max(self.num_steps + is_stepping, 1)
         if self._is_here():
@@ -179,13 +178,13 @@ class Recorder:
             self._write({"event": "note", "step": self.num_steps + 1, "text": text})
 
     def close(self, error: str | None) -> None:
-        """Write what is left, and the end. Sync: one or two."""
+        """Write the remaining steps and the end. Sync: one or two."""
         if not self._is_here():
             return
         self._sampler.end()
         try:
             self._write_steps(self._waiting.take_all())
-        except RuntimeError as failure:  # the device may be what ended the run
+        except RuntimeError as failure:  # a device error may have ended the run
             self.say(f"the last steps could not be read: {failure}")
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()
@@ -193,11 +192,11 @@ class Recorder:
     # --- the iteration ----------------------------------------------------------------------------
 
     def _is_here(self) -> bool:
-        """Whether this is the process that records, and not one that it has forked."""
+        """Return whether this is the recording process, not a fork of it."""
         return os.getpid() == self._pid
 
     def _is_listening(self) -> bool:
-        """Whether what happens counts: a diagnosis takes all observers away while it replays."""
+        """Return whether events count: a diagnosis removes all observers during its replay."""
         return self in OBSERVERS and self._is_here()
 
     def _listens_to(self, engine: Engine) -> bool:
@@ -216,7 +215,7 @@ class Recorder:
         ]
         if not found:
             return
-        # The losses of micro-batches add up; what a step evaluates takes the place of the last one.
+        # The losses of micro-batches add up; a closure's evaluation replaces the last one.
         is_new = self._loss is None or self._is_old or _torch.optimizer_step_depth() > 0
         device = found[-1].device
         parts = found if is_new or self._loss is None else [self._loss, *found]
@@ -224,7 +223,7 @@ class Recorder:
         self._is_old = False
 
     def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
-        """Return the norm that was measured of exactly the gradients of an optimizer."""
+        """Return the measured norm of exactly the gradients of an optimizer."""
         if optimizer is None or not self._norms:
             return None
         own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
@@ -232,13 +231,13 @@ class Recorder:
 
     def _add_step(self, optimizer: str, outcome: Outcome | None, norm: Tensor | None) -> None:
         step = self.num_steps + 1
-        self._waiting.add(RawStep(step, self._time(), optimizer, outcome, self._loss, norm))
+        self._waiting.add(PendingStep(step, self._time(), optimizer, outcome, self._loss, norm))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1
         if self.num_steps == 1:
             self._write_device()
-        # A second optimizer may step by the same backward pass: the loss stays until the next one.
+        # A second optimizer may use the same backward pass: keep the loss until the next pass.
         self._norms, self._is_old, self._is_scaled = [], True, False
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
             self._num_waits = 0
@@ -297,9 +296,9 @@ class Recorder:
             names, began_in = self._models.culprits(found)
             names = names or outcome.culprits
         except CallOrderError:
-            return  # seen late, and the gradients are gone
+            return  # too late: the gradients are gone
         if not names:
-            return  # it is another rank's
+            return  # the culprits are on another rank
         event: Event = {"event": "culprits", "step": self.num_steps + 1}
         self._write(
             event
@@ -315,10 +314,10 @@ class Recorder:
         try:
             self._writer.write(event)
         except (OSError, ValueError) as error:
-            # A full disk must not end a run; ValueError is that of a closed file.
+            # A full disk must not end a run; ValueError is raised by a closed file.
             if not self._has_failed:
                 self._has_failed = True
-                _warn(f"halfstep.record cannot write any more: {error}")
+                _warn(f"halfstep.record can no longer write: {error}")
 
     def _log(self, step: int, scalars: dict[str, float]) -> None:
         for sink in [*self._sinks]:
@@ -327,13 +326,15 @@ class Recorder:
             except Exception as error:
                 self._sinks.remove(sink)
                 _warn(
-                    f"halfstep.record goes on without {type(sink).__name__}, which has failed: "
+                    f"halfstep.record continues without {type(sink).__name__}, which failed: "
                     f"{type(error).__name__}: {error}"
                 )
 
 
 def _may_be_skipped(outcome: Outcome) -> bool:
-    """Say whether the newest state on the host ends with skips; on a CPU that is the present one.
+    """Return whether the newest state on the host ends with skips.
+
+    On a CPU that is the current state.
 
     Sync: none.
     """
@@ -345,17 +346,17 @@ def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
     try:
         return torch.tensor(outcome.norm, dtype=torch.float32)
     except CallOrderError:
-        return None  # its optimizer has divided the gradients by itself, or they are gone
+        return None  # the optimizer unscaled the gradients itself, or they are gone
 
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     found = collect(parameters(optimizer))
     if not found.grads or any(map(_torch.is_dtensor, found.grads)):
-        return None  # of what this rank holds of them there is a norm, and it is not theirs
+        return None  # a norm of this rank's part is not the norm of the whole
     return measure(found, None).total(found.values[0].device)
 
 
 def _warn(text: str) -> None:
-    # Where warnings are errors this one must not end the run either.
+    # This warning must not end the run, even where warnings are errors.
     with suppress(Warning):
         warnings.warn(text, stacklevel=2)

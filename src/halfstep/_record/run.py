@@ -1,4 +1,4 @@
-"""A recorded run as values: what the report, the checks and the live view are made from."""
+"""A recorded run as values, for the report, the checks and the live view."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: tuple[Kind, ...] = ("parameter", "parameter_gradient", "output", "output_
 
 
 LARGEST_EXPONENT = 1023
-"""Twice the next power of two is no float any more."""
+"""Beyond this exponent, twice the next power of two is not a float."""
 
 
 class _Event(Struct, frozen=True, gc=False, tag_field="event"):
@@ -29,7 +29,7 @@ class _Event(Struct, frozen=True, gc=False, tag_field="event"):
 
 
 class Header(_Event, tag="run", frozen=True):
-    """The first line of a segment; "unknown" and None for what it does not say.
+    """The first line of a segment; missing values are "unknown" or None.
 
     Attributes:
         started: When the segment began, ISO 8601.
@@ -59,7 +59,7 @@ class Header(_Event, tag="run", frozen=True):
 
 
 class Device(_Event, tag="device", frozen=True):
-    """Where the first step has run.
+    """The device of the first step.
 
     Attributes:
         device: Device type.
@@ -78,8 +78,8 @@ class Model(_Event, tag="model", frozen=True):
         name: Of its class.
         parameters: Number of entries of its parameters.
         modules: In the order in which they ran.
-        note: What a reader must know of it.
-        rank: The rank whose it is, if the first rank has another, as in a pipeline.
+        note: A note for the reader.
+        rank: The rank that has it, if the first rank has another model, as in a pipeline.
     """
 
     step: Count
@@ -114,10 +114,10 @@ class Step(_Event, tag="step", frozen=True):
         time: Seconds since the record (its first segment) began.
         optimizer: Class name of the optimizer.
         taken: Whether the step was taken.
-        reason: Why not, None if taken.
+        reason: Why it was skipped, None if taken.
         scale: What the loss was multiplied by, None without a scaler.
         scale_after: The scale of the next iteration.
-        norm: L2 norm of the unscaled gradients before clipping, None where nobody measured it.
+        norm: L2 norm of the unscaled gradients before clipping, None where it was not measured.
         loss: The loss before scaling, None where it was not seen. Of several ranks the mean over
             those that have one.
         rank: The first rank whose gradients were inf or NaN; None if none were, or unknown.
@@ -137,18 +137,18 @@ class Step(_Event, tag="step", frozen=True):
     bad_losses: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what the types do not say.
+        """Check what the types cannot express.
 
         Raises:
             ValueError: A number is finite, and too large for the float32 that it was.
         """
         for value in (self.norm, self.loss):
             if value is not None and LARGEST < abs(value) < math.inf:
-                raise ValueError(f"{value} is no float32")
+                raise ValueError(f"{value} is not a float32")
 
 
 class Measured(Statistics, frozen=True, gc=False, kw_only=True):
-    """The statistics of one tensor of one sampled step, of all ranks together.
+    """The statistics of one tensor in one sampled step, over all ranks.
 
     Gradients are as in memory: multiplied by the scale.
 
@@ -164,20 +164,20 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
 
     @classmethod
     def of(cls, kind: Kind, name: str, dtype: str, statistics: Statistics) -> Measured:
-        """Return the statistics of a tensor with its name."""
+        """Return statistics with the name of their tensor."""
         return cls(kind=kind, name=name, dtype=dtype, **asdict(statistics))
 
     def __post_init__(self) -> None:
-        """Check what the types do not say.
+        """Check what the types cannot express.
 
         Raises:
-            ValueError: There are no counts of a format, or bins that are those of no float.
+            ValueError: Counts of a format are missing, or bins lie outside the range of floats.
         """
         if not (FORMATS.keys() <= self.underflow.keys() and FORMATS.keys() <= self.overflow.keys()):
-            raise ValueError(f"underflow and overflow are to have {', '.join(FORMATS)}")
+            raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
         last = self.first + len(self.histogram) - 1
         if not -LARGEST_EXPONENT <= self.first <= last + 1 <= LARGEST_EXPONENT:
-            raise ValueError(f"a histogram from 2^{self.first} to 2^{last} is that of no float")
+            raise ValueError(f"bins from 2^{self.first} to 2^{last} exceed the range of floats")
 
 
 class Sample(_Event, tag="sample", frozen=True):
@@ -195,16 +195,16 @@ class Sample(_Event, tag="sample", frozen=True):
 
 
 class Culprits(_Event, tag="culprits", frozen=True):
-    """Whose gradients were inf or NaN in a skipped step.
+    """The parameters whose gradients were inf or NaN in a skipped step.
 
     Attributes:
         step: Number of the iteration in the record.
         optimizer: Class name of the optimizer.
-        began_in: Path of the module where the backward pass first left the range, as far as the
-            gradients tell; None if they do not.
+        began_in: Path of the module where the backward pass first left the range; None if the
+            gradients do not show it.
         parameters: Their names, at most 20 of them.
         num_parameters: How many there are.
-        rank: Who saw it.
+        rank: The rank that saw it.
     """
 
     step: Count
@@ -219,9 +219,9 @@ class Diagnosed(Struct, frozen=True):
     """A step that went bad and was replayed.
 
     Attributes:
-        rank: Who saw it.
+        rank: The rank that saw it.
         step: Number of the iteration in the record.
-        diagnosis: What was found.
+        diagnosis: The diagnosis.
     """
 
     rank: int
@@ -230,7 +230,7 @@ class Diagnosed(Struct, frozen=True):
 
 
 class Note(_Event, tag="note", frozen=True):
-    """Something that the recorder has to say.
+    """A note by the recorder.
 
     Attributes:
         step: When.
@@ -245,7 +245,7 @@ class End(_Event, tag="end", frozen=True):
     """The end of a segment.
 
     Attributes:
-        error: What ended it; None if it ended well.
+        error: The error that ended it; None if it ended well.
         time: Seconds since the record (its first segment) began; None if unknown.
     """
 
@@ -255,25 +255,26 @@ class End(_Event, tag="end", frozen=True):
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a record holds, ranks and segments put together.
+    """The contents of a record, with ranks and segments joined.
 
     Attributes:
         path: The folder.
         header: The first line of rank 0, of the last segment: versions, machine, command, every.
-        starts: The number of the first step of each segment: each time the run was started.
-        ranks: Which ranks have written.
-        models: Those of the first rank, and those that others have and it has not.
+        starts: The number of the first step of each segment: one for each start of the run.
+        ranks: The ranks that have written.
+        models: Those of the first rank, and those that only others have.
         policies: Those of the first rank.
         steps: Those of the first rank, in order, with the losses of all.
         samples: The sampled steps, of all ranks together.
         culprits: Of all ranks.
         diagnoses: Of all ranks, by step.
-        notes: What the recorders had to say, and what the reader has: ranks that disagree, and
-            all of ``left_out``.
-        left_out: Which lines are cut or damaged: nothing is made from them.
-        error: What ended the last segment, on the rank that ended first; None if it ended well.
-        error_rank: Which rank that is.
-        without_end: The ranks whose last segment has no end: it runs, or was ended by kill -9.
+        notes: Notes of the recorders and of the reader: ranks that disagree, and all of
+            ``left_out``.
+        left_out: The lines that are cut or damaged and were left out.
+        error: The error that ended the last segment, on the first rank that failed; None if it
+            ended well.
+        error_rank: The rank of that error.
+        without_end: The ranks whose last segment has no end: still running, or killed.
         trace: The trace in ``trace.json``, None if there is none.
     """
 

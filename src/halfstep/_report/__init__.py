@@ -1,1 +1,1 @@
-"""A recorded run told to a person: numbers, sentences, a page, and what differs from another."""
+"""Reports on recorded runs: numbers, sentences, an HTML page, and comparisons of two runs."""

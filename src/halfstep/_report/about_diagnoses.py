@@ -1,4 +1,4 @@
-"""What is to be said about steps that went bad and were replayed: the op, why, and the cure."""
+"""Sentences about steps that went bad and were replayed: the op, the reason and the cure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from halfstep._report.about_steps import severity_of_skips
 from halfstep._report.summary import BadPlace, Summary
 
 MOST_PLACES = 5
-"""So many places have a sentence of their own."""
+"""At most this many places get a sentence of their own; the rest are counted."""
 _REPLAYED = {
-    True: " What cures it, as a replay has shown: ",
-    False: " What may help, though a replay with it was not finite: ",
-    None: " What should help: ",
+    True: " Cure, confirmed by a replay: ",
+    False: " This may help, although a replay with it was not finite: ",
+    None: " This should help: ",
 }
 
 
 def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
-    """Say which ops made steps bad, and what cures it."""
+    """Yield which ops made steps bad, and the cures."""
     for place in summary.bad_places[:MOST_PLACES]:
         yield say(
             severity_of(place, summary),
@@ -40,7 +40,7 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
 
 
 def severity_of(place: BadPlace, summary: Summary) -> Severity:
-    """Return how bad it is; a scale that was too large is as bad as the skips that it led to."""
+    """Return the severity; a scale that was too large is as bad as the skips it caused."""
     if place.diagnosis.verdict == "none":
         return "notice"
     if not is_matter_of_skips(place, summary):
@@ -50,7 +50,7 @@ def severity_of(place: BadPlace, summary: Summary) -> Severity:
 
 
 def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
-    """Say whether all that is wrong is a scale that was too large in steps that were skipped."""
+    """Return whether the only problem is a too large scale in steps that were skipped."""
     return place.diagnosis.verdict == "scale" and set(summary.steps.skipped) >= set(place.steps)
 
 
@@ -68,27 +68,27 @@ def headline(diagnosis: Diagnosis) -> str:
 
 
 def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
-    """Let the first sentence that is a warning, or worse, end with how to get a diagnosis."""
+    """Append how to get a diagnosis to the first sentence that is a warning or worse."""
     advised = list(said)
     for index, sentence in enumerate(said):
         if sentence.severity in ("bad", "warning"):
             call = Code("halfstep run --diagnose train.py")
-            parts = (" Which op it is, and what cures it, is told by ", call, ".")
+            parts = (" To find the op and its cure, run ", call, ".")
             advised[index] = say(sentence.severity, *sentence.parts, *parts)
             break
     return advised
 
 
 def _what(found: Diagnosis) -> Iterator[str | Code]:
-    """Yield what made the steps bad, to go on after them."""
+    """Yield what made the steps bad; the text continues after the step numbers."""
     bad = found.bad
     match found.verdict:
         case "none":
-            yield " went bad, but not when replayed: then every loss and gradient was finite"
+            yield " went bad, but in the replay every loss and gradient was finite"
         case "scale":
             yield " overflowed in "
             yield from _op(bad)
-            yield ", since the loss was scaled by too much"
+            yield ", since the scale was too large"
         case "range":
             yield " went bad in "
             yield from _op(bad)
@@ -101,19 +101,19 @@ def _what(found: Diagnosis) -> Iterator[str | Code]:
         case "data":
             yield " went bad because "
             yield Code(found.tensor or "a tensor")
-            yield " was bad before; it is read first by "
+            yield " was already bad; the first op to read it is "
             yield from _op(bad)
         case "unknown":
             yield " went bad in "
             yield from _op(bad)
-            yield ", for a reason that is not known"
+            yield ", for an unknown reason"
     if found.verdict in ("none", "unknown") and found.notes:
         yield f" ({'; '.join(found.notes)})"
 
 
 def _op(bad: BadOp | None) -> Iterator[str | Code]:
     if bad is None:
-        yield "an op that is not known"
+        yield "an unknown op"
         return
     if bad.op == "_to_copy":
         yield "a cast" if bad.name == bad.op else "the cast for "

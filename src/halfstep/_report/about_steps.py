@@ -1,4 +1,4 @@
-"""What is to be said about the steps of a run: how it ended, skips, loss, scale."""
+"""Sentences about the steps of a run: how it ended, skips, loss and scale."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from halfstep._common.numbers import (
     things,
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._report.cures import island, literal
-from halfstep._report.summary import Facts, Origin, Steps, Summary
-from halfstep._report.windows import power_below
+from halfstep._report.layers import power_below
+from halfstep._report.summary import Facts, Origin, StepCounts, Summary
 
 ENDLESS = 5
-"""So many skipped iterations at the end are skips that do not end."""
+"""From this many skipped iterations at the end on, the skips count as unending."""
 FEW, MANY = 0.01, 0.1
-"""Shares of skipped steps: dynamic scaling needs a few, and learning suffers from many."""
+"""Shares of skipped steps: dynamic scaling needs a few; many slow down learning."""
 _DEFAULT_SCALE = 65536.0
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
-    """Say how the run ended, if it did not end well, and what the record lacks."""
+    """Yield how the run ended, unless it ended well, and what the record lacks."""
     facts = summary.facts
     when = f"after {things(summary.steps.num, 'step')}, at {seconds(facts.duration)}"
     if facts.error == "KeyboardInterrupt":
@@ -40,15 +39,15 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     elif facts.state == "no end":
         yield say(
             "warning",
-            f"The record has no end: the run is still going, or it was killed {when} "
+            f"The record has no end: the run is still running, or it was killed {when} "
             "(out of memory, a job's time limit, kill -9).",
         )
     if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
         ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
-            f"There is no end of the record{ranks}: killed there (out of memory, kill -9), or by "
-            "the launcher when another rank had failed.",
+            f"The record has no end{ranks}: the process was killed (out of memory, kill -9), or "
+            "stopped by the launcher after another rank had failed.",
         )
     if not summary.steps.num:
         yield say(
@@ -57,34 +56,35 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
             "made between the start and the end of the record.",
         )
     if len(facts.ranks) < facts.world_size:
-        left = f"{len(facts.ranks)} of {facts.world_size} processes have"
-        yield say("notice", f"Only {left} left a record: the others may have seen other things.")
+        some = f"{len(facts.ranks)} of {facts.world_size} processes"
+        yield say("notice", f"Only {some} left a record: the others may have behaved differently.")
 
 
 def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
-    """Return `` on rank 1``; nothing if all ranks are meant, or there is one."""
+    """Return `` on rank 1``; an empty string if there is one rank or all are meant."""
     if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
         return ""
     return f" on rank{'' if len(ranks) == 1 else 's'} {step_list(ranks)}"
 
 
 def about_loss(summary: Summary) -> Iterator[Sentence]:
-    """Say when the loss was not finite."""
+    """Yield when the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
     cure = (
-        " No scale changes that: look at the batch of that step and at the learning rate, and at "
+        " No scale can change that: look at the batch of that step, at the learning rate, and at "
         "log(), division and sqrt() at 0 in the loss, which should run in float32."
     )
     if any("loss" in place.diagnosis.ends for place in summary.bad_places):
         cure = ""  # the diagnosis has a better one
     elif any(layer.inf for layer in summary.of_kind("output")):
-        cure = " An output overflowed, which is said below, and no scale changes that."
+        cure = " An output overflowed (see below), and no scale can change that."
     if loss is not None and loss.first_non_finite is not None:
         is_last = not math.isfinite(loss.last)
         became = number(loss.last) if is_last else "inf or NaN"
         where = on_ranks(loss.ranks, summary.facts)
         had = f"{things(loss.num_non_finite, 'step')} had such a loss"
-        end = ", the last one too." if is_last else ", and it recovered."
+        last = ", the last one." if loss.num_non_finite == 1 else ", including the last one."
+        end = last if is_last else ", and it recovered."
         yield say(
             "bad" if is_last else "warning",
             f"The loss became {became} at step {loss.first_non_finite}{where}; {had}{end}{cure}",
@@ -95,7 +95,7 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
-    """Say how many steps were skipped, where that began, and what would help."""
+    """Yield how many steps were skipped, where the skips began, and what would help."""
     steps = summary.steps
     if steps.num_skipped_later:
         yield _skipped(summary, steps)
@@ -113,21 +113,25 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         )
         yield say(
             "bad",
-            "The gradients were inf or NaN at the smallest scale too, while the loss was finite "
-            f"({where}): not the scale but the backward pass.{'' if summary.bad_places else cure}",
+            "The gradients were inf or NaN even at the smallest scale, while the loss was finite "
+            f"({where}): the cause is the backward pass, not the scale."
+            f"{'' if summary.bad_places else cure}",
         )
-    if summary.steps.reasons.get("norm"):
+    too_large = summary.steps.reasons.get("norm")
+    if too_large:
         yield say(
             "notice",
-            f"{things(summary.steps.reasons['norm'], 'step')} had a norm far above the median and "
-            "were left out: look at these batches, lower the learning rate, or raise the limit, ",
+            f"{things(too_large, 'step')} had a norm far above the median and "
+            f"{'was' if too_large == 1 else 'were'} left out: look at the "
+            f"{'batch' if too_large == 1 else 'batches'}, lower the learning rate, or raise the "
+            "limit, ",
             Code("scaler.set_norm_limit(...)"),
             ".",
         )
 
 
 def start_up(summary: Summary) -> str:
-    """Return what there is to say about the skips at the start, without the full stop."""
+    """Return the sentence about the skips at the start, without the full stop."""
     num, scale = len(summary.steps.start_up), summary.scale
     came_down = "" if scale is None else f" from {power(scale.first)}"
     return (
@@ -137,16 +141,17 @@ def start_up(summary: Summary) -> str:
 
 
 def after_growth(summary: Summary) -> Sentence:
-    """Say that there were skips by which dynamic scaling has found the largest scale."""
+    """Return the sentence about skips right after the scale had grown."""
     steps = summary.steps.after_growth
     what = (
         f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
-        "that had just grown and went back, which is normal: so the largest scale is found"
+        "that had just grown and went back: this is how dynamic scaling finds the largest usable "
+        "scale"
     )
     return say("notice", what, *_began(summary, steps), ".")
 
 
-def _skipped(summary: Summary, steps: Steps) -> Sentence:
+def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     num, later = steps.num_skipped_later, steps.later
     what = (
         f"{count(num)} of {things(steps.num, 'step')} {'was' if num == 1 else 'were'} skipped "
@@ -157,8 +162,8 @@ def _skipped(summary: Summary, steps: Steps) -> Sentence:
     return say(severity_of_skips(steps), what, *_began(summary, later), ".", *_cure(summary, later))
 
 
-def severity_of_skips(steps: Steps) -> Severity:
-    """Return how bad the skips are that are not part of how dynamic scaling works."""
+def severity_of_skips(steps: StepCounts) -> Severity:
+    """Return the severity of the skips that are not part of normal dynamic scaling."""
     share = steps.share_skipped_later
     if share > MANY or steps.skipped_at_end >= ENDLESS:
         return "bad"
@@ -166,7 +171,7 @@ def severity_of_skips(steps: Steps) -> Severity:
 
 
 def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
-    """Return the modules where these skips began, and in how many of them; most first."""
+    """Return the modules where these skips began, with their counts, the most frequent first."""
     found = [
         (origin, len(set(origin.steps).intersection(later)))
         for origin in summary.origins
@@ -202,7 +207,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     num_normal = len(summary.steps.start_up) + len(summary.steps.after_growth)
     scale = summary.scale
     if summary.steps.reasons.get("overflow", 0) <= num_normal or (scale and scale.stuck):
-        return  # something else than the scale
+        return  # the scale is not the cause
     if summary.lower == "bf16":
         yield (
             " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
@@ -228,7 +233,7 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 
 
 def about_scale(summary: Summary) -> Iterator[Sentence]:
-    """Say when the scale came down to where it is of no use, or is of no use anyway."""
+    """Yield when the scale fell to where it is useless, or is not needed at all."""
     scale = summary.scale
     if scale is None:
         return
@@ -244,13 +249,13 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
-            "no gradient from underflow. Overflow at every scale is no matter of the scale: look "
-            "at where the skips began, keep that module in float32, or use bf16.",
+            "no gradient from underflow. Overflow at every scale is not caused by the scale: "
+            "look at where the skips began, keep that module in float32, or use bf16.",
         )
 
 
 def about_course(summary: Summary) -> str:
-    """Return how loss and scale went, in a few words for the sentence that all is well."""
+    """Return how loss and scale went, in a few words, for the sentence that all is well."""
     words = []
     if summary.loss is not None:
         loss = summary.loss
@@ -264,3 +269,27 @@ def about_course(summary: Summary) -> str:
         else:
             words.append(f"the scale went from {power(scale.first)} to {power(scale.last)}")
     return listed(words)
+
+
+# --- code to paste --------------------------------------------------------------------------------
+
+
+def island(module: str | None, summary: Summary) -> Code | None:
+    """Return the call that keeps a module in float32; None if no rule can name the module."""
+    from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
+
+    policy = summary.policies[-1].text if summary.policies else "standard"
+    text = f"{policy}; @{module}:fp32"
+    # The names in a second model are prefixed with its number; no rule matches them.
+    if not module or "[" in module or "(" in module:
+        return None
+    try:
+        Policy.parse(text)
+    except ValueError:
+        return None
+    return Code(f'halfstep.autocast(..., policy="{text}", module=model)')
+
+
+def literal(power: float) -> str:
+    """Return a power of two as it is written in code."""
+    return f"{power:g}" if power.is_integer() and power <= 65536 else f"2.0**{math.log2(power):g}"

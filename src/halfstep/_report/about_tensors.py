@@ -1,29 +1,29 @@
-"""What is to be said about the tensors of a run: underflow, inf, headroom, zeros."""
+"""Sentences about the tensors of a run: underflow, inf, headroom and zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from halfstep._common.numbers import bits, count, percent, power, things
+from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._record.run import Kind
-from halfstep._report.cures import island, literal
+from halfstep._report.about_steps import island, literal
 from halfstep._report.summary import Layer, Summary
 
 NOTABLE, HARMFUL, SEVERE = 0.01, 0.05, 0.5
 """Shares of the gradient entries of a parameter that underflow."""
 LITTLE_HEADROOM = 1.0
-"""Outputs with less than so many bits left are close to overflow."""
+"""Outputs with less headroom than this, in bits, are close to overflow."""
 FEW_SAMPLES = 3
 
 
 def about_samples(summary: Summary) -> Iterator[Sentence]:
-    """Say when little or nothing is known of the tensors."""
+    """Yield when few tensors or none were sampled."""
     num, num_steps = len(summary.sampled), summary.steps.num
     if not summary.layers and num_steps:
         yield say(
             "notice",
-            "No tensors were sampled, so nothing is known of layers: name the model, ",
+            "No tensors were sampled, so nothing is known about the layers: name the model, ",
             Code("halfstep.record(path, model=model)"),
             ", or sample more often, ",
             Code("every=10"),
@@ -40,7 +40,7 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_underflow(summary: Summary) -> Iterator[Sentence]:
-    """Say which gradients underflow, and which scale would lose less."""
+    """Yield which gradients underflow, and which scale would lose less."""
     layers = sorted(summary.of_kind("parameter_gradient"), key=lambda layer: -layer.share_lost)
     lossy = [layer for layer in layers if layer.share_lost >= NOTABLE]
     if not lossy:
@@ -88,15 +88,15 @@ def _better_scale(summary: Summary) -> Iterator[str | Code]:
         yield f"; no scale keeps them all, and {power(best)} loses least, {left}: "
     else:
         yield (
-            f"; what was flushed is not known any more, but a scale of at least "
-            f"{power(window.smallest)}, and up to {power(best)}, loses less: "
+            f"; the flushed values are unknown, but a scale of at least {power(window.smallest)}, "
+            f"up to {power(best)}, loses less: "
         )
     yield Code(f"halfstep.GradScaler(init_scale={literal(best)})")
     yield "."
 
 
 def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
-    """Where no scale is good enough, one layer may leave the lower precision."""
+    """Yield the advice to keep one layer in float32, where no scale is good enough."""
     gradients = summary.gradients
     is_curable = gradients is not None and not gradients.window.is_empty
     call = island(worst.name.rpartition(".")[0], summary)
@@ -108,22 +108,20 @@ def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
 
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
-    """Say where inf and NaN were seen in outputs and weights."""
+    """Yield where inf and NaN were seen in outputs and weights."""
     kinds: dict[Kind, str] = {"parameter": "The weights of ", "output": "The outputs of "}
     for kind, of in kinds.items():
         bad = [layer for layer in summary.of_kind(kind) if layer.inf or layer.nan]
         if not bad:
             continue
         first = bad[0]
-        what = (
-            f" held {count(first.inf)} inf and {count(first.nan)} NaN, first in step "
-            f"{first.non_finite_step}"
-        )
+        counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
+        what = f" contained {listed(counts)}, first seen in step {first.non_finite_step}"
         rest: tuple[str | Code, ...] = ()
         if len(bad) > 1:
-            rest = ("; after it, in the order of the model, so did ", *_names(bad[1:]))
+            rest = ("; later in the model, so did ", *_names(bad[1:]))
         cure: tuple[str | Code, ...] = (
-            " What was lost there is lost: go back to an earlier checkpoint.",
+            " These weights cannot be recovered: restore an earlier checkpoint.",
         )
         if kind == "output":
             has_bad_weights = any(x.inf or x.nan for x in summary.of_kind("parameter"))
@@ -133,7 +131,7 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_range(summary: Summary) -> Iterator[Sentence]:
-    """Say which outputs are close to overflow, and which weights the format cannot hold."""
+    """Yield which outputs are close to overflow, and which weights the format cannot hold."""
     near = [
         (layer.headroom, layer)
         for layer in summary.of_kind("output")
@@ -168,7 +166,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
 
 
 def about_zeros(summary: Summary) -> Iterator[Sentence]:
-    """Say which parameters got no gradient at all."""
+    """Yield which parameters got only zeros as gradients."""
     zero = [
         layer
         for layer in summary.of_kind("parameter_gradient")
@@ -180,13 +178,13 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
             "bad" if are_most_lost(summary) else "warning",
             "All gradient entries of ",
             *_names(zero),
-            f" are zero (in {things(samples, 'sample')}): what does not reach the loss learns "
-            "nothing; or all of it underflows, which a larger scale would show.",
+            f" are zero (in {things(samples, 'sample')}): either they do not reach the loss and "
+            "learn nothing, or all of them underflow, which a larger scale would show.",
         )
 
 
 def are_most_lost(summary: Summary) -> bool:
-    """Say whether half of the gradients, or more, are nothing but zeros in a run in float16."""
+    """Return whether half of the gradients or more are all zeros in a float16 run."""
     gradients = summary.of_kind("parameter_gradient")
     num_zero = sum(layer.measured > 0 and layer.zeros == layer.measured for layer in gradients)
     is_in_fp16 = bool(summary.policies) and summary.lower == "fp16"

@@ -1,11 +1,11 @@
-"""The report as one HTML page that needs nothing else: no network, and no JavaScript to be read."""
+"""The report as one self-contained HTML page: no network, and readable without JavaScript."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -23,18 +23,14 @@ from halfstep._common.text import SEVERITIES, Sentence, Severity
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.run import Run, Step
 from halfstep._report.about_diagnoses import when
-from halfstep._report.comparison import Comparison
-from halfstep._report.origins import Beginning, beginnings
+from halfstep._report.compare_runs import RunComparison
+from halfstep._report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._report.page_curves import curves
-from halfstep._report.page_heat import KIND_TITLES, Heat, heat
-from halfstep._report.page_layers import layer_table, limits
-from halfstep._report.page_levels import HEADROOM, LOST
-from halfstep._report.page_precision import precision_map
-from halfstep._report.page_tiles import Figure, tiles, value_tag
-from halfstep._report.palette import FIRST_LEVEL, NOT_FINITE, css
-from halfstep._report.sentences import sentences
-from halfstep._report.summary import Layer, Summary
-from halfstep._report.svg import dots
+from halfstep._report.page_heat import HEADROOM, KIND_TITLES, LOST, Heat, heat
+from halfstep._report.page_tables import format_limits, layer_table, precision_map
+from halfstep._report.summarize import Beginning, beginnings
+from halfstep._report.summary import Layer, ScaleWindow, Summary
+from halfstep._report.text import sentences
 from halfstep._trace.rows import short
 
 MOST_SKIPS = 200
@@ -59,7 +55,7 @@ def render(summary: Summary, run: Run) -> str:
 
     Args:
         summary: Its numbers; all numbers on the page are these.
-        run: What it was made from, for curves and pictures.
+        run: The run itself, for curves and heat maps.
     """
     said = sentences(summary)
     maps = heat(summary, run)
@@ -80,7 +76,7 @@ def render(summary: Summary, run: Run) -> str:
         not_finite_colour=css(HEADROOM.colours[NOT_FINITE]),
         dots=dots,
         table=table,
-        limits=limits(table.axis) if table else (),
+        limits=format_limits(table.axis) if table else (),
         formats=list(FORMATS),
         kinds={kind: KIND_TITLES[kind] for kind in KIND_TITLES if summary.of_kind(kind)},
         precision=precision_map(run.trace) if run.trace else None,
@@ -90,13 +86,13 @@ def render(summary: Summary, run: Run) -> str:
     )
 
 
-def render_comparison(comparison: Comparison, first: Run, second: Run) -> str:
-    """Return the page that holds two runs against each other.
+def render_comparison(comparison: RunComparison, first: Run, second: Run) -> str:
+    """Return the page that compares two runs.
 
     Args:
         comparison: The numbers of both.
-        first: The run that is looked at.
-        second: The run that it is held against.
+        first: The run of interest.
+        second: The run it is compared with.
     """
     names = _names(comparison)
     return _render(
@@ -140,14 +136,14 @@ def _environment() -> Environment:
 
 
 def _compact(name: str) -> Markup:
-    """Return styles or a script of ours without comments and indentation."""
+    """Return our CSS or JavaScript without comments and indentation."""
     text = (files("halfstep._report") / "templates" / name).read_text(encoding="utf-8")
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     return Markup("\n".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 def _island(data: Any) -> Markup:
-    """Return data as JSON for a script tag, which nothing in it can end."""
+    """Return data as JSON for a script tag; nothing in it can close the tag."""
     text = json.dumps(to_plain(data), allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -207,8 +203,8 @@ def _date(started: str) -> str:
         return started
 
 
-def _names(comparison: Comparison) -> tuple[str, str]:
-    """The names of the folders; A and B where they are the same."""
+def _names(comparison: RunComparison) -> tuple[str, str]:
+    """Return the names of the folders; A and B if they are the same."""
     first, second = (PurePath(s.path).name for s in (comparison.first, comparison.second))
     return (first, second) if first and second and first != second else ("A", "B")
 
@@ -235,7 +231,104 @@ def _heat_data(maps: Heat) -> dict[str, Any]:
 
 
 def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
-    """The first skipped steps, each with whose gradients were inf or NaN where that is known."""
+    """Return the first skipped steps, each with the gradients that were inf or NaN if known."""
     began = beginnings(run)
     skipped = run.skipped[:MOST_SKIPS]
     return [(step, began.get((step.step, step.optimizer))) for step in skipped]
+
+
+# --- figures at the top, marked with their place in the JSON --------------------------------------
+
+
+def value_tag(key: str, value: Any, text: str) -> Markup:
+    """Return a text tagged with its exact value as JSON and with the place of that value.
+
+    Args:
+        key: Names and indices, with dots between.
+        value: The value.
+        text: The text to show.
+    """
+    exact = json.dumps(to_plain(value), allow_nan=False)
+    return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Renders numbers of a summary by their place in it."""
+
+    summary: Summary
+
+    def __call__(self, key: str, form: Callable[[Any], str] = numbers.count) -> Markup:
+        """Return the number at a place such as ``"steps.num_skipped"``, marked."""
+        value: Any = self.summary
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value_tag(key, value, form(value))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure with its details.
+
+    Attributes:
+        title: What it is.
+        figure: The number.
+        lines: More about it.
+    """
+
+    title: str
+    figure: Markup
+    lines: list[Markup]
+
+
+def tiles(summary: Summary) -> list[Tile]:
+    """Return the most important figures of a run."""
+    show = Figure(summary)
+    found = [
+        Tile("Steps", show("steps.num"), [_join("{} taken", show("steps.num_taken"))]),
+        _skips(summary, show),
+    ]
+    if summary.scale:
+        ends = show("scale.min", numbers.power), show("scale.max", numbers.power)
+        found.append(
+            Tile("Last scale", show("scale.last", numbers.power), [_join("from {} to {}", *ends)])
+        )
+    if summary.loss:
+        found.append(_curve("Last loss", "loss", summary.loss.recent, show))
+    if summary.norm:
+        found.append(_curve("Last gradient norm", "norm", summary.norm.recent, show))
+    if summary.gradients:
+        lost = show("gradients.share_lost", numbers.percent)
+        at = _join("at scale {}", show("gradients.scale", numbers.power))
+        window = _window(summary.gradients.window, show)
+        found.append(Tile("Gradients underflow", lost, [at] if not window else [at, window]))
+    if summary.facts.seconds_per_step is not None:
+        found.append(Tile("Time per step", show("facts.seconds_per_step", numbers.seconds), []))
+    return found
+
+
+def _join(text: str, *figures: Markup) -> Markup:
+    return Markup(text).format(*figures)
+
+
+def _skips(summary: Summary, show: Figure) -> Tile:
+    lines = [_join("{} of all", show("steps.share_skipped", numbers.percent))]
+    if summary.steps.start_up:
+        lines.append(_join("{} out of the ordinary", show("steps.num_skipped_later")))
+    return Tile("Skipped", show("steps.num_skipped"), lines)
+
+
+def _curve(title: str, key: str, recent: float | None, show: Figure) -> Tile:
+    last = show(f"{key}.last", numbers.number)
+    if recent is None:
+        return Tile(title, last, [])
+    return Tile(title, last, [_join("{} in the last 20", show(f"{key}.recent", numbers.number))])
+
+
+def _window(window: ScaleWindow, show: Figure) -> Markup | None:
+    if window.is_empty or window.smallest is None:
+        return None
+    smallest = show("gradients.window.smallest", numbers.power)
+    if window.largest is None:
+        return _join("none lost at {} or more", smallest)
+    return _join("none lost at {} to {}", smallest, show("gradients.window.largest", numbers.power))

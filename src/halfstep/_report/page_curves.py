@@ -1,17 +1,20 @@
-"""Loss, scale and gradient norm over the steps: what the page draws of them."""
+"""The curves of the page: loss, scale and gradient norm over the steps.
+
+However many steps a run has, the page draws a fixed number of columns. Each column keeps its first,
+last, smallest and largest value, NaN and inf, and all skips.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from halfstep._common import numbers
 from halfstep._record.run import Step
-from halfstep._report.page_steps import Mark, Track, columns_of, kept, marks, tracks_of
-from halfstep._report.svg import UNITS, Axis, Tick, line, round_numbers
+from halfstep._report.drawing import UNITS, Axis, Tick, line, round_numbers
 from halfstep._trace.rows import grouped
 
 Key: TypeAlias = Literal["loss", "scale", "norm"]
@@ -23,7 +26,7 @@ SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "
 
 @dataclass(frozen=True)
 class Lane:
-    """The skips of one track for one reason.
+    """The skips of one track with the same reason.
 
     Attributes:
         name: Of the track; empty if there is only one.
@@ -45,7 +48,7 @@ class Series:
     """One curve.
 
     Attributes:
-        number: Of its track; it says colour and dashes.
+        number: Of its track; it determines colour and dashes.
         path: In units of the plot.
     """
 
@@ -58,13 +61,13 @@ class Panel:
     """One diagram.
 
     Attributes:
-        key: What it shows.
-        title: The same in words.
-        axis: Which kind of axis it has.
+        key: The quantity.
+        title: Its name.
+        axis: The kind of axis, in words.
         ticks: Of the vertical axis.
         series: The curves.
         nan: Where values are NaN.
-        inf: Where they are inf.
+        inf: Where values are inf.
     """
 
     key: Key
@@ -98,7 +101,7 @@ class Curves:
 
 
 def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
-    """Return what to draw of the steps of one run or several; None without steps.
+    """Return the diagrams of one run or several; None without steps.
 
     Args:
         runs: The steps by the name of the run.
@@ -168,7 +171,7 @@ class _Vertical:
 
 
 def _vertical(key: Key, finite: Sequence[float]) -> _Vertical:
-    """The scale has an axis of powers of two; others a logarithmic one if they span a lot."""
+    """Return the vertical axis: powers of two for the scale, logarithmic for a wide range."""
     positive = [value for value in finite if value > 0]
     spans_a_lot = positive and positive == list(finite) and max(finite) > 50 * min(finite)
     if key == "scale" or spans_a_lot:
@@ -223,7 +226,7 @@ def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Se
 
 
 def _points(track: Track, x: Axis) -> dict[str, Any]:
-    """The steps that are drawn, with all their values."""
+    """Return the steps that are drawn, with all their values."""
     columns = columns_of(track.steps, x)
     values = {key: [getattr(step, key) for step in track.steps] for key in TITLES}
     skips = [None if step.taken else 0.0 for step in track.steps]
@@ -238,8 +241,104 @@ def _points(track: Track, x: Axis) -> dict[str, Any]:
 
 
 def _short(key: Key, value: float | None) -> float | None:
-    """Return a value with as many digits as are shown; a scale is exact."""
+    """Return a value with the digits that are shown; a scale stays exact."""
     if value is None or not math.isfinite(value):
         return value
     short = value if key == "scale" else float(f"{value:.4g}")
     return int(short) if short.is_integer() and abs(short) < 2.0**53 else short
+
+
+# --- steps in columns -----------------------------------------------------------------------------
+
+
+COLUMNS = 500
+
+
+@dataclass(frozen=True)
+class Track:
+    """The steps of one optimizer of one run.
+
+    Attributes:
+        name: Of the run, the optimizer, or both.
+        steps: In order.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place on the axis of steps where something happened.
+
+    Attributes:
+        x: In percent of the axis.
+        title: What.
+    """
+
+    x: float
+    title: str
+
+
+def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
+    """Split the steps of a run by optimizer; optimizers of one class by their order."""
+    found: dict[tuple[str, int], list[Step]] = {}
+    iteration, names = 0, list[str]()
+    for step in steps:
+        if step.step != iteration:
+            iteration, names = step.step, []
+        names.append(step.optimizer)
+        found.setdefault((step.optimizer, names.count(step.optimizer)), []).append(step)
+    if len(found) == 1:
+        return [Track(run, tuple(steps))]
+    return [
+        Track(f"{run} {name}{f' {number}' if number > 1 else ''}".strip(), tuple(alike))
+        for (name, number), alike in found.items()
+    ]
+
+
+def columns_of(steps: Iterable[Step], x: Axis) -> list[int]:
+    """Return the column in which each step is drawn."""
+    return [min(COLUMNS - 1, int(COLUMNS * x.share(step.step))) for step in steps]
+
+
+def kept(columns: Sequence[int], values: Sequence[float | None]) -> list[int]:
+    """Return the indices of the values to draw.
+
+    Args:
+        columns: The column of each value, in order.
+        values: The values; None where there is none.
+    """
+    chosen: set[int] = set()
+    start = 0
+    for index in range(1, len(columns) + 1):
+        if index == len(columns) or columns[index] != columns[start]:
+            chosen |= _kept_of_column(range(start, index), values)
+            start = index
+    return sorted(chosen)
+
+
+def _kept_of_column(indices: Iterable[int], values: Sequence[float | None]) -> set[int]:
+    known = [(value, i) for i in indices if (value := values[i]) is not None]
+    finite = [(value, i) for value, i in known if math.isfinite(value)]
+    others = {str(value): i for value, i in reversed(known) if not math.isfinite(value)}
+    chosen = set(others.values())
+    if finite:
+        chosen |= {min(finite)[1], max(finite)[1], finite[0][1], finite[-1][1]}
+    return chosen
+
+
+def marks(steps: Sequence[Step], x: Axis, what: str) -> list[Mark]:
+    """Return one mark for all steps that are in the same column."""
+    steps = sorted(steps, key=lambda step: step.step)
+    by_column: dict[int, list[Step]] = {}
+    for column, step in zip(columns_of(steps, x), steps, strict=True):
+        by_column.setdefault(column, []).append(step)
+    return [Mark(x.percent(alike[0].step), _title(alike, what)) for alike in by_column.values()]
+
+
+def _title(steps: Sequence[Step], what: str) -> str:
+    first, last = steps[0].step, steps[-1].step
+    if len(steps) == 1:
+        return f"step {first:,}: {what}"
+    return f"{len(steps):,} steps from {first:,} to {last:,}: {what}"

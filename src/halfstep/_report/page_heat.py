@@ -1,4 +1,4 @@
-"""Heat maps: layer by sampled step, headroom and what is lost to underflow."""
+"""Heat maps of layers by sampled steps: headroom and losses to underflow."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from halfstep._common import numbers
+from halfstep._common.numbers import percent
 from halfstep._record.run import KINDS, Kind, Run
-from halfstep._report.layers import judge, lower_at
-from halfstep._report.page_levels import HEADROOM, LOST, Levels
-from halfstep._report.palette import FIRST_LEVEL, NO_VALUE, NOT_FINITE, data_uri, png
+from halfstep._report.drawing import (
+    FIRST_LEVEL,
+    NO_VALUE,
+    NOT_FINITE,
+    Colour,
+    Tick,
+    css,
+    data_uri,
+    palette,
+    png,
+    round_numbers,
+)
+from halfstep._report.layers import format_fit, lower_at
 from halfstep._report.summary import Layer, Summary
-from halfstep._report.svg import Tick, round_numbers
 
 KIND_TITLES: dict[Kind, str] = {
     "output": "Outputs",
@@ -27,8 +37,8 @@ LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
 @dataclass(frozen=True)
-class Row:
-    """One layer in a map.
+class HeatRow:
+    """One layer of a heat map.
 
     Attributes:
         y: Upper edge in pixels.
@@ -46,9 +56,9 @@ class HeatMap:
     """One picture.
 
     Attributes:
-        levels: What its colours stand for.
+        levels: The meaning of its colours.
         image: The picture, as data URI; one pixel a cell.
-        not_finite: Where NaN or inf was first seen in a row, as middle of the cell in cells.
+        not_finite: The middle of the first cell with NaN or inf in each row, in cells.
     """
 
     levels: Levels
@@ -61,17 +71,17 @@ class Tab:
     """The maps of one kind of tensor.
 
     Attributes:
-        kind: Which.
-        title: The same in words.
+        kind: The kind of tensor.
+        title: Its name.
         rows: The layers, from top to bottom.
         row_height: In pixels.
-        labels: Middle in pixels, text and full name, of the rows that have room for a label.
+        labels: Middle in pixels, text and full name of each row with room for a label.
         maps: Headroom and underflow.
     """
 
     kind: Kind
     title: str
-    rows: list[Row]
+    rows: list[HeatRow]
     row_height: int
     labels: list[tuple[float, str, str]]
     maps: list[HeatMap]
@@ -119,7 +129,7 @@ def heat(summary: Summary, run: Run) -> Heat | None:
 
 
 def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
-    """Return the first column, and those that reach round numbers of steps, with their steps."""
+    """Return the ticks of the axis: the first column, and round numbers of steps."""
     found = {0: columns[0][0]}
     for step in round_numbers(columns[0][0], columns[-1][1], 5, smallest=1):
         column = next(c for c, (_, last) in enumerate(columns) if last >= step)
@@ -135,7 +145,7 @@ def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
 
 @dataclass
 class _Cell:
-    """The worst of one layer in the samples of one column."""
+    """The worst values of one layer in the samples of one column."""
 
     headroom: float | None = None
     share_lost: float = 0.0
@@ -151,13 +161,13 @@ def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
     for column, sample in zip(column_of, run.samples, strict=True):
         lower, is_in_force = lower_at(summary.policies, sample.step)
         for measured in sample.tensors:
-            judged = judge(measured, lower, is_in_force=is_in_force)
+            fit = format_fit(measured, lower, is_in_force=is_in_force)
             cell = found[measured.kind, measured.name][column]
             cell.is_finite &= not (measured.nan or measured.inf)
-            cell.share_lost = max(cell.share_lost, judged.share_lost)
-            if judged.headroom is not None:
-                known = judged.headroom if cell.headroom is None else cell.headroom
-                cell.headroom = min(known, judged.headroom)
+            cell.share_lost = max(cell.share_lost, fit.share_lost)
+            if fit.headroom is not None:
+                known = fit.headroom if cell.headroom is None else cell.headroom
+                cell.headroom = min(known, fit.headroom)
     return found
 
 
@@ -172,7 +182,7 @@ def _tab(kind: Kind, layers: Sequence[Layer], cells: _Cells, num_columns: int) -
     return Tab(
         kind,
         KIND_TITLES[kind],
-        [Row(i * row_height, layer.name, _title(layer)) for i, layer in enumerate(layers)],
+        [HeatRow(i * row_height, layer.name, _title(layer)) for i, layer in enumerate(layers)],
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])
@@ -222,7 +232,7 @@ def _title(layer: Layer) -> str:
 
 
 def labelled(names: Sequence[str], row_height: int) -> list[int]:
-    """Return the rows that get a label: none overlaps another, and groups come first."""
+    """Return the rows that get a label: labels do not overlap, and groups come first."""
     apart = math.ceil(LABEL_HEIGHT / row_height)
     by_weight = sorted(range(len(names)), key=lambda i: (_depth_of_change(names, i), i))
     taken: set[int] = set()
@@ -233,7 +243,7 @@ def labelled(names: Sequence[str], row_height: int) -> list[int]:
 
 
 def _depth_of_change(names: Sequence[str], index: int) -> int:
-    """Return how much of the path a name shares with the one before."""
+    """Return how many parts of its path a name shares with the name before it."""
     if index == 0:
         return 0
     before, here = names[index - 1].split("."), names[index].split(".")
@@ -242,9 +252,89 @@ def _depth_of_change(names: Sequence[str], index: int) -> int:
 
 
 def _short(name: str) -> str:
-    """Leave out what a path begins with, as a label has little room."""
+    """Return the end of a path that fits into a label."""
     name = name or "(the model)"
     if len(name) <= LABEL_LETTERS:
         return name
     end = name[1 - LABEL_LETTERS :]
     return "…" + (end.partition(".")[2] or end)
+
+
+# --- colours and their meaning --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The meaning of the colours of a map.
+
+    Attributes:
+        title: The quantity.
+        colours: The palette.
+        labels: The tooltip of each level of the ramp.
+        ticks: Of the colour bar.
+        level: Maps a value to its level.
+    """
+
+    title: str
+    colours: list[Colour]
+    labels: list[str]
+    ticks: list[Tick]
+    level: Callable[[float], int]
+
+    @property
+    def bar(self) -> str:
+        """The colour bar, as steps of a CSS gradient."""
+        levels = self.colours[FIRST_LEVEL:]
+        stops = (
+            f"{css(c)} {100 * i / len(levels):.4g}% {100 * (i + 1) / len(levels):.4g}%"
+            for i, c in enumerate(levels)
+        )
+        return f"linear-gradient(90deg,{','.join(stops)})"
+
+
+_MOST_BITS = 20
+
+
+def _headroom_levels() -> Levels:
+    """Return levels of half a bit from 0 to 20 bits; bright means little headroom."""
+    num = 2 * _MOST_BITS + 1
+    colours = palette(num)
+    ends = {0: "0 bits or less", num - 1: f"{_MOST_BITS} bits or more"}
+    return Levels(
+        "Headroom",
+        colours[:FIRST_LEVEL] + colours[:1:-1],
+        [ends.get(level, f"about {level / 2:g} bits") for level in range(num)],
+        [(100 * (2 * bits + 0.5) / num, f"{bits}") for bits in (0, 5, 10, 15, 20)],
+        lambda headroom: min(num - 1, max(0, round(2 * headroom))),
+    )
+
+
+_LOWEST_DECADE, _LEVELS_PER_DECADE = -5, 6
+
+
+def _lost_levels() -> Levels:
+    """Return levels for none and for 0.001 % to 100 %, six per decade; bright is bad."""
+    num = 2 - _LOWEST_DECADE * _LEVELS_PER_DECADE
+
+    def level(share: float) -> int:
+        if share == 0:
+            return 0
+        return max(1, num - 1 + round(math.log10(share) * _LEVELS_PER_DECADE))
+
+    def share_of(level: int) -> float:
+        return math.pow(10.0, (level - num + 1) / _LEVELS_PER_DECADE)
+
+    shares = [10.0**decade for decade in range(_LOWEST_DECADE + 1, 1)]
+    return Levels(
+        "Lost to underflow",
+        palette(num),
+        ["none", *(f"about {percent(share_of(each))}" for each in range(1, num))],
+        [
+            (50 / num, "0"),
+            *((100 * (level(share) + 0.5) / num, f"{100 * share:g}") for share in shares),
+        ],
+        level,
+    )
+
+
+HEADROOM, LOST = _headroom_levels(), _lost_levels()

@@ -1,7 +1,7 @@
-"""What a recorded run comes to, in numbers: the values that all forms of the report are made from.
+"""The numbers of a recorded run: the values behind every form of the report.
 
-:func:`halfstep._report.summarizing.summarize` fills them. Everything here is plain data: it is
-printed as it is by ``halfstep report --json``, and the page shows the same numbers. Steps are
+:func:`halfstep._report.summarize.summarize` fills them. Everything here is plain data, printed
+unchanged by ``halfstep report --json``, and the page shows the same numbers. Steps are
 numbers of iterations, shares go from 0 to 1, headroom is in bits, times are in seconds.
 """
 
@@ -19,7 +19,7 @@ State: TypeAlias = Literal["ended", "failed", "no end"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What ran, where, and how it ended.
+    """The program, the machine, and how the run ended.
 
     Attributes:
         halfstep: Version.
@@ -34,11 +34,11 @@ class Facts:
         seconds_per_step: Median of the time between steps; None with fewer than two.
         every: Every how many steps a sample was taken.
         world_size: Number of processes that took part.
-        ranks: Which of them have left a record.
+        ranks: The ranks that left a record.
         num_segments: How often the run was started.
         state: ``"ended"``, ``"failed"`` (with an error), ``"no end"`` (still running, or killed).
-        error: What ended it, None if it ended well or has no end. Of several ranks the first.
-        error_rank: On which rank.
+        error: The error that ended it, on the first rank; None if it ended well or has no end.
+        error_rank: The rank of that error.
         without_end: The ranks whose record has no end.
     """
 
@@ -70,7 +70,7 @@ class ModelFacts:
         name: Of its class.
         num_parameters: Number of entries of its parameters.
         num_modules: Number of modules that ran.
-        rank: The rank whose it is, if the first rank has another; else None.
+        rank: The rank that has it, if the first rank has another model; else None.
     """
 
     name: str
@@ -97,8 +97,8 @@ class PolicyInForce:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The steps of the optimizers. With several optimizers an iteration has several.
+class StepCounts:
+    """The steps of the optimizers; with several optimizers an iteration has several steps.
 
     Attributes:
         num: How many there are.
@@ -107,16 +107,16 @@ class Steps:
         share_skipped: Those as a share of all; 0 if there are none.
         reasons: How many were skipped by reason, the most frequent first.
         skipped: The iterations in which a step was skipped.
-        ranks: The ranks on which inf or NaN was met first, as far as they have told each other.
-        start_up: Those of them in which dynamic scaling was still looking for its first scale:
-            normal, and not a sign of trouble.
-        after_growth: Those of them at a scale that had grown and went back to what it was: so
-            dynamic scaling finds the largest scale, which is normal too.
-        num_skipped_later: How many steps were skipped in the others.
+        ranks: The first ranks with inf or NaN, if the ranks exchanged that.
+        start_up: The skipped iterations in which dynamic scaling was still looking for its first
+            scale, which is normal.
+        after_growth: The skipped iterations right after growth, which brought the scale back: this
+            is how dynamic scaling finds the largest usable scale.
+        num_skipped_later: How many steps were skipped in all other iterations.
         share_skipped_later: Those as a share of all steps; 0 if there are none.
-        longest_in_a_row: The largest number of iterations in a row with a skipped step, without
-            those of the start-up and after growth.
-        skipped_at_end: How many iterations in a row were skipped last.
+        longest_in_a_row: The largest number of iterations in a row with a skipped step, leaving out
+            start-up and growth.
+        skipped_at_end: How many iterations in a row were skipped at the end.
     """
 
     num: int
@@ -135,24 +135,24 @@ class Steps:
 
     @property
     def later(self) -> tuple[int, ...]:
-        """The iterations whose skips are not part of how dynamic scaling works."""
+        """The iterations whose skips are not part of normal dynamic scaling."""
         normal = {*self.start_up, *self.after_growth}
         return tuple(step for step in self.skipped if step not in normal)
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleCourse:
     """How the scale went.
 
     Attributes:
         first: Before the first step.
         last: After the last step.
-        before_last: Before the last step: what it was made at.
-        min: The smallest; a probe, one iteration far below after which the scale goes up again,
-            does not count.
+        before_last: The scale that the last step was made at.
+        min: The smallest, without probes: single iterations far below, after which the scale
+            rises again.
         max: The largest.
         overflowed_at: The smallest at which a step was skipped for overflow; None if none was.
-        stuck: The iterations that were inf or NaN at the smallest scale too: no scale helps them.
+        stuck: The iterations with inf or NaN even at the smallest scale: no scale helps.
     """
 
     first: float
@@ -175,8 +175,8 @@ class Curve:
         min: The smallest finite one; None if there is none.
         max: The largest finite one; None if there is none.
         first_non_finite: The first iteration in which it was inf or NaN; None if never.
-        num_non_finite: In how many steps it was.
-        ranks: Of the loss: on which ranks it was in the first of these.
+        num_non_finite: In how many steps it was inf or NaN.
+        ranks: For the loss, the ranks in the first of these steps.
     """
 
     first: float
@@ -194,9 +194,9 @@ class Origin:
     """A module in which skips began.
 
     Attributes:
-        module: Its path; None for those of which the gradients do not tell.
+        module: Its path; None where the gradients do not show it.
         num: In how many iterations.
-        steps: Which.
+        steps: The iterations.
         parameters: Names of parameters whose gradients were inf or NaN, at most 20.
         ranks: The ranks on which they began there.
     """
@@ -210,12 +210,12 @@ class Origin:
 
 @dataclass(frozen=True)
 class BadPlace:
-    """An op of a module that made steps bad, for one and the same reason.
+    """An op of a module that made steps bad for one reason.
 
     Attributes:
         steps: The iterations.
         ranks: The ranks that saw it.
-        diagnosis: What was found the first time.
+        diagnosis: The first diagnosis.
     """
 
     steps: tuple[int, ...]
@@ -229,9 +229,9 @@ class ScaleWindow:
 
     Attributes:
         smallest: The smallest scale at which nothing underflows; None if all entries were zero.
-        largest: The largest scale at which nothing overflows; None if there is no limit to be seen.
-        is_at_least: Whether entries had been flushed to zero before they could be measured, so that
-            ``smallest`` may have to be larger still.
+        largest: The largest scale at which nothing overflows; None if no limit is visible.
+        is_at_least: Whether entries were flushed to zero before they could be measured, so that the
+            true ``smallest`` may be larger.
         is_empty: Whether there is no such scale: ``smallest`` is above ``largest``.
     """
 
@@ -249,8 +249,8 @@ class Layer:
         kind: What it is.
         name: Of the parameter or of the module.
         dtypes: The dtypes that it had, usually one.
-        format: What it is judged by: the format of its dtype, and for float32 and float64 the lower
-            precision of the run.
+        format: The format whose range applies: that of its dtype, and for float32 and float64 the
+            lower precision of the run.
         num_samples: In how many samples it is.
         size: Number of entries in the last sample.
         measured: How many entries were measured in all samples; the counts below are of these.
@@ -260,8 +260,8 @@ class Layer:
         non_finite_step: The first sampled step in which any was NaN or inf; None if none was.
         amax: Largest finite magnitude, as in memory (gradients: scaled); 0 if there is none.
         amin: Smallest magnitude above zero; None if there is none.
-        headroom: Bits from the largest magnitude to the largest value of the format, the smallest
-            over all samples; None if all was zero or not finite. Negative: it cannot be held.
+        headroom: Bits from the largest magnitude to the largest value of the format, the minimum of
+            all samples; None if nothing was finite and above zero. Negative: it does not fit.
         headroom_step: In which step.
         headroom_last: In the last sample.
         lost: Entries that the format has lost, or would lose, to underflow.
@@ -269,8 +269,8 @@ class Layer:
         share_lost_worst: The same in the worst sample.
         share_lost_step: In which step.
         share_lost_last: The same in the last sample.
-        flushed: Of those that are lost, the zeros that underflow in float16 has made; None where it
-            does not apply.
+        flushed: Those of the lost entries that underflow in float16 turned into zeros; None where
+            this does not apply.
         underflow: By format, entries above zero that it would flush.
         overflow: By format, finite entries that it cannot hold.
         histogram: By exponent, finite entries above zero: ``e`` is for (2**(e-1), 2**e].
@@ -306,20 +306,20 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientTotals:
     """The gradients of all parameters together.
 
     Attributes:
-        scale: At which the last sample was taken; 1 without a scaler.
+        scale: Of the last sample; 1 without a scaler.
         measured: How many entries were measured in all samples.
         lost: How many of them underflow in the lower precision of the run.
         share_lost: Those as a share of what was measured.
-        window: The scales at which nothing is lost, and at which nothing has overflowed in the run,
-            in a sample or in a step that was skipped for it.
-        best: The scale that loses least: in the window, and there the one next to ``scale``. If
-            there is no window, or its lower end cannot be known, the largest at which nothing
-            overflows. None if all entries were zero.
-        share_lost_at_best: What underflows there, as far as it can be known; None without ``best``.
+        window: The scales at which nothing is lost and at which no sample and no step of the run
+            has overflowed.
+        best: The scale that loses least: the one in the window that is closest to ``scale``. If
+            the window is empty or its lower end is unknown, the largest scale without overflow.
+            None if all entries were zero.
+        share_lost_at_best: The share that underflows there, as far as known; None without ``best``.
     """
 
     scale: float
@@ -333,7 +333,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class StatedNote:
-    """Something that the recorder or the reader of the record has to say.
+    """A note by the recorder or the reader of the record.
 
     Attributes:
         step: When.
@@ -351,22 +351,22 @@ class Summary:
     Attributes:
         path: The folder of the record.
         facts: Versions, machine, command, how it ended.
-        models: What was trained.
+        models: The models that were trained.
         policies: The policies in force, in order.
-        lower: Name of the format that float32 tensors are judged by: the lower precision of the
-            run, fp16 if none was seen.
+        lower: Name of the format that applies to float32 tensors: the lower precision of the run,
+            fp16 if none was seen.
         has_scaler: Whether any step had a scale.
         steps: How many were taken and skipped.
         scale: How the scale went; None without a scaler.
         loss: How the loss went; None if it was not seen.
         norm: How the norm of the unscaled gradients went in the steps that were taken; None if
-            nobody measured it.
+            it was not measured.
         origins: Where skips began, the most frequent first.
-        bad_places: What the diagnoses of bad steps have found, in the order of the first step.
+        bad_places: The findings of the diagnoses, in the order of the first step.
         sampled: The steps that were sampled.
         layers: All that was sampled, in the order in which it was first seen.
         gradients: The gradients of all parameters; None if none were sampled.
-        notes: What a reader must know.
+        notes: Notes for the reader.
     """
 
     path: str
@@ -375,15 +375,15 @@ class Summary:
     policies: tuple[PolicyInForce, ...]
     lower: str
     has_scaler: bool
-    steps: Steps
-    scale: Scale | None
+    steps: StepCounts
+    scale: ScaleCourse | None
     loss: Curve | None
     norm: Curve | None
     origins: tuple[Origin, ...]
     bad_places: tuple[BadPlace, ...]
     sampled: tuple[int, ...]
     layers: tuple[Layer, ...]
-    gradients: Gradients | None
+    gradients: GradientTotals | None
     notes: tuple[StatedNote, ...]
 
     def of_kind(self, kind: Kind) -> tuple[Layer, ...]:

@@ -1,6 +1,6 @@
-"""Running an unmodified training script with halfstep in place of ``torch.amp``, and recorded.
+"""``halfstep run``: an unmodified training script under halfstep, with a record.
 
-``script`` executes a target as Python itself does. ``stand_ins`` are the classes that take the
-place of PyTorch's, ``replacements`` puts them under all their names. ``launch`` knows of ranks,
-launchers and folders, and ``session`` is one run from start to end.
+``session`` is one run from start to end, ``script`` executes the target as Python does, and
+``stand_ins`` replaces the classes of ``torch.amp``. ``amp`` and its parts add mixed precision to a
+script that has none.
 """

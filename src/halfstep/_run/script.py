@@ -1,7 +1,7 @@
-"""Executing a script or a module as Python itself does.
+"""The execution of a script or a module, as Python itself does it.
 
-The script runs in a module of its own, which is ``__main__`` from then on and stays it: what the
-script leaves to be called at the end (``atexit``, threads, ``__del__``) may pickle objects of it.
+The script runs in a new module, which stays ``__main__`` until the process ends: code that runs at
+the end (``atexit``, threads, ``__del__``) may pickle objects of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from halfstep._record import record as record_module
 
 
 def require_file(path: str) -> None:
-    """Look whether there is a script.
+    """Check that a script can be read.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: It cannot.
     """
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -32,7 +32,7 @@ def require_file(path: str) -> None:
 def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
     """Run ``python target arguments...``, or with ``is_module`` ``python -m target arguments...``.
 
-    Whatever the script raises passes through; :func:`hide_our_frames` is for its traceback.
+    Exceptions of the script pass through; :func:`hide_our_frames` shortens their traceback.
     """
     sys.argv = [target, *arguments]
     if is_module:
@@ -57,7 +57,7 @@ def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
 
 
 def hide_our_frames() -> None:
-    """Leave out, where Python shows the exception that now leaves a script, our part of its way."""
+    """Remove our frames from the traceback that Python is about to show."""
     shown = sys.excepthook  # the script may have set its own
 
     def excepthook(
@@ -70,7 +70,7 @@ def hide_our_frames() -> None:
 
 
 def _within_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return what the script and what it calls have of a traceback, without the recorder."""
+    """Return the part of a traceback inside the script, without the recorder's frames."""
     frame = traceback
     while frame is not None and frame.tb_frame.f_code is not execute.__code__:
         frame = frame.tb_next
@@ -87,7 +87,7 @@ def _within_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _set_first_path(folder: str) -> None:
-    if not sys.flags.safe_path:  # python -P puts none there
+    if not sys.flags.safe_path:  # python -P adds no folder
         sys.path[0] = folder
 
 
@@ -101,7 +101,7 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # something that a package of the name imports
+            raise  # raised by an import inside the package
         spec = None
     except ValueError as error:  # a module without a spec, such as __main__
         raise SystemExit(f"halfstep run: {error}") from None

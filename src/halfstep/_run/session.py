@@ -1,4 +1,4 @@
-"""One run of a script under halfstep, from before its first line until after its last."""
+"""One run of a script under halfstep, from before its first line until after its last one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,26 @@ from halfstep._common import machine
 from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._run import launch
-from halfstep._run.once import show_once
-from halfstep._run.replacements import replaced
 from halfstep._run.script import execute, hide_our_frames
+from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from halfstep._diagnose.watch import Watch
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from types import TracebackType
+
+from halfstep import _torch
+from halfstep._common.machine import num_ranks
+from halfstep._record.files import RUNS
 
 
 @dataclass(frozen=True)
-class Program:
-    """What is to be run: ``python [-m] target arguments...``."""
+class Command:
+    """The command to run: ``python [-m] target arguments...``."""
 
     target: str
     arguments: list[str]
@@ -38,21 +45,21 @@ class Program:
 
     @property
     def stem(self) -> str:
-        """A word for it: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
+        """A short name: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
         return self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
 
 
 @dataclass(frozen=True)
 class Options:
-    """How.
+    """The options of a run.
 
     Attributes:
-        policy: What ``torch.autocast`` means where the script gives no policy.
-        folder: For the record; None for one of its own.
-        every: Tensors are measured every so many steps, 0 for never.
-        is_quiet: Nothing is said at the end, and no diagnosis is printed.
-        amp: The lower precision to train in, for a script that has no autocast of its own.
-        is_diagnosing: Whether steps that go bad are replayed.
+        policy: The policy of ``torch.autocast`` where the script gives none.
+        folder: The folder of the record; None for a new one.
+        every: The number of steps between samples of tensors, 0 for none.
+        is_quiet: Whether to print no diagnosis and no message at the end.
+        amp: The lower precision to train in, for a script without autocast.
+        is_diagnosing: Whether to replay steps that go bad.
     """
 
     policy: Policy
@@ -64,37 +71,37 @@ class Options:
 
 
 class Session:
-    """What is around the program.
+    """A run of a program, with its record and the replaced names.
 
-    The record and the replaced names stay until this process ends: threads and functions that the
-    program leaves to be called at the end may still train.
+    Both stay until this process ends: threads and ``atexit`` functions of the program may still
+    train.
 
     Raises:
-        OSError: The folder cannot be written to.
+        OSError: The folder is not writable.
     """
 
-    def __init__(self, program: Program, options: Options) -> None:
-        self._program = program
+    def __init__(self, command: Command, options: Options) -> None:
+        self._command = command
         self._options = options
         self._failure: BaseException | None = None
         self._pid = os.getpid()
         self._rank, self._num_ranks = machine.rank(), machine.num_ranks()
         self._watch: Watch | None = None
-        self._stderr = sys.stderr  # the program may put another there
+        self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
-        self._folder = options.folder or launch.make_folder(program.stem, os.environ, os.getppid())
-        sys.argv = [program.target, *program.arguments]  # the record says what was run
+        self._folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
+        sys.argv = [command.target, *command.arguments]  # the record says what was run
         self._record = record(self._folder.absolute(), every=options.every)
         self._record.__enter__()
-        # Before the program registers its own functions: those are called first.
+        # Before the program registers its own functions, as the last one registered runs first.
         atexit.register(self._close)
 
     def run(self) -> None:
-        """Run the program, once; everything that it raises passes through."""
-        program = self._program
+        """Run the program, once; its exceptions pass through."""
+        command = self._command
         try:
             self._put_in_place()
-            execute(program.target, program.arguments, is_module=program.is_module)
+            execute(command.target, command.arguments, is_module=command.is_module)
         except BaseException as error:
             self._failure = error
             hide_our_frames()
@@ -104,8 +111,8 @@ class Session:
 
     def _put_in_place(self) -> None:
         amp, policy = self._options.amp, self._options.policy
-        # They are imported before the names mean something else: they see PyTorch's scaler too.
-        from halfstep._run.mixed_precision import mixed_precision
+        # Imported before the names are replaced, as these modules need PyTorch's own scaler too.
+        from halfstep._run.amp import mixed_precision
 
         if self._options.is_diagnosing:
             from halfstep._diagnose.watch import Watch
@@ -118,14 +125,14 @@ class Session:
             self._stack.enter_context(self._watch)
 
     def _tell(self, diagnosis: Diagnosis, _: int) -> None:
-        """Record what is wrong with a step, and print it, on whichever rank it is."""
-        step = self._record.add_diagnosis(diagnosis)  # its own number, as the record counts
+        """Record and print the diagnosis of a step, on the rank that made it."""
+        step = self._record.add_diagnosis(diagnosis)  # numbered as in the record
         self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 
     def _close(self) -> None:
-        """Complete the record and say where it is."""
+        """Complete the record and print where it is."""
         if os.getpid() != self._pid:
-            return  # a child that the program forked; the record is its parent's
+            return  # a fork of the program; the record belongs to its parent
         failure = self._failure
         try:
             self._stack.close()
@@ -152,12 +159,12 @@ class Session:
         return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}: {view}"
 
     def _say(self, text: str) -> None:
-        """Print what is the same on all ranks: on one."""
+        """Print a message that is the same on all ranks, on one of them."""
         if self._rank == 0:
             self._print(text)
 
     def _say_of_rank(self, text: str) -> None:
-        """Print what may differ from rank to rank: on this one."""
+        """Print a message that may differ between ranks, on this one."""
         if not self._options.is_quiet:
             self._print(f"rank {self._rank}, {text}" if self._num_ranks > 1 else text)
 
@@ -165,5 +172,115 @@ class Session:
         if self._stderr is not None:
             try:
                 tell(f"halfstep: {text}", self._stderr, flush=True)
-            except (OSError, ValueError):  # nobody reads it any more, or it was closed
+            except (OSError, ValueError):  # stderr was closed, here or by its reader
                 return
+
+
+# --- errors that all ranks raise ------------------------------------------------------------------
+
+
+def show_once(error: BaseException) -> None:
+    """Show the error that ends the script with its traceback on one rank, as a line on others.
+
+    The first rank to arrive shows it, not rank 0: a launcher stops the others after a failure.
+    """
+    if _is_first(error):
+        return
+    rank = torch.distributed.get_rank()
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        print(f"[rank{rank}]: {kind.__name__}, shown by another rank", file=sys.stderr)
+
+    sys.excepthook = excepthook
+
+
+def _is_first(error: BaseException) -> bool:
+    """Return whether no other rank has shown the same error."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
+    try:
+        return int(_torch.default_store().add(f"halfstep/error/{digest}", 1)) == 1
+    except RuntimeError:  # the store is gone with its rank
+        return True
+
+
+# --- folders and launchers ------------------------------------------------------------------------
+
+
+# Programs that start the processes of a run, by module or file name, and the words that their
+# command line begins with. Their own options follow, then ours.
+_LAUNCHERS = {
+    "torch.distributed.run": ("torchrun",),
+    "torch.distributed.launch": ("torchrun",),
+    "torchrun": ("torchrun",),
+    "accelerate.commands.launch": ("accelerate", "launch"),
+    "accelerate-launch": ("accelerate", "launch"),
+    "accelerate launch": ("accelerate", "launch"),
+    "deepspeed": ("deepspeed",),
+    "deepspeed.launcher.runner": ("deepspeed",),
+}
+_MODULE_OPTION = {"deepspeed": "--module"}
+
+
+def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
+    """Make and return a folder for a run.
+
+    All ranks choose the same folder without communication.
+    """
+    if num_ranks(environ) > 1:
+        folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    first = folder = RUNS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = first.with_name(f"{first.name}-{number}")
+        else:
+            return folder
+
+
+def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
+    given = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if given != "none":
+        return re.sub(r"[^\w.-]", "-", given)
+    return f"{environ.get('MASTER_PORT', 'ranks')}-{parent_pid}"
+
+
+def command_inside_launcher(
+    target: str, arguments: Sequence[str], options: Sequence[str]
+) -> str | None:
+    """Return the right command line if the target is a launcher, else None.
+
+    A launcher starts the processes that train, and halfstep has to run inside those.
+
+    Args:
+        target: Of ``halfstep run``.
+        arguments: Those of the target.
+        options: Those of ``halfstep run``.
+    """
+    name = Path(target).name
+    if name in ("accelerate", "accelerate.commands.accelerate_cli") and arguments[:1] == ["launch"]:
+        name, arguments = "accelerate launch", arguments[1:]
+    words = _LAUNCHERS.get(name)
+    if words is None:
+        return None
+    module = _MODULE_OPTION.get(words[0], "-m")
+    own, script = _split(arguments)
+    return shlex.join([*words, *own, module, "halfstep", "run", *options, *script])
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of a launcher into its own options and the script that it starts."""
+    for index, argument in enumerate(arguments):
+        if argument in ("-m", "--module"):
+            return list(arguments[:index]), ["-m", *arguments[index + 1 :]]
+        if argument.endswith(".py"):
+            return list(arguments[:index]), list(arguments[index:])
+    return list(arguments), ["train.py"]

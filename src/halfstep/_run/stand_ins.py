@@ -1,13 +1,19 @@
-"""Our classes with PyTorch's arguments and manners, for scripts that do not know of halfstep.
+"""Stand-ins for autocast and GradScaler of PyTorch, and their installation under all names.
 
-Where PyTorch warns and switches itself off, such as for CUDA on a machine without it, halfstep
-raises; these do as PyTorch does.
+The stand-ins are halfstep's classes with PyTorch's arguments. Where PyTorch warns and switches
+itself off, such as for CUDA on a machine without it, halfstep raises; the stand-ins warn too.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,10 +35,10 @@ _policy = preset("standard")
 
 
 def set_policy(policy: Policy) -> Policy:
-    """Set what :class:`Autocast` uses where no context around it has a policy.
+    """Set the policy of :class:`Autocast` outside contexts with a policy of their own.
 
     Returns:
-        What it was before.
+        The policy before.
     """
     global _policy
     before, _policy = _policy, policy
@@ -91,14 +97,14 @@ def _settings(
             warnings.warn(f"{problem}: autocast is off in this block", stacklevel=3)
             enabled = False
     if dtype not in LOWER_PRECISIONS:
-        dtype = None  # it is off then, or the default is meant
+        dtype = None  # it is off, or means the default
     ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=_policy)
-    # A context of halfstep around it, with a policy of the script's own, goes before.
+    # A policy of the script, from a halfstep context around it, comes first.
     return ours._settings._replace(inherit=True)
 
 
 def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None:
-    """Say why ``torch.autocast`` would switch itself off, None if it would not."""
+    """Return why ``torch.autocast`` would switch itself off; None if it would not."""
     if device_type == "cuda":
         if not torch.cuda.is_available():
             return "autocast('cuda'), but PyTorch sees no CUDA device here"
@@ -111,10 +117,10 @@ def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None
 
 
 class _PlaceInMode(type):
-    """Lets torch.compile know PyTorch's class, and not ours, at the place where it looks for it.
+    """Makes torch.compile treat PyTorch's autocast, not ours, as ``autocast_mode.autocast``.
 
-    It compares what it meets with ``torch.amp.autocast_mode.autocast``, and compiles what it finds
-    equal, or an instance, in its own way, in which there are no policies.
+    torch.compile compares classes with ``torch.amp.autocast_mode.autocast``, and compiles equal
+    ones and their instances in a special way that has no policies.
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Autocast:
@@ -159,16 +165,16 @@ class GradScaler(halfstep.GradScaler):
     ) -> None:
         if not enabled:
             self.__class__ = _switched_off(type(self))
-            super().__init__()  # that of the new class; PyTorch does not look at the numbers either
+            super().__init__()  # of the new class; PyTorch does not check the numbers either
             return
-        # The device is that of the first loss, as it is with PyTorch's scaler whatever it is told.
+        # The device is that of the first loss: PyTorch's scaler ignores its argument as well.
         super().__init__(None, *numbers, process_group=process_group)
 
     def _switch_off(self) -> None:
         self.__class__ = _switched_off(type(self))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Tell of methods that PyTorch's scaler calls and ours does not."""
+        """Warn about overridden methods that only PyTorch's scaler calls."""
         super(halfstep.GradScaler, cls).__init_subclass__(**kwargs)  # ours refuses such a class
         internal = vars(_TorchGradScaler).keys() - set(dir(halfstep.GradScaler))
         overridden = sorted(internal & vars(cls).keys())
@@ -198,9 +204,9 @@ _switched_off_classes: dict[type[GradScaler], type[GradScaler]] = {}
 
 
 def _switched_off(cls: type[GradScaler]) -> type[GradScaler]:
-    """Return ``cls`` with the methods of a scaler that does not scale in place of ours.
+    """Return ``cls`` with the methods of a disabled scaler.
 
-    What a script overrides stays.
+    Methods that a script overrides stay.
     """
     if cls not in _switched_off_classes:
         members = {
@@ -260,6 +266,108 @@ class ShardedGradScaler(GradScaler):
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
         if process_group is None and distributed.is_initialized():
-            process_group = distributed.group.WORLD  # as PyTorch's: all ranks step together
+            process_group = distributed.group.WORLD  # as in PyTorch: all ranks step together
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
         self._begin(_is_possible(device, enabled), numbers, process_group)
+
+
+# --- the names ------------------------------------------------------------------------------------
+
+
+NAMES: dict[tuple[str, str], object] = {
+    ("torch", "autocast"): Autocast,
+    ("torch.amp", "autocast"): Autocast,
+    ("torch.amp.autocast_mode", "autocast"): AutocastInMode,
+    ("torch.cuda.amp", "autocast"): CudaAutocast,
+    ("torch.cuda.amp.autocast_mode", "autocast"): CudaAutocast,
+    ("torch.cpu.amp", "autocast"): CpuAutocast,
+    ("torch.cpu.amp.autocast_mode", "autocast"): CpuAutocast,
+    ("torch", "GradScaler"): GradScaler,
+    ("torch.amp", "GradScaler"): GradScaler,
+    ("torch.amp.grad_scaler", "GradScaler"): GradScaler,
+    ("torch.cuda.amp", "GradScaler"): CudaGradScaler,
+    ("torch.cuda.amp.grad_scaler", "GradScaler"): CudaGradScaler,
+    ("torch.cpu.amp", "GradScaler"): CpuGradScaler,
+    ("torch.cpu.amp.grad_scaler", "GradScaler"): CpuGradScaler,
+}
+"""The names that ``import torch`` defines, by module and name, and their stand-ins."""
+
+_ORIGINALS = {key: getattr(import_module(key[0]), key[1]) for key in NAMES}
+
+_SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
+_COMPILER = "torch._dynamo.variables.torch"
+
+
+@contextmanager
+def replaced(policy: Policy) -> Iterator[None]:
+    """Replace autocast and GradScaler of PyTorch under all their names.
+
+    Args:
+        policy: The policy of ``torch.autocast`` where the script gives none.
+    """
+    names = _Names()
+    names.replace(NAMES)
+
+    def when_loaded(module: str) -> None:
+        if module == _SHARDED:
+            names.replace({(_SHARDED, "ShardedGradScaler"): ShardedGradScaler})
+
+    loader = _WithOriginals((_SHARDED, _COMPILER), when_loaded)
+    if _SHARDED in sys.modules:
+        when_loaded(_SHARDED)
+    sys.meta_path.insert(0, loader)
+    policy_before = set_policy(policy)
+    try:
+        yield
+    finally:
+        set_policy(policy_before)
+        sys.meta_path.remove(loader)
+        names.restore()
+
+
+class _Names:
+    """Names that are replaced for a while."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, str], object] = {}
+
+    def replace(self, meanings: Mapping[tuple[str, str], object]) -> None:
+        for (module, name), meaning in meanings.items():
+            self._before[module, name] = getattr(sys.modules[module], name)
+            setattr(sys.modules[module], name, meaning)
+
+    def restore(self) -> None:
+        for (module, name), meaning in self._before.items():
+            setattr(sys.modules[module], name, meaning)
+
+
+class _WithOriginals:
+    """Loads some modules of PyTorch with the original names, which they keep or subclass.
+
+    Importing those modules in advance would cost every script two seconds.
+    """
+
+    def __init__(self, modules: Sequence[str], when_loaded: Callable[[str], None]) -> None:
+        self._modules = modules
+        self._when_loaded = when_loaded
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._modules:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_with_originals(module: ModuleType) -> None:
+                names = _Names()
+                names.replace(_ORIGINALS)
+                try:
+                    execute(module)
+                finally:
+                    names.restore()
+                self._when_loaded(name)
+
+            spec.loader.exec_module = execute_with_originals  # type: ignore[method-assign]
+        return spec

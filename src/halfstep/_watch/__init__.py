@@ -1,1 +1,1 @@
-"""A training that is looked at while it runs: a page in a terminal, lines elsewhere."""
+"""The live view of a training: a page in a terminal, plain lines elsewhere."""

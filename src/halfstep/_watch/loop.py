@@ -1,4 +1,4 @@
-"""Watching: read what is new, show it, wait, until the run has ended."""
+"""The loop of ``halfstep watch``: read what is new, show it, wait, until the run has ended."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import time
 from pathlib import Path
 from typing import Protocol, Self, TextIO
 
-from halfstep._record.following import Follower, Update
-from halfstep._record.lines import RUNS, newest_in
-from halfstep._watch import words
-from halfstep._watch.lines import end_line, heading, lines
-from halfstep._watch.state import Watched, watched
+from halfstep._record.files import RUNS, newest_in
+from halfstep._record.follow import Follower, RecordUpdate
+from halfstep._watch.state import LiveRun, live_run
+from halfstep._watch.text import end_line, heading, how_to_start, missing, new_lines, run_state
 
 REFRESH_SECONDS = 0.5
-"""Where ``halfstep run`` puts its records."""
 
 
 class View(Protocol):
-    """Shows a run: a context manager that leaves what is to stay on the screen."""
+    """A view of a run: a context manager that leaves the final state on the screen."""
 
-    def show(self, watched: Watched, update: Update) -> None:
-        """Show how it stands."""
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
+        """Show the current state."""
 
     def __enter__(self) -> Self: ...
 
@@ -32,29 +30,29 @@ def watch(path: Path | None, view: View, say: TextIO) -> None:
     """Show a run until it has ended, or Ctrl-C is pressed.
 
     Args:
-        path: Its folder, which need not exist yet; the newest record when None.
-        view: Shows it.
-        say: Where to say that it is waited for.
+        path: Its folder, which need not exist yet; None for the newest record.
+        view: Shows the run.
+        say: The stream for the message that it waits for a record.
 
     Raises:
-        RecordError: What is there is no record.
+        RecordError: The folder contains something else than a record.
     """
     try:
         follower, update = _wait_for_record(path, say)
         with view:
-            known = watched(None, update)
+            known = live_run(None, update)
             view.show(known, update)
             while not known.run.has_ended:
                 time.sleep(REFRESH_SECONDS)
                 new = follower.read()
                 if new is not None:
-                    known = watched(known, new)
+                    known = live_run(known, new)
                     view.show(known, new)
-    except KeyboardInterrupt:  # how one stops looking: no error
+    except KeyboardInterrupt:  # the way to stop watching, not an error
         pass
 
 
-def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
+def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, RecordUpdate]:
     has_said = False
     while True:
         folder = path or newest_in(RUNS)
@@ -64,34 +62,34 @@ def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, Update]:
             if update is not None:
                 return follower, update
         if not has_said:
-            text = f"waiting for {words.missing(path)} ... {words.how_to_start(path)}"
+            text = f"waiting for {missing(path)} ... {how_to_start(path)}"
             print(text, file=say, flush=True)
             has_said = True
         time.sleep(REFRESH_SECONDS)
 
 
-class Lines:
+class PlainLines:
     """Prints what is new as plain lines.
 
     Args:
-        every: As in :func:`halfstep._watch.lines.lines`.
+        every: As in :func:`halfstep._watch.text.new_lines`.
     """
 
     def __init__(self, every: int | None) -> None:
         self._every = every
-        self._last: Watched | None = None
+        self._last: LiveRun | None = None
         self._has_said_silent = False
 
-    def show(self, watched: Watched, update: Update) -> None:
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
         """Print what is new."""
-        self._last = watched
+        self._last = live
         if update.is_anew:
-            print(heading(watched))
-        for line in lines(watched, update, self._every):
+            print(heading(live))
+        for line in new_lines(live, update, self._every):
             print(line)
-        is_silent = watched.silent_for(time.time()) is not None
+        is_silent = live.silent_for(time.time()) is not None
         if is_silent and not self._has_said_silent:
-            print(words.state(watched, time.time()))
+            print(run_state(live, time.time()))
         self._has_said_silent = is_silent
         sys.stdout.flush()
 
@@ -99,6 +97,6 @@ class Lines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Print how it stands, unless nobody reads it any more."""
+        """Print the final state, unless the reader has closed the pipe."""
         if self._last is not None and not isinstance(exception[1], BrokenPipeError):
             print(end_line(self._last, time.time()), flush=True)

@@ -1,34 +1,296 @@
-"""The page on the alternate screen of a terminal; its last state stays on the usual one."""
+"""The page in the terminal, drawn with rich, and the screen that shows it."""
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import sys
 import time
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, OverflowMethod, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from halfstep._record.following import Update
-from halfstep._watch import words
-from halfstep._watch.page import Page
-from halfstep._watch.state import Watched
+from halfstep._common.numbers import number, percent, power
+from halfstep._common.text import printable
+from halfstep._record.follow import RecordUpdate
+from halfstep._record.run import Kind
+from halfstep._watch.state import Column, LiveRun, Trail, WorstTensor
+from halfstep._watch.text import (
+    how_far,
+    report_command,
+    run_state,
+    what_is_wrong,
+    what_runs,
+    where_it_runs,
+    why_skipped,
+)
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.,-~=+#"
+MARK = "!"
+"""The sign for a value that was NaN or inf."""
+
+MOST_SKIPS = 5
+MOST_LAYERS = 12
+MOST_NOTES = 3
+SKIP = "x"
+LABEL, VALUE, RANGE = 6, 10, 22
+KINDS: Mapping[Kind, str] = {
+    "parameter": "parameter",
+    "parameter_gradient": "gradient",
+    "output": "output",
+    "output_gradient": "output gradient",
+}
+GAP, SHORTEST_NAME = 2, 12
+WIDE = 80
+"""From this width on, the curves show their range."""
+
+
+class Signs(NamedTuple):
+    """The characters that the page is drawn with."""
+
+    blocks: str
+    dot: str
+    arrow: str
+    overflow: OverflowMethod
+
+
+UNICODE = Signs(BLOCKS, " · ", "→", "ellipsis")
+ASCII = Signs(ASCII_BLOCKS, " - ", "->", "crop")
+
+
+class Page:
+    """The state of a run, as wide as the console and no higher than the screen.
+
+    Args:
+        live: The run.
+        now: Seconds since the epoch.
+        height: Number of lines; None for no limit.
+    """
+
+    def __init__(self, live: LiveRun, now: float, height: int | None = None) -> None:
+        self._run = live
+        self._now = now
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the parts."""
+        width, signs = options.max_width, ASCII if options.ascii_only else UNICODE
+        top = [*_heading(self._run, self._now, width, signs), Text()]
+        top += _curves(self._run, width, signs)
+        left = None if self._height is None else self._height - len(top)
+        for line in [*top, *_below(self._run, width, left, signs)]:
+            line.no_wrap, line.overflow = True, signs.overflow
+            yield line
+
+
+def _heading(live: LiveRun, now: float, width: int, signs: Signs) -> list[Text]:
+    state = run_state(live, now)
+    is_bad = live.run.error is not None
+    colour = "red" if is_bad else "yellow" if state.startswith("silent") else "green"
+    name = Text(printable(os.fspath(live.run.path)), "bold")
+    # The path is cut to make room for the state; for a long error it keeps a minimum.
+    word, _, _ = state.partition(" ")
+    shortest = min(SHORTEST_NAME, width - GAP - cell_len(word) - 1)
+    room = max(shortest, width - GAP - cell_len(state))
+    name.truncate(max(room, 1), overflow=signs.overflow)
+    return [
+        _line(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
+        _line(signs.dot.join(how_far(live))),
+        _line((signs.dot.join(what_runs(live)), "dim")),
+        _line((signs.dot.join(where_it_runs(live)), "dim")),
+    ]
+
+
+def _line(*parts: str | Text | tuple[str, str]) -> Text:
+    return Text.assemble(*parts)
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+
+def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
+    room = max(width - LABEL - VALUE - 2 - (RANGE if width >= WIDE else 0), 1)
+    last = live.last
+    lines = []
+    for label, trail, value, text, missing in (
+        ("loss", live.loss, last.loss if last else None, number, "not seen"),
+        ("scale", live.scale, last.scale_after if last else None, power, "no scaler"),
+        ("norm", live.norm, last.norm if last else None, number, "not measured"),
+    ):
+        columns = trail.columns(room)
+        is_missing = last is not None and all(column is None for column in columns)
+        drawn = missing if is_missing else sparkline(columns, signs.blocks)
+        line = _line(f"{label:<{LABEL}}{text(value):>{VALUE}}  ")
+        line.append(f"{drawn:<{room}}", "dim" if is_missing else "cyan")
+        line.highlight_regex(f"{MARK}+", "bold red")
+        if width >= WIDE:
+            line.append(f"  {_range(trail, text)}", "dim")
+        lines.append(line)
+    marks = "".join(" " if column is None else SKIP for column in live.skipped.columns(room))
+    label = f"{'skips':<{LABEL}}{live.num_skipped:>{VALUE},}  "
+    return [*lines, _line(label, (marks, "yellow"))]
+
+
+def _range(trail: Trail, text: Callable[[float | None], str]) -> str:
+    return "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
+
+
+def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
+    """Draw columns as one line: blocks, :data:`MARK` for NaN, a space for no value.
+
+    The heights are logarithmic if all values are above zero.
+    """
+    values = [column for column in columns if column is not None and not math.isnan(column)]
+    if not values:
+        return "".join(" " if column is None else MARK for column in columns)
+    height = math.log if min(values) > 0 else float
+    low, high = height(min(values)), height(max(values))
+
+    def block(column: Column) -> str:
+        if column is None:
+            return " "
+        if math.isnan(column):
+            return MARK
+        if low == high:
+            return blocks[len(blocks) // 2]
+        return blocks[round((height(column) - low) / (high - low) * (len(blocks) - 1))]
+
+    return "".join(block(column) for column in columns)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _below(live: LiveRun, width: int, height: int | None, signs: Signs) -> list[Text]:
+    """Return the diagnosis, skips, layers and notes that fit: layers are cut first, then skips."""
+    left = 10**6 if height is None else height
+    diagnosed = live.diagnosed if left > 0 else None
+    left -= diagnosed is not None
+    notes = min(len(live.notes), MOST_NOTES, max(0, left // 4))
+    left -= notes + 2 if notes else 0
+    skips = min(len(live.skips), MOST_SKIPS, max(0, left // 2 - 3))
+    left -= skips + 3 if skips else 0
+    worst = live.worst()
+    layers = min(len(worst), MOST_LAYERS, max(0, left - 3))
+    lines: list[Text] = []
+    if diagnosed is not None:
+        what = what_is_wrong(diagnosed)
+        lines.append(_line((f"step {diagnosed.step:,} went bad: {what}", "red")))
+    if skips:
+        lines += [Text(), *_skips(live, skips, width, signs)]
+    if layers:
+        lines += [Text(), *_layers(live, worst[:layers], width, signs)]
+    if notes:
+        lines += [Text(), _line(("notes", "bold")), *_notes(live, notes)]
+    return lines
+
+
+def _skips(live: LiveRun, num: int, width: int, signs: Signs) -> list[Text]:
+    share = percent(live.num_skipped / live.num_steps)
+    title = f"{live.num_skipped:,} of {live.num_steps:,} steps were skipped ({share})"
+    rows = [
+        [
+            Text(f"{step.step:,}", justify="right"),
+            Text(why_skipped(step)),
+            Text(f"{power(step.scale)} {signs.arrow} {power(step.scale_after)}"),
+            Text(printable(live.began_in.get(step.step, "-"))),
+        ]
+        for step in reversed(list(live.skips)[-num:])
+    ]
+    titles = ("step", "reason", "scale", "began in")
+    return [_line((title, "bold")), *_table(titles, rows, width, 3, signs)]
+
+
+def _layers(live: LiveRun, worst: list[WorstTensor], width: int, signs: Signs) -> list[Text]:
+    assert live.sample is not None
+    title = f"worst layers in step {live.sample.step:,} (headroom in bits)"
+    titles = ["layer", "", "headroom", "underflow"]
+    rows = [_layer(each) for each in worst]
+    if any(each.num_non_finite for each in worst):
+        titles.append("NaN, inf")
+        for row, each in zip(rows, worst, strict=True):
+            colour = "red" if each.num_non_finite else ""
+            row.append(Text(f"{each.num_non_finite:,}", colour, justify="right"))
+    return [_line((title, "bold")), *_table(titles, rows, width, 0, signs)]
+
+
+def _layer(each: WorstTensor) -> list[Text]:
+    headroom, lost = each.fit.headroom, each.fit.share_lost
+    return [
+        Text(printable(each.measured.name)),
+        Text(KINDS[each.measured.kind], "dim"),
+        Text(
+            "-" if headroom is None else f"{headroom:.1f}",
+            _colour(headroom, bad=1.0, poor=3.0),
+            justify="right",
+        ),
+        Text(percent(lost), _colour(-lost, bad=-0.1, poor=-0.01), justify="right"),
+    ]
+
+
+def _colour(value: float | None, bad: float, poor: float) -> str:
+    if value is None:
+        return ""
+    return "red" if value < bad else "yellow" if value < poor else ""
+
+
+def _notes(live: LiveRun, num: int) -> list[Text]:
+    return [
+        _line(f"step {note.step:,}: {printable(note.text)}") for note in list(live.notes)[-num:]
+    ]
+
+
+def _table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[Text]],
+    width: int,
+    gives_way: int,
+    signs: Signs,
+) -> list[Text]:
+    """Lay out cells in columns; where the width is too small, cut the column ``gives_way``."""
+    head = [
+        Text(title, "dim", justify=cell.justify)
+        for title, cell in zip(titles, rows[0], strict=True)
+    ]
+    lines = [head, *rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+    too_wide = sum(widths) + GAP * (len(widths) - 1) - width
+    widths[gives_way] -= min(max(0, too_wide), max(0, widths[gives_way] - SHORTEST_NAME))
+    return [_row(cells, widths, signs) for cells in lines]
+
+
+def _row(cells: Sequence[Text], widths: Sequence[int], signs: Signs) -> Text:
+    line = _line()
+    for cell, width in zip(cells, widths, strict=True):
+        padded = cell.copy()
+        padded.truncate(width, overflow=signs.overflow)
+        padded.align("right" if cell.justify == "right" else "left", width)
+        line.append_text(padded).append(" " * GAP)
+    line.rstrip()
+    return line
+
+
+# --- the screen -----------------------------------------------------------------------------------
 
 
 class Screen:
-    """Shows the page and draws it anew, in place and only when told to."""
+    """Shows the page on the alternate screen, and redraws it in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, screen=True, auto_refresh=False)
-        self._last: Watched | None = None
+        self._last: LiveRun | None = None
 
-    def show(self, watched: Watched, update: Update) -> None:
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
         """Draw the page."""
-        self._last = watched
-        page = Page(watched, time.time(), self._console.height)
+        self._last = live
+        page = Page(live, time.time(), self._console.height)
         self._live.update(page, refresh=True)
 
     def __enter__(self) -> Self:
@@ -38,17 +300,17 @@ class Screen:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the alternate screen and print how it stands."""
+        """Leave the alternate screen and print the final state."""
         self._live.stop()
         signal.signal(signal.SIGTERM, self._handler)
         if self._last is not None:
             print_page(self._console, self._last)
 
 
-def print_page(console: Console, watched: Watched) -> None:
+def print_page(console: Console, live: LiveRun) -> None:
     """Print the page once, with the command that makes the report."""
-    console.print(Page(watched, time.time()))
-    command = words.report_command(watched.run.path)
+    console.print(Page(live, time.time()))
+    command = report_command(live.run.path)
     console.print(Text(f"\nreport: {command}"), soft_wrap=True)
 
 

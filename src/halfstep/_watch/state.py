@@ -1,31 +1,100 @@
-"""What the page shows: everything that has been read of a record, in bounded memory."""
+"""The state of a running training, as read from its record, in bounded memory."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
-from halfstep._record.following import Update
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
-from halfstep._report.layers import Judged, judge, lower_at
-from halfstep._report.summarizing import policies_of
-from halfstep._watch.trail import Trail
+from halfstep._report.layers import FormatFit, format_fit, lower_at
+from halfstep._report.summarize import policies_of
 
 KEPT = 50
 """How many of the last steps, skips and notes are kept."""
 
 SILENT_SECONDS = 30.0
 SILENT_STEPS = 10
-"""A run is silent after so many seconds without an event, or so many steps if these take longer."""
+"""A run is silent after this time without an event, or that of this many steps if it is longer."""
 
 
-class Worst(NamedTuple):
-    """A tensor of the latest sample, and how it does in its format."""
+Column = float | None
+"""The largest value of some steps; NaN if one was not finite, None if there was none."""
+
+
+class Trail:
+    """The values of all steps so far in a bounded number of columns, each the largest of its steps.
+
+    When the columns are used up, pairs are joined: the cost of adding a value does not grow.
+
+    Args:
+        capacity: How many columns are kept at most, an even number.
+
+    Attributes:
+        low: The smallest finite value; None if there is none.
+        high: The largest.
+    """
+
+    low: float | None = None
+    high: float | None = None
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._columns: list[Column] = []
+        self._steps_per_column = 1
+        self._steps_in_last = 0
+
+    def add(self, value: float | None) -> None:
+        """Add the value of the next step; None if it has none."""
+        column = value
+        if value is not None and math.isfinite(value):
+            self.low = value if self.low is None else min(self.low, value)
+            self.high = value if self.high is None else max(self.high, value)
+        elif value is not None:
+            column = math.nan
+        if self._columns and self._steps_in_last < self._steps_per_column:
+            self._columns[-1] = _larger(self._columns[-1], column)
+            self._steps_in_last += 1
+            return
+        if len(self._columns) == self._capacity:
+            self._columns = _in_groups(self._columns, 2)
+            self._steps_per_column *= 2
+        self._columns.append(column)
+        self._steps_in_last = 1
+
+    def columns(self, width: int) -> list[Column]:
+        """Return all steps in at most ``width`` columns."""
+        # Groups of whole columns: finished columns stay the same while others are added.
+        return _in_groups(self._columns, max(1, math.ceil(len(self._columns) / max(1, width))))
+
+
+def _in_groups(columns: list[Column], size: int) -> list[Column]:
+    groups = zip_longest(*(columns[first::size] for first in range(size)))
+    return [_largest(group) for group in groups]
+
+
+def _largest(columns: Sequence[Column]) -> Column:
+    largest = columns[0]
+    for column in columns[1:]:
+        largest = _larger(largest, column)
+    return largest
+
+
+def _larger(first: Column, second: Column) -> Column:
+    if first is None or second is None:
+        return second if first is None else first
+    return math.nan if math.isnan(first) or math.isnan(second) else max(first, second)
+
+
+class WorstTensor(NamedTuple):
+    """A tensor of the latest sample, with how well it fits its format."""
 
     measured: Measured
-    judged: Judged
+    fit: FormatFit
 
     @property
     def num_non_finite(self) -> int:
@@ -34,36 +103,36 @@ class Worst(NamedTuple):
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """What the worst come first by.
+        """The sort key, the largest for the worst.
 
-        NaN and inf; then how close it is to one of the ends of its format: the share of entries
+        NaN and inf come first; then the distance to the ends of the format: the share of entries
         that underflow, or amax as a share of the largest value.
         """
-        headroom = self.judged.headroom
+        headroom = self.fit.headroom
         used = 0.0 if headroom is None else 2.0**-headroom
-        return self.num_non_finite > 0, max(used, self.judged.share_lost)
+        return self.num_non_finite > 0, max(used, self.fit.share_lost)
 
 
 @dataclass
-class Watched:
-    """What is known of a run so far.
+class LiveRun:
+    """A run as known so far.
 
     Attributes:
-        run: The run as it is now; of its steps, samples, culprits, diagnoses and notes only the
-            newest.
+        run: The run as it is now, with only the newest steps, samples, culprits, diagnoses and
+            notes.
         written: When a rank wrote last, in seconds since the epoch.
         num_steps: How many steps the optimizers have made.
         num_skipped: How many of them were skipped.
         recent: The last steps.
         skips: The last of those that were skipped.
-        began_in: By step, where the last skips began, as far as it is known.
+        began_in: By step, where the last skips began, if known.
         diagnosed: The latest diagnosis.
         sample: The latest.
         notes: The last ones.
         loss: Of all steps.
         scale: Of all steps.
-        norm: Of all steps; without those of skipped steps that are inf or NaN, which is why they
-            were skipped.
+        norm: Of all steps, without inf and NaN of skipped steps: those are the reason for the
+            skip.
         skipped: 1 for each step that was skipped.
     """
 
@@ -82,7 +151,7 @@ class Watched:
     norm: Trail = field(default_factory=Trail)
     skipped: Trail = field(default_factory=Trail)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: RecordUpdate) -> None:
         """Add what is new."""
         self.run, self.written = update.new, update.written
         for step in update.new.steps:
@@ -131,7 +200,7 @@ class Watched:
         return (last.time - first.time) / num if num else None
 
     def silent_for(self, now: float) -> float | None:
-        """Return for how many seconds nothing has come; None while that is normal.
+        """Return the seconds since the last event; None while that is normal.
 
         Args:
             now: Seconds since the epoch.
@@ -140,21 +209,21 @@ class Watched:
         patience = max(SILENT_SECONDS, SILENT_STEPS * (self.seconds_per_step or 0.0))
         return seconds if seconds > patience and not self.run.has_ended else None
 
-    def worst(self) -> list[Worst]:
+    def worst(self) -> list[WorstTensor]:
         """Return the tensors of the latest sample, the worst first."""
         if self.sample is None:
             return []
         lower, is_in_force = lower_at(policies_of(self.run), self.sample.step)
         found = [
-            Worst(measured, judge(measured, lower, is_in_force=is_in_force))
+            WorstTensor(measured, format_fit(measured, lower, is_in_force=is_in_force))
             for measured in self.sample.tensors
         ]
         return sorted(found, key=lambda worst: worst.badness, reverse=True)
 
 
-def watched(before: Watched | None, update: Update) -> Watched:
-    """Return what is known after an update; what was known before is changed."""
+def live_run(before: LiveRun | None, update: RecordUpdate) -> LiveRun:
+    """Return the run after an update; ``before`` is changed in place."""
     if before is None or update.is_anew:
-        before = Watched(update.new, update.written)
+        before = LiveRun(update.new, update.written)
     before.add(update)
     return before

@@ -1,0 +1,275 @@
+"""The precision that suits this machine: its units, measured speeds, and advice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from halfstep._common.machine import device_name
+from halfstep._doctor.flags import Flag, read_flags
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
+
+WORTH_IT = 1.2
+"""From this multiple of the speed of fp32 on, a dtype counts as fast."""
+AS_GOOD = 0.8
+"""bf16 is taken before fp16 from this share of its speed on: it needs no scaler."""
+
+_UNITS = {
+    "amx_bf16": "AMX (bf16)",
+    "amx_fp16": "AMX (fp16)",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512_fp16": "AVX-512 FP16",
+    "bf16": "Arm BF16",
+    "asimdhp": "Arm FP16",
+    "sve": "Arm SVE",
+}
+_TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), "fp8"))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A precision and the reason for it.
+
+    Attributes:
+        precision: ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp32"``.
+        reason: One sentence.
+    """
+
+    precision: Precision
+    reason: str
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """A device and its measured speeds.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        name: Of the processor or GPU.
+        units: Its units for lower precision.
+        speeds: The measured speeds.
+        advice: The precision to use.
+        flags: The switches of PyTorch.
+    """
+
+    device: str
+    name: str
+    units: tuple[str, ...]
+    speeds: Speeds
+    advice: Advice
+    flags: tuple[Flag, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> MachineReport:
+    """Measure the accelerator of this machine if it is a CUDA device, else the CPU.
+
+    This takes a second or two; ``on_round`` receives the share that has passed. Sync: many.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    speeds = measure_speeds(device, on_round=on_round)
+    return MachineReport(
+        device,
+        device_name(device),
+        _units(device),
+        speeds,
+        advise(speeds.ratios),
+        tuple(read_flags()),
+    )
+
+
+def advise(ratios: Mapping[str, Mapping[str, float]]) -> Advice:
+    """Return the precision to train in.
+
+    Args:
+        ratios: Speeds as multiples of fp32's, of ``"matmul"`` and perhaps ``"conv"``.
+    """
+    matmul = ratios["matmul"]
+    bf16, fp16, tf32 = matmul["bf16"], matmul["fp16"], matmul.get("tf32", 0.0)
+    if bf16 >= WORTH_IT and bf16 >= AS_GOOD * fp16:
+        reason = f"matrix products run at {bf16:.2g} x the speed of fp32"
+        return Advice("bf16", f"{reason}{_conv(ratios, 'bf16')}, and no scaler is needed")
+    if fp16 >= WORTH_IT:
+        reason = f"matrix products run at {fp16:.2g} x the speed of fp32, in bf16 at {bf16:.2g} x"
+        return Advice("fp16", f"{reason}{_conv(ratios, 'fp16')}; with a GradScaler")
+    slow = f"bf16 runs at {bf16:.2g} x and fp16 at {fp16:.2g} x the speed of fp32"
+    if tf32 >= WORTH_IT:
+        return Advice("tf32", f"{slow}, TF32 at {tf32:.2g} x")
+    return Advice("fp32", f"{slow} in matrix products: lower precision saves memory, not time")
+
+
+def _conv(ratios: Mapping[str, Mapping[str, float]], name: str) -> str:
+    ratio = ratios.get("conv", {}).get(name)
+    return "" if ratio is None else f" (convolutions at {ratio:.2g} x)"
+
+
+def _units(device: str) -> tuple[str, ...]:
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        return units_of_capability(capability)
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    flags = {name for name, has in known.items() if has is True}
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    vector = torch.backends.cpu.get_cpu_capability()
+    return (f"{vector} in use", *units_of_flags(flags | set(text.split())))
+
+
+def units_of_flags(flags: set[str]) -> tuple[str, ...]:
+    """Return the units of a CPU for lower precision, from the names of its features."""
+    return tuple(title for flag, title in _UNITS.items() if flag in flags)
+
+
+def units_of_capability(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Return the compute capability and the formats of the matrix units."""
+    formats = [name for since, name in _TENSOR_CORES if capability >= since]
+    major, minor = capability
+    number = f"compute capability {major}.{minor}"
+    return (number, f"matrix units for {', '.join(formats)}") if formats else (number,)
+
+
+# --- measured speeds ------------------------------------------------------------------------------
+
+
+MATRIX_SIDE = {"cpu": 768, "cuda": 4096}
+"""Large enough to be limited by arithmetic, small enough for a slow fp16 kernel on a CPU."""
+
+CONVOLUTION = {"cpu": (4, 32, 32), "cuda": (32, 256, 56)}
+"""Images, channels, and side, under kernels of 3 x 3."""
+
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 30
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Measured speeds.
+
+    Attributes:
+        gflops: 1e9 operations a second, by ``"matmul"`` and ``"conv"``, then by name of the dtype.
+        ratios: Speeds relative to fp32: medians over pairs that were measured in turn.
+    """
+
+    gflops: dict[str, dict[str, float]]
+    ratios: dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class _Work:
+    kind: str
+    name: str
+    run: Callable[[], object]
+    operations: float
+
+
+def measure_speeds(
+    device: str,
+    seconds: float = 1.5,
+    kinds: tuple[str, ...] = ("matmul", "conv"),
+    on_round: Callable[[float], None] = lambda share: None,
+) -> Speeds:
+    """Measure all dtypes in turn, so that other programs slow all of them equally.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        seconds: Approximate duration, without the first calls.
+        kinds: ``"matmul"``, ``"conv"`` or both.
+        on_round: Receives the share of the time that has passed, after each round.
+
+    Sync: many.
+    """
+    works = [work for kind in kinds for work in _works(kind, device)]
+    with torch.no_grad():
+        for work in works:
+            _duration(work.run, device)  # the first call sets up the kernel
+        rounds: list[list[float]] = []
+        began = time.perf_counter()
+        while len(rounds) < MOST_ROUNDS:
+            rounds.append([_duration(work.run, device) for work in works])
+            gone = (time.perf_counter() - began) / seconds
+            on_round(min(max(gone, len(rounds) / MOST_ROUNDS), 1.0))
+            if gone >= 1 and len(rounds) >= FEWEST_ROUNDS:
+                break
+    return speeds_of([(work.kind, work.name, work.operations) for work in works], rounds)
+
+
+def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
+    """Return speeds from durations.
+
+    Args:
+        works: Kind, name of the dtype and number of operations.
+        rounds: Seconds of each, for each round.
+    """
+    gflops: dict[str, dict[str, float]] = {}
+    ratios: dict[str, dict[str, float]] = {}
+    base = {kind: at for at, (kind, name, _) in enumerate(works) if name == "fp32"}
+    for at, (kind, name, operations) in enumerate(works):
+        # The best time: other programs only slow it down.
+        best = min(durations[at] for durations in rounds)
+        gflops.setdefault(kind, {})[name] = operations / best / 1e9
+        pairs = [durations[base[kind]] / durations[at] for durations in rounds]
+        ratios.setdefault(kind, {})[name] = median(pairs)
+    return Speeds(gflops, ratios)
+
+
+def _works(kind: str, device: str) -> Iterator[_Work]:
+    names = [*DTYPES, "tf32"] if device == "cuda" else list(DTYPES)
+    for name in names:
+        dtype = DTYPES.get(name, torch.float32)
+        run, operations = (_matmul if kind == "matmul" else _convolution)(device, dtype)
+        yield _Work(kind, name, partial(_with_tf32, run, name == "tf32"), operations)
+
+
+def _matmul(device: str, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    side = MATRIX_SIDE[device]
+    a = torch.ones(side, side, device=device, dtype=dtype)
+    return partial(F.linear, a, a), 2.0 * side**3
+
+
+def _convolution(device: str, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+    images, channels, side = CONVOLUTION[device]
+    x = torch.ones(images, channels, side, side, device=device, dtype=dtype)
+    weight = torch.ones(channels, channels, 3, 3, device=device, dtype=dtype)
+    return partial(F.conv2d, x, weight, padding=1), 2.0 * 9 * images * (channels * side) ** 2
+
+
+def _duration(run: Callable[[], object], device: str) -> float:
+    started = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _with_tf32(run: Callable[[], object], allowed: bool) -> object:
+    if not torch.cuda.is_available():
+        return run()
+    with _fp32_precision("tf32" if allowed else "ieee"):
+        return run()
+
+
+@contextmanager
+def _fp32_precision(precision: str) -> Iterator[None]:
+    """Set the precision of fp32 on CUDA inside the block."""
+    backends: Any = torch.backends
+    matmul, conv = backends.cuda.matmul, backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    matmul.fp32_precision = conv.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, conv.fp32_precision = before

@@ -1,0 +1,171 @@
+"""The files of a record: JSON Lines, one event per line, one file per rank.
+
+JSON has no NaN and no inf: they are written as the strings "nan", "inf" and "-inf". The last key of
+a line is a checksum of everything before it. The format is described in docs/record.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from io import SEEK_END, FileIO
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any
+
+from halfstep._common.json import to_plain
+from halfstep.errors import RecordError
+
+SCHEMA = 1
+"""Version of the events; the first line of each segment contains it."""
+
+RUNS = Path("runs")
+"""The folder for the records of runs without a folder of their own."""
+
+Event = dict[str, Any]
+
+_CHECKSUM = b',"crc":"'
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the file of a rank."""
+    return folder / f"rank{rank}.jsonl"
+
+
+def files_in(folder: Path) -> dict[int, Path]:
+    """Return the files in a folder by rank."""
+    numbers = {path: _rank_of(path) for path in folder.glob("rank*.jsonl")}
+    found = {number: path for path, number in numbers.items() if number is not None}
+    return dict(sorted(found.items()))
+
+
+def newest_in(folder: Path) -> Path | None:
+    """Return the record, at any depth, with the latest change; None if there is none."""
+    files = [path for path in folder.rglob("rank*.jsonl") if _rank_of(path) is not None]
+    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
+
+
+def _rank_of(path: Path) -> int | None:
+    """Return the rank of a file; None for anything else, such as ``rank01.jsonl`` and folders."""
+    found = re.fullmatch(r"rank(0|[1-9][0-9]*)\.jsonl", path.name)
+    return int(found[1]) if found and path.is_file() else None
+
+
+class LineWriter:
+    """Appends events to a file and flushes each of them: written events survive the process.
+
+    Args:
+        path: The file; its folder is made. A last line that was cut stays a line of its own.
+
+    Raises:
+        RecordError: Another process writes the file, or it belongs to another program.
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._is_cut = path.exists() and path.stat().st_size > 0 and _ends_cut(path)
+        self._file = path.open("ab", buffering=0)
+        _lock(self._file, path)
+
+    def write(self, event: Event) -> None:
+        """Write one event.
+
+        Raises:
+            OSError: The disk is full, or worse. The next line stays readable.
+        """
+        line = memoryview(b"\n" * self._is_cut + line_of(event))
+        self._is_cut = True
+        while line:  # the system may write only a part
+            line = line[self._file.write(line) :]
+        self._is_cut = False
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lock(file: FileIO, path: Path) -> None:
+    """Lock the file against other processes, where the system supports it."""
+    try:
+        import fcntl
+
+        # Not flock: forked processes, such as workers, would keep that lock after this one ends.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise RecordError(
+            f"{path}: another process is writing it. Give each run a folder of its own; the "
+            "processes of one run are told apart by the environment variable RANK, which torchrun "
+            "sets"
+        ) from None
+    except (ImportError, OSError):
+        return  # not on this system, or not on this file system
+
+
+def _ends_cut(path: Path) -> bool:
+    """Return whether the last line of a record was cut."""
+    with path.open("rb") as file:
+        try:
+            first = json.loads(file.readline())
+        except (ValueError, RecursionError):
+            first = None
+        if not isinstance(first, dict) or first.get("event") != "run":
+            raise RecordError(f"{path} is not the record of a run: give another folder")
+        require_schema(path, first.get("schema"), first.get("halfstep"))
+        file.seek(-1, SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield number and text of every line that is not empty.
+
+    Raises:
+        RecordError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def require_schema(path: Path, schema: object, version: object) -> None:
+    """Refuse a segment that has another schema.
+
+    Raises:
+        RecordError: The schema differs; the message names the version of halfstep that can read it.
+    """
+    if schema != SCHEMA:
+        which = version if isinstance(version, str) else "of the same version"
+        raise RecordError(
+            f"{path}: it has schema {shown(schema)}, but this halfstep reads schema {SCHEMA}: read "
+            f"it with halfstep {which}"
+        )
+
+
+def line_of(event: Event) -> bytes:
+    """Return an event as a line, with its checksum."""
+    text = json.dumps(to_plain(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    held = text.encode(errors="replace")[:-1]  # a file name may not be Unicode
+    return held + _CHECKSUM + _checksum(held) + b'"}\n'
+
+
+def has_checksum(line: bytes) -> bool:
+    """Return whether a line has a checksum.
+
+    Raises:
+        ValueError: The checksum does not match.
+    """
+    held, mark, rest = line.rpartition(_CHECKSUM)
+    if mark and rest.rstrip() != _checksum(held) + b'"}':
+        raise ValueError("its checksum does not match")
+    return bool(mark)
+
+
+def _checksum(held: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(held)

@@ -1,0 +1,161 @@
+"""Steps whose numbers are still on the device: read late, many at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep._record.files import Event
+from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.scalars import moved
+
+MOST_WAITING = 64
+"""Steps are read at the latest when this many wait ..."""
+LONGEST_WAIT = 0.25
+"""... or at the end of the first step this many seconds after the last read."""
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers may still be on the device.
+
+    Attributes:
+        step: Number of the iteration.
+        time: Seconds since the record began.
+        optimizer: Class name of the optimizer.
+        outcome: Its outcome; None without a scaler, where every step is taken.
+        loss: A scalar, None if it was not seen.
+        norm: A scalar measured by ``torch.nn.utils.clip_grad_norm_``, None if there is none.
+    """
+
+    step: int
+    time: float
+    optimizer: str
+    outcome: Outcome | None
+    loss: Tensor | None
+    norm: Tensor | None
+
+    def packed(self, device: torch.device) -> Tensor:
+        """Return all numbers as one vector of float32, loss and norm first. Sync: none."""
+        missing = torch.full((), math.nan, dtype=torch.float32, device=device)
+        both = torch.stack(
+            [
+                missing if scalar is None else moved(scalar.float().reshape(()), device)
+                for scalar in (self.loss, self.norm)
+            ]
+        )
+        if self.outcome is None:
+            return both
+        return torch.cat([both, moved(self.outcome.packed(), device)])
+
+    def event(self, packed: Tensor) -> Event:
+        """Return the line of the record.
+
+        Args:
+            packed: The result of :meth:`packed`, on the CPU.
+        """
+        loss, norm = packed[:2].tolist()
+        event = {
+            "event": "step",
+            "step": self.step,
+            "time": round(self.time, 4),
+            "optimizer": self.optimizer,
+            "taken": True,
+            "reason": None,
+            "scale": None,
+            "scale_after": None,
+            "norm": None if self.norm is None else norm,
+            "loss": None if self.loss is None else loss,
+        }
+        if self.outcome is not None:
+            entry, event["scale_after"] = self.outcome.unpack(packed[2:])
+            event["taken"], event["reason"], event["scale"] = entry.taken, entry.reason, entry.scale
+            if self.outcome.is_measured:
+                event["norm"] = entry.norm
+            if not entry.taken and self.outcome.rank is not None:
+                event["rank"] = self.outcome.rank
+        return event
+
+
+class _Sent(NamedTuple):
+    """Steps that are being copied: their numbers in a row, and the event of their arrival."""
+
+    steps: list[PendingStep]
+    values: Tensor
+    sizes: list[int]
+    arrival: torch.Event
+
+
+class PendingSteps:
+    """Steps that have not been read yet. Sync: none, except in :meth:`take_all`."""
+
+    def __init__(self) -> None:
+        self._steps: list[PendingStep] = []
+        self._sent: _Sent | None = None
+        self._last_sent = time.monotonic()
+
+    def add(self, step: PendingStep) -> None:
+        """Add a step."""
+        self._steps.append(step)
+
+    def take(self) -> list[Event]:
+        """Return the steps that have arrived, and start copying others if it is time."""
+        arrived = []
+        if self._sent is not None and self._sent.arrival.query():
+            arrived = self._arrived()
+        is_time = (
+            len(self._steps) >= MOST_WAITING or time.monotonic() > self._last_sent + LONGEST_WAIT
+        )
+        if self._sent is None and self._steps and is_time:
+            arrived += self._send()
+        return arrived
+
+    def take_all(self) -> list[Event]:
+        """Return all steps. Sync: one or two."""
+        arrived = []
+        while self._sent is not None or self._steps:
+            if self._sent is not None:
+                self._sent.arrival.synchronize()
+                arrived += self._arrived()
+            if self._steps:
+                arrived += self._send()
+        return arrived
+
+    def _send(self) -> list[Event]:
+        """Start copying all steps; return them if they are already on the host."""
+        self._last_sent = time.monotonic()
+        steps, self._steps = self._steps, []
+        device = _device_of(steps)
+        packed = [step.packed(device) for step in steps]
+        if device.type == "cpu":
+            return [step.event(values) for step, values in zip(steps, packed, strict=True)]
+        together = torch.cat(packed)
+        on_host = torch.empty_like(together, device="cpu", pin_memory=True)
+        on_host.copy_(together, non_blocking=True)
+        arrival = torch.Event(device.type)
+        arrival.record()
+        self._sent = _Sent(steps, on_host, [len(values) for values in packed], arrival)
+        return []
+
+    def _arrived(self) -> list[Event]:
+        assert self._sent is not None
+        sent, self._sent = self._sent, None
+        parts = torch.split(sent.values, sent.sizes)
+        return [step.event(part) for step, part in zip(sent.steps, parts, strict=True)]
+
+
+def _device_of(steps: Sequence[PendingStep]) -> torch.device:
+    """Return the device of the newest number, an accelerator if there is one."""
+    for step in reversed(steps):
+        for scalar in (step.loss, step.norm):
+            if scalar is not None and scalar.device.type != "cpu":
+                return scalar.device
+        if step.outcome is not None:
+            return step.outcome.loss_scale.tensor.device
+    return torch.device("cpu")

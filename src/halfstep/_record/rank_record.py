@@ -1,0 +1,241 @@
+"""The record of one rank: its lines, read one by one into values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from halfstep._common.json import Count, decoded
+from halfstep._common.numbers import count, step_list
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._record.files import has_checksum, require_schema
+from halfstep._record.run import (
+    Culprits,
+    Device,
+    Diagnosed,
+    End,
+    Header,
+    Model,
+    Note,
+    PolicySeen,
+    Sample,
+    Step,
+)
+from halfstep.errors import RecordError
+
+LONGEST_REASON = 120
+
+_Values = TypeVar("_Values", bound=Struct)
+
+
+class _Diagnosis(Struct, frozen=True, tag_field="event", tag="diagnosis"):
+    """The step of a diagnosis; the rest of the line is a :class:`Diagnosis`."""
+
+    step: Count
+
+
+_Line: TypeAlias = (
+    Step | Sample | Culprits | _Diagnosis | Header | Device | Model | PolicySeen | Note | End
+)
+_KNOWN = {kind.__struct_config__.tag for kind in get_args(_Line)}
+
+
+class _LineHead(Struct, frozen=True):
+    """The keys of a line that are needed even if the rest is damaged or of another version."""
+
+    event: str
+    schema: Any = None
+    halfstep: Any = None
+    started: Any = None
+
+
+class _LeftOut(NamedTuple):
+    """A line that was left out: its number, the reason, and the last step before it."""
+
+    line: int
+    why: str
+    step: int
+
+
+@dataclass
+class RankRecord:
+    """The contents of one file, with steps and times counted on across its segments.
+
+    Attributes:
+        path: The file.
+        number: Of the rank.
+        header: The first line of the last segment.
+        starts: The number of the first step of each segment so far.
+        models: In order.
+        policies: In order.
+        steps: In order.
+        samples: The sampled steps.
+        culprits: Of skipped steps.
+        diagnoses: Of steps that went bad.
+        notes: The recorder's.
+        left_out: One note on all lines that are cut, and one on all that are damaged.
+        end: The end of the last segment, None if it has none.
+    """
+
+    path: Path
+    number: int
+    header: Header = field(default_factory=Header)
+    starts: list[int] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+    policies: list[PolicySeen] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    culprits: list[Culprits] = field(default_factory=list)
+    diagnoses: list[Diagnosed] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    end: End | None = None
+    _cut: list[_LeftOut] = field(default_factory=list)
+    _damaged: list[_LeftOut] = field(default_factory=list)
+    _steps_before: int = 0
+    _last_step: int = 0
+    _begun: datetime | None = None
+    _seconds_before: float = 0.0
+
+    def take(self, number: int, line: bytes) -> None:
+        """Add the event of a line; cut and damaged lines are counted and left out.
+
+        Raises:
+            RecordError: The line begins a segment without a start time, or with another schema.
+        """
+        try:
+            event = self._event_of(line)
+        except ValueError as error:
+            self._leave_out(number, line, str(error))
+            return
+        if isinstance(event, Header):
+            self._begin_segment(number, decoded(_LineHead, line), event)
+        elif event is not None:
+            self._take(self._numbered_on(event))
+
+    def forget(self) -> None:
+        """Forget everything that grows with each step."""
+        self.steps, self.culprits, self.diagnoses, self.notes = [], [], [], []
+        self._cut, self._damaged = [], []
+
+    @property
+    def left_out(self) -> list[Note]:
+        """One note on all lines that are cut, and one on all that are damaged."""
+        return [
+            *self._told(self._cut, "cut", "skipped"),
+            *self._told(self._damaged, "damaged", "left out"),
+        ]
+
+    def require_begun(self) -> None:
+        """Refuse a file in which no segment has begun.
+
+        Raises:
+            RecordError: It names the file.
+        """
+        if not self.starts:
+            found = "; ".join(note.text for note in self.left_out)
+            raise RecordError(
+                f"{self.path}: none of its lines begins a record; is it a file of another program?"
+                f"{found and f' ({found})'}"
+            )
+
+    def _event_of(self, line: bytes) -> Struct | None:
+        """Return the event of a line; None for an event of a later version.
+
+        Raises:
+            ValueError: The line is cut or damaged.
+        """
+        is_checked = has_checksum(line)
+        try:
+            event: Struct = decoded(_Line, line)  # type: ignore[arg-type]  # mypy: no type
+        except ValueError:
+            beginning = _line_head(line)
+            if beginning is not None and beginning.event not in _KNOWN:
+                return None
+            raise
+        if self.header.crc is not None and not (is_checked or isinstance(event, Header)):
+            raise ValueError("it has lost its checksum")
+        if isinstance(event, _Diagnosis):
+            return Diagnosed(self.number, event.step, decoded(Diagnosis, line))
+        return event
+
+    def _leave_out(self, number: int, line: bytes, why: str) -> None:
+        is_whole = line.rstrip().endswith(b"}")
+        left_out = _LeftOut(number, why[:LONGEST_REASON], self._last_step)
+        (self._damaged if is_whole else self._cut).append(left_out)
+        beginning = _line_head(line)
+        if beginning is not None and beginning.event == "run":  # of a new segment
+            self._begin_segment(number, beginning, Header())
+
+    def _told(self, lines: Sequence[_LeftOut], what: str, done: str) -> Iterator[Note]:
+        if not lines:
+            return
+        if len(lines) == 1:
+            text = f"line {lines[0].line} of {self.path.name} is {what} and was {done}"
+        else:
+            which = step_list(each.line for each in lines)
+            text = (
+                f"{count(len(lines))} lines of {self.path.name} are {what} and were {done}: {which}"
+            )
+        if lines is self._damaged:
+            text += f" ({lines[0].why})" if len(lines) == 1 else f" (the first: {lines[0].why})"
+        yield Note(lines[0].step, text)
+
+    def _begin_segment(self, line: int, beginning: _LineHead, header: Header) -> None:
+        require_schema(self.path, beginning.schema, beginning.halfstep)
+        try:
+            started = datetime.fromisoformat(beginning.started)
+            begun = self._begun or started
+            self._seconds_before = (started - begun).total_seconds()
+        except (TypeError, ValueError):
+            raise RecordError(
+                f"{self.path}: line {line} begins a run, but started is "
+                f"{shown(beginning.started)} where a date and time belong; is it damaged?"
+            ) from None
+        self._begun = begun
+        self._steps_before = self._last_step
+        self.header, self.end = replace(header, started=str(beginning.started)), None
+        self.starts.append(self._last_step + 1)
+
+    def _numbered_on(self, event: _Values) -> _Values:
+        if self._steps_before or self._seconds_before:
+            before = {"step": self._steps_before, "time": self._seconds_before}
+            here = {key: getattr(event, key, None) for key in before}
+            known = {key: value for key, value in here.items() if value is not None}
+            event = replace(event, **{key: before[key] + value for key, value in known.items()})
+        self._last_step = max(self._last_step, getattr(event, "step", 0))
+        return event
+
+    def _take(self, event: Struct) -> None:
+        match event:
+            case Step():
+                self.steps.append(event)
+            case Sample():
+                self.samples.append(event)
+            case Culprits():
+                self.culprits.append(replace(event, rank=self.number))
+            case Diagnosed():
+                self.diagnoses.append(event)
+            case Device():
+                self.header = replace(self.header, device=event.device, machine=event.machine)
+            case Model():
+                self.models.append(replace(event, rank=None))
+            case PolicySeen():
+                self.policies.append(event)
+            case Note():
+                self.notes.append(event)
+            case End():
+                self.end = event
+
+
+def _line_head(line: bytes) -> _LineHead | None:
+    try:
+        return decoded(_LineHead, line)
+    except ValueError:
+        return None

@@ -1,0 +1,256 @@
+"""Reading a record: the files of all ranks become one :class:`halfstep._record.run.Run`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from msgspec import structs
+
+from halfstep._numerics.statistics import merged
+from halfstep._record.files import files_in, read_lines
+from halfstep._record.rank_record import RankRecord
+from halfstep._record.run import Kind, Measured, Model, Note, Run, Sample, Step
+from halfstep._trace.recording import Recording
+from halfstep.errors import RecordError
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the record in a folder, also while it is being written.
+
+    Args:
+        path: The folder, or one of its files.
+
+    Raises:
+        RecordError: There is no record, or it cannot be read.
+    """
+    folder = Path(path)
+    if folder.is_file():
+        folder = folder.parent
+    files = files_in(folder)
+    if not files:
+        what = "holds no record (rank0.jsonl)" if folder.is_dir() else "does not exist"
+        raise RecordError(
+            f"{folder} {what}: give the folder that `halfstep run` or `halfstep.record` has written"
+        )
+    ranks = {number: _read_rank(file, number) for number, file in files.items()}
+    run = joined(folder, ranks, JoinedSteps().add(ranks, is_all=True))
+    trace, damage = _trace(folder / "trace.json")
+    notes = (*run.notes, *damage, *disagreements(ranks))
+    return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
+
+
+def _read_rank(path: Path, number: int) -> RankRecord:
+    rank = RankRecord(path, number)
+    for number, line in read_lines(path):
+        rank.take(number, line)
+    rank.require_begun()
+    return rank
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+
+def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step]) -> Run:
+    """Join the records of the ranks, without comparing them.
+
+    Args:
+        folder: Of the record.
+        ranks: In order.
+        steps: Their joined steps.
+    """
+    first = next(iter(ranks.values()))
+    others = {number: rank for number, rank in ranks.items() if rank is not first}
+    left_out = [note for rank in ranks.values() for note in rank.left_out]
+    notes = [*first.notes, *left_out]
+    for number, rank in others.items():
+        new = [note for note in rank.notes if note not in first.notes]
+        notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
+    error, error_rank = first_error(ranks.values())
+    culprits = (each for rank in ranks.values() for each in rank.culprits)
+    diagnoses = (each for rank in ranks.values() for each in rank.diagnoses)
+    return Run(
+        path=folder,
+        header=first.header,
+        starts=tuple(first.starts),
+        ranks=tuple(ranks),
+        models=tuple(joined_models(ranks.values())),
+        policies=tuple(first.policies),
+        steps=tuple(steps),
+        samples=joined_samples(rank.samples for rank in ranks.values()),
+        culprits=tuple(sorted(culprits, key=lambda each: each.step)),
+        diagnoses=tuple(sorted(diagnoses, key=lambda each: each.step)),
+        notes=tuple(notes),
+        left_out=tuple(left_out),
+        error=error,
+        error_rank=error_rank,
+        without_end=tuple(number for number, rank in ranks.items() if rank.end is None),
+        trace=None,
+    )
+
+
+def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
+    try:
+        return Recording.from_json(path.read_bytes()), ()
+    except FileNotFoundError:
+        return None, ()
+    except (OSError, ValueError) as error:
+        return None, (Note(0, f"{path.name} cannot be read as a trace and was left out: {error}"),)
+
+
+MOST_AHEAD = 128
+"""A rank that is more steps behind the first than this is not waited for."""
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class JoinedSteps:
+    """Joins the steps of the first rank with the losses of all, as they come.
+
+    In a pipeline only the last stage has a loss; each replica of a model has the loss of its batch.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[Step]] = {}
+
+    def add(self, ranks: Mapping[int, RankRecord], *, is_all: bool = False) -> list[Step]:
+        """Add the new steps and return those that are complete.
+
+        Args:
+            ranks: The ranks; the steps of the first are joined.
+            is_all: Whether no more steps will come.
+        """
+        for number, rank in ranks.items():
+            self._waiting.setdefault(number, deque()).extend(rank.steps)
+        first, *others = ranks
+        mine, joined = self._waiting[first], []
+        while mine:
+            for other in others:
+                _leave_out(self._waiting[other], before=mine[0].step)
+            late = [n for n in others if not self._waiting[n] and ranks[n].end is None]
+            if late and not is_all and len(mine) <= MOST_AHEAD:
+                break
+            step = mine.popleft()
+            alike = {first: step}
+            for other in others:
+                its = self._waiting[other]
+                if its and its[0].step == step.step:
+                    alike[other] = its.popleft()
+            joined.append(_joined_step(step, alike))
+        return joined
+
+
+def _leave_out(steps: deque[Step], before: int) -> None:
+    while steps and steps[0].step < before:
+        steps.popleft()
+
+
+def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
+    if len(alike) == 1 and (first.loss is None or math.isfinite(first.loss)):
+        return first
+    losses = {rank: step.loss for rank, step in alike.items() if step.loss is not None}
+    norms = (step.norm for step in alike.values() if step.norm is not None)
+    ranks = (step.rank for step in alike.values() if step.rank is not None)
+    return structs.replace(
+        first,
+        norm=next(norms, None),
+        loss=_mean(list(losses.values())),
+        rank=next(ranks, None),
+        bad_losses=tuple(rank for rank, loss in losses.items() if not math.isfinite(loss)),
+    )
+
+
+def _mean(values: list[float]) -> float | None:
+    if not values or len(set(values)) == 1:
+        return values[0] if values else None
+    if not all(map(math.isfinite, values)):
+        return sum(values)  # inf or NaN, as in the gradients
+    return fmean(values)
+
+
+def disagreements(ranks: Mapping[int, RankRecord]) -> Iterator[Note]:
+    """Yield the first difference of each rank from the first rank."""
+    first, *others = ranks.values()
+    for rank in others:
+        pairs = zip(first.steps, rank.steps, strict=False)
+        notes = (disagreement(mine, its, rank.number) for mine, its in pairs)
+        yield from [note for note in notes if note is not None][:1]
+
+
+def disagreement(mine: Step, its: Step, number: int) -> Note | None:
+    """Return how the step of a rank differs from the first rank's; None if it does not."""
+    if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
+        return None
+    text = (
+        f"ranks disagree from step {mine.step} on: rank {number} {_verdict(its)}, "
+        f"the first rank {_verdict(mine)}"
+    )
+    return Note(mine.step, text)
+
+
+def _verdict(step: Step) -> str:
+    return f"{'took' if step.taken else 'skipped'} it, scale {step.scale_after}"
+
+
+# --- models, ends ---------------------------------------------------------------------------------
+
+
+def joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
+    """Return the models of the first rank, and those that only others have."""
+    first, *others = ranks
+    known = [_looks(model) for model in first.models]
+    own = ((rank.number, model) for rank in others for model in rank.models)
+    return [
+        *first.models,
+        *(
+            structs.replace(model, rank=number)
+            for number, model in own
+            if _looks(model) not in known
+        ),
+    ]
+
+
+def _looks(model: Model) -> tuple[object, ...]:
+    return model.name, model.parameters, model.modules
+
+
+def first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
+    """Return the earliest error and its rank: it may have caused the others."""
+    found = [
+        (rank.end.time or 0.0, rank.number, rank.end.error)
+        for rank in ranks
+        if rank.end is not None and rank.end.error is not None
+    ]
+    if not found:
+        return None, None
+    _, number, error = min(found)
+    return error, number
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+def joined_samples(samples: Iterable[Iterable[Sample]]) -> tuple[Sample, ...]:
+    """Join the samples of several ranks into one per step."""
+    by_step: dict[int, list[Sample]] = {}
+    for of_rank in samples:
+        for sample in of_rank:
+            by_step.setdefault(sample.step, []).append(sample)
+    return tuple(_joined_sample(alike) for _, alike in sorted(by_step.items()))
+
+
+def _joined_sample(samples: Sequence[Sample]) -> Sample:
+    if len(samples) == 1:
+        return samples[0]
+    tensors: dict[tuple[Kind, str, str], list[Measured]] = {}
+    for sample in samples:
+        for each in sample.tensors:
+            tensors.setdefault((each.kind, each.name, each.dtype), []).append(each)
+    together = (Measured.of(*key, merged(alike)) for key, alike in tensors.items())
+    return structs.replace(samples[0], tensors=tuple(together))

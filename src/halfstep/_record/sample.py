@@ -1,0 +1,390 @@
+"""Sampled steps: the models of a run, and hooks that measure their tensors."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from halfstep import _torch
+from halfstep._autocast import scopes
+from halfstep._autocast.casts import tensors_in
+from halfstep._autocast.modules import without_wrappers
+from halfstep._numerics.measure import measure
+from halfstep._numerics.statistics import Statistics, merged
+from halfstep._record.files import Event
+from halfstep._record.run import KINDS, Kind, Measured
+
+
+@dataclass
+class _KnownModel:
+    """A recorded model, as a weak reference."""
+
+    ref: weakref.ref[nn.Module]
+    prefix: str
+    is_written: bool = False
+
+
+class Models:
+    """The models of a run, with the names of their modules and parameters.
+
+    Names in the first model have no prefix; names in a later one begin with its class and number,
+    as in ``Critic[1].fc.weight``.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[_KnownModel] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._order: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (model for _, model in self._present())
+
+    def add(self, model: nn.Module) -> bool:
+        """Add a model, unless it is already known as a model or a part of one.
+
+        Returns:
+            Whether it replaces a known model that is a part of it.
+        """
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        if model in self._names:
+            return False
+        modules, num_before = set(model.modules()), len(self)
+        self._models = [known for known in self._models if known.ref() not in modules]
+        has_parts = len(self) < num_before
+        prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
+        self._models.append(_KnownModel(weakref.ref(model), prefix))
+        for name, module in model.named_modules():
+            if has_parts or module not in self._names:
+                self._names[module] = _joined(prefix, without_wrappers(name))
+        return has_parts
+
+    def name(self, module: nn.Module) -> str | None:
+        """Return the name of a module; None if no model contains it."""
+        return self._names.get(module)
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether any of their modules is compiled."""
+        return any(map(_torch.is_compiled, self._names))
+
+    def eager_modules(self) -> Iterator[nn.Module]:
+        """Yield the modules outside compiled modules."""
+        for model in self:
+            yield from _eager(model)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters."""
+        for known, model in self._present():
+            for name, parameter in model.named_parameters():
+                yield _joined(known.prefix, without_wrappers(name)), parameter
+
+    def ran(self, name: str) -> None:
+        """Note the order in which modules first ran to their end."""
+        self._order.setdefault(name, len(self._order))
+
+    def culprits(self, found: list[Tensor]) -> tuple[list[str], str | None]:
+        """Return the names of parameters with bad gradients, and the module where it began.
+
+        Of the modules with such parameters it is the one that ran last in the forward pass: the
+        backward pass reaches it first and passes inf or NaN on to all before it. Modules that
+        contain others of them do not count, nor do modules that were not seen to run.
+        """
+        bad = set(map(id, found))
+        names = [name for name, p in self.parameters() if id(p) in bad]
+        # A parameter in several modules belongs to the last of them.
+        owners = {
+            _joined(known.prefix, without_wrappers(name)).rpartition(".")[0]
+            for known, model in self._present()
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in bad
+        }
+        around = {owner for owner in owners if any(_is_in(other, owner) for other in owners)}
+        seen = [owner for owner in owners - around if owner in self._order]
+        return names, max(seen, key=self._order.__getitem__, default=None)
+
+    def events(self, step: int) -> list[Event]:
+        """Return a ``model`` line for each model without one."""
+        prefixes = [known.prefix for known in self._models if known.prefix]
+        events = []
+        for known, model in self._present():
+            if known.is_written:
+                continue
+            known.is_written = True
+            others = [prefix for prefix in prefixes if prefix != known.prefix]
+            events.append(
+                {
+                    "event": "model",
+                    "step": step,
+                    "name": type(model).__name__,
+                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                    "modules": [
+                        name
+                        for name in self._order
+                        if _starts(name, known.prefix)
+                        and not any(_starts(name, other) for other in others)
+                    ],
+                }
+            )
+        return events
+
+    def _present(self) -> Iterator[tuple[_KnownModel, nn.Module]]:
+        for known in self._models:
+            model = known.ref()
+            if model is not None:
+                yield known, model
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(other + "."))
+
+
+def _starts(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def _eager(module: nn.Module) -> Iterator[nn.Module]:
+    if _torch.is_compiled(module):
+        return
+    yield module
+    for child in module.children():
+        yield from _eager(child)
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+OUTERMOST = "(model)"
+"""The name of the outermost module."""
+COMPILED = (
+    "parts of the model are compiled: the outputs of modules inside them are not sampled, but "
+    "their parameters and the gradients of these are"
+)
+_FILTER = ("ignore", re.compile(".*when there are global hooks"), Warning, None, 0)
+
+
+class Sampler:
+    """Measures parameters, outputs of modules, and the gradients of both.
+
+    It has hooks only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
+
+    Args:
+        models: The models.
+        is_searching: Whether to add outermost modules that run with gradients as models.
+        say: Receives notes for the reader of the record.
+        is_listening: Returns whether the running code is part of the training.
+
+    Attributes:
+        is_open: Whether a step is being sampled.
+        policies: The latest policy by device type: lower precision and text.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        is_searching: bool,
+        say: Callable[[str], None],
+        is_listening: Callable[[], bool],
+    ) -> None:
+        self._models = models
+        self._is_searching = is_searching
+        self._say, self._is_listening = say, is_listening
+        self.is_open = self._is_measuring = False
+        self._forward_hooks: list[RemovableHandle] = []
+        self._parameter_hooks: list[RemovableHandle] = []
+        self._output_hooks: list[RemovableHandle] = []
+        self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
+        self._last_outputs: list[weakref.ref[Tensor]] = []
+        self._depth = 0
+        self._scope: scopes.Scope | None = None
+        self.policies: dict[str, tuple[str, str]] = {}
+
+    def begin(self, is_measuring: bool) -> None:
+        """Begin a step; without measuring, it only finds models and policies."""
+        self.is_open, self._is_measuring = True, is_measuring
+        self._depth = 0
+        # Global hooks, not one per module: nn.TransformerEncoderLayer leaves its fast path if it
+        # has hooks.
+        self._forward_hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        # torch.compile's module warns about global hooks before they are removed for it. Not by
+        # filterwarnings(), which would make every warning of the script appear again.
+        warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
+        self._watch_models()
+
+    def end(self) -> list[Measured]:
+        """End the step and return its tensors, in the order of the kinds."""
+        self.is_open = False
+        for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
+            _remove(hooks)
+        if _FILTER in warnings.filters:
+            warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
+        found, self._found = self._found, {}
+        by_kind = sorted(found.items(), key=lambda item: KINDS.index(item[0][0]))
+        return [
+            Measured.of(kind, name, dtype, statistics)
+            for (kind, name), (dtype, statistics) in by_kind
+        ]
+
+    def _watch_models(self) -> None:
+        """Put hooks on the models; called again when another model was found."""
+        if not len(self._models):
+            return
+        if self._models.has_compiled:
+            # Global hooks would make torch.compile compile everything again.
+            self._say(COMPILED)
+            _remove(self._forward_hooks)
+            for module in self._models.eager_modules():
+                handle = module.register_forward_hook(_ForwardHook(self._leave))
+                self._forward_hooks.append(handle)
+        if not self._is_measuring:
+            return
+        _remove(self._parameter_hooks)
+        for name, parameter in self._models.parameters():
+            if is_lazy(parameter):  # it has no shape before the first batch
+                continue
+            if ("parameter", name) not in self._found:
+                self._take("parameter", name, parameter)
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = partial(self._take_gradient, name)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._parameter_hooks.append(handle)
+
+    # --- hooks ------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if _is_traced() or not self._is_listening():
+            return
+        if (
+            self._depth == 0
+            and self._is_searching
+            and self._models.name(module) is None
+            and _is_trained(module)
+        ):
+            if self._models.add(module):
+                self._found = {}  # it contains the names of a part
+            self._watch_models()
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
+        if _is_traced() or not self._is_listening():
+            return
+        self._depth = max(self._depth - 1, 0)
+        name = self._models.name(module)
+        # In a backward pass a checkpoint is being recomputed.
+        if name is None or _torch.backward_number() >= 0:
+            return
+        self._models.ran(name)
+        if not torch.is_grad_enabled():
+            return
+        self._note_policy()
+        if self._is_measuring:
+            self._take_outputs(name or OUTERMOST, output)
+
+    def _take_outputs(self, name: str, output: Any) -> None:
+        outputs = [tensor for tensor in tensors_in([output]) if tensor.requires_grad]
+        last = [ref() for ref in self._last_outputs]
+        for tensor in outputs:
+            if any(tensor is seen for seen in last):
+                continue  # a container returns the output of its last module
+            self._take("output", name, tensor)
+            hook = partial(self._take, "output_gradient", name)
+            self._output_hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        self._last_outputs = [weakref.ref(tensor) for tensor in outputs]
+
+    def _take_gradient(self, name: str, parameter: Tensor) -> None:
+        if parameter.grad is None or not self._is_listening():
+            return  # consumed by a step inside the backward pass, or a replay
+        # With several backward passes this is the sum so far: only the last one counts.
+        self._found.pop(("parameter_gradient", name), None)
+        self._take("parameter_gradient", name, parameter.grad)
+
+    def _take(self, kind: Kind, name: str, tensor: Tensor) -> None:
+        if _is_traced():
+            return
+        try:
+            # Zeros in gradients of outputs come from ReLUs and masks.
+            with _torch.unseen_by_modes():
+                statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
+        except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
+            self._say(f"{kind} {name} cannot be measured: {error}")
+            return
+        if statistics is None:
+            return
+        _, earlier = self._found.get((kind, name), ("", None))
+        if earlier is not None:
+            statistics = merged((earlier, statistics))
+        self._found[kind, name] = _name_of(tensor.dtype), statistics
+
+    def _note_policy(self) -> None:
+        scope = scopes.current()
+        if scope is self._scope:
+            return
+        self._scope = scope
+        for device, policy in scope.policies.items():
+            if torch.is_autocast_enabled(device):
+                dtype = _name_of(torch.get_autocast_dtype(device))
+                self.policies[device] = dtype, str(policy.policy)
+
+
+class _ForwardHook:
+    """A hook that is not copied or saved with its module."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: object) -> _ForwardHook:
+        return _ForwardHook(_do_nothing)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _ForwardHook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
+
+
+def _is_traced() -> bool:
+    """Return whether the code is being traced or compiled, so that tensors have no values."""
+    return torch.compiler.is_compiling() or _torch.is_jit_tracing()
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

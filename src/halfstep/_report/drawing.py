@@ -1,0 +1,200 @@
+"""Drawing for the page: axes, compact SVG paths, colours, and small PNG images."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+UNITS = 1000
+"""Side length of a plot in its own units; the page stretches it to its size."""
+
+Tick = tuple[float, str]
+"""Position in percent of the side, and label."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Maps values to places along a side of a plot.
+
+    Attributes:
+        low: Value at the left or lower end.
+        high: Value at the other end.
+        points_up: Whether it is a vertical axis: SVG counts from the top.
+    """
+
+    low: float
+    high: float
+    points_up: bool = False
+
+    def share(self, value: float) -> float:
+        """Return the position of a value along the side, 0 to 1; values outside are clamped."""
+        if self.high == self.low:
+            return 0.5
+        share = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+        return 1 - share if self.points_up else share
+
+    def units(self, value: float) -> int:
+        """Return the place of a value in units."""
+        return round(UNITS * self.share(value))
+
+    def percent(self, value: float) -> float:
+        """Return the place of a value in percent."""
+        return round(100 * self.share(value), 2)
+
+    def ticks(self, values: Iterable[float], label: str = "{:,g}") -> list[Tick]:
+        """Return the values that are on the axis, with labels."""
+        inside = (value for value in values if self.low <= value <= self.high)
+        return [(self.percent(value), label.format(value)) for value in inside]
+
+
+def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) -> list[float]:
+    """Return about ``about`` round numbers in a range, 1, 2 or 5 times a power of ten apart."""
+    if high <= low:
+        return [low]
+    roughly = max((high - low) / about, smallest)
+    power = 10.0 ** math.floor(math.log10(roughly))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= roughly * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def line(points: Sequence[tuple[int, int] | None]) -> str:
+    """Return the path through points in units; None interrupts it.
+
+    Steps are relative, which takes fewer bytes. A single point becomes a line of length zero, which
+    round caps draw as a dot.
+    """
+    pieces: list[str] = []
+    before: tuple[int, int] | None = None
+    for point in points:
+        if point is None:
+            before = None
+        elif before is None:
+            pieces.append(f"M{point[0]} {point[1]}l0 0")
+            before = point
+        elif point != before:
+            pieces.append(f" {point[0] - before[0]} {point[1] - before[1]}")
+            before = point
+    return "".join(pieces).replace(" -", "-")
+
+
+def dots(points: Iterable[tuple[float, float]]) -> str:
+    """Return a path of zero-length lines: round caps draw them as dots as wide as the stroke."""
+    return "".join(f"M{x:g} {y:g}h0" for x, y in points)
+
+
+def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
+    """Return the outline of adjacent bars, each one unit wide.
+
+    Args:
+        heights: Of each bar, in units.
+        height: Of the drawing; the bars stand at its lower edge.
+        start: Where the first one begins.
+    """
+    pieces = [f"M{start} {height}"]
+    at, run = 0, 0
+    for wanted in heights:
+        if wanted == at:
+            run += 1
+            continue
+        pieces.append(f"h{run}" if run else "")
+        pieces.append(f"v{at - wanted}")
+        at, run = wanted, 1
+    pieces.append(f"h{run}V{height}z")
+    return "".join(pieces)
+
+
+Colour = tuple[int, int, int]
+
+# --- colours and images ---------------------------------------------------------------------------
+
+
+NO_VALUE = 0
+"""Index of a pixel without a value; it is transparent."""
+NOT_FINITE = 1
+"""Index of a pixel where NaN or inf was seen."""
+FIRST_LEVEL = 2
+"""Index of the lowest level of the ramp."""
+
+_NOT_FINITE_COLOUR: Colour = (255, 38, 98)
+
+
+def ramp(share: float) -> Colour:
+    """Return the colour of a share, from dark blue at 0 over green to bright yellow at 1.
+
+    The ramp runs through OKLab (Björn Ottosson, "A perceptual color space for image processing",
+    2020): lightness grows evenly, and blue to yellow is visible to red-green colour-blind readers.
+    """
+    lightness = 0.34 + 0.56 * share
+    green_red = -0.075 * math.sin(math.pi * share) ** 2
+    blue_yellow = -0.115 + 0.26 * share
+    return _srgb(lightness, green_red, blue_yellow)
+
+
+def _srgb(lightness: float, green_red: float, blue_yellow: float) -> Colour:
+    """Return a colour in OKLab as 8-bit sRGB, clamped to its range."""
+    long = (lightness + 0.3963377774 * green_red + 0.2158037573 * blue_yellow) ** 3
+    medium = (lightness - 0.1055613458 * green_red - 0.0638541728 * blue_yellow) ** 3
+    short = (lightness - 0.0894841775 * green_red - 1.2914855480 * blue_yellow) ** 3
+    linear = (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+    red, green, blue = map(_gamma, linear)
+    return red, green, blue
+
+
+def _gamma(linear: float) -> int:
+    linear = min(1.0, max(0.0, linear))
+    encoded = 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
+    return round(255 * encoded)
+
+
+def palette(num_levels: int) -> list[Colour]:
+    """Return the colours by index: no value, NaN or inf, and the levels of the ramp."""
+    last = max(1, num_levels - 1)
+    levels = [ramp(level / last) for level in range(num_levels)]
+    return [(0, 0, 0), _NOT_FINITE_COLOUR, *levels]
+
+
+def css(colour: Colour) -> str:
+    """Return a colour in CSS notation."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def png(rows: Sequence[bytes], colours: Sequence[Colour]) -> bytes:
+    """Return a PNG file with one byte a pixel, an index into at most 256 colours.
+
+    Args:
+        rows: Indices, all rows equally long.
+        colours: The palette; its first colour is transparent.
+    """
+    width = len(rows[0])
+    assert all(len(row) == width for row in rows)
+    header = struct.pack(">IIBBBBB", width, len(rows), 8, 3, 0, 0, 0)
+    lines = b"".join(b"\0" + row for row in rows)  # each line starts with its filter type: none
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            _chunk(b"IHDR", header),
+            _chunk(b"PLTE", b"".join(map(bytes, colours))),
+            _chunk(b"tRNS", b"\0"),
+            _chunk(b"IDAT", zlib.compress(lines, 9)),
+            _chunk(b"IEND", b""),
+        )
+    )
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    check = zlib.crc32(name + data)
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
+
+
+def data_uri(image: bytes) -> str:
+    """Return a PNG file as a data URI."""
+    return "data:image/png;base64," + base64.b64encode(image).decode()

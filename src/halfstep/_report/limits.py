@@ -1,0 +1,203 @@
+"""Limits for a run, and the places where a run exceeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from halfstep._common.numbers import at_steps, count, listed, number, percent, things
+from halfstep._common.text import one_line
+from halfstep._report.about_diagnoses import headline, is_matter_of_skips, when
+from halfstep._report.about_steps import on_ranks
+from halfstep._report.about_tensors import are_most_lost
+from halfstep._report.summary import Layer, Summary
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a run; a share of None is not checked.
+
+    Attributes:
+        skipped: Largest share of skipped steps; skips that are normal in dynamic scaling, at the
+            start and after growth, do not count.
+        underflow: Largest share of the gradient entries of one parameter that may underflow.
+        overflow: Largest share of the entries of one output, or of the weights of one parameter,
+            that may be inf, NaN, or too large for their format.
+        allow_nan: Whether the loss may be inf or NaN, and steps may have gone bad.
+        allow_unfinished: Whether the run may lack its end, or have ended with an error.
+    """
+
+    skipped: float | None = None
+    underflow: float | None = None
+    overflow: float | None = None
+    allow_nan: bool = False
+    allow_unfinished: bool = False
+
+
+MOST_LINES = 5
+"""At most this many layers beyond a limit, or bad places, get a line of their own."""
+DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0)
+"""The limits that are checked by default."""
+
+
+def defaults(summary: Summary) -> Limits:
+    """Return the default limits; without autocast there is no limit on underflow."""
+    return DEFAULTS if summary.policies else replace(DEFAULTS, underflow=None)
+
+
+def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
+    """Return a line for each limit that is exceeded: what was seen, the limit, and where."""
+    found = (
+        *_course(summary, limits),
+        *(() if limits.allow_nan else _diagnosed(summary)),
+        *_skipped(summary, limits.skipped),
+        *_underflow(summary, limits.underflow),
+        *_overflow(summary, limits.overflow),
+    )
+    return tuple(one_line(line) for line in found)
+
+
+def pass_line(summary: Summary, limits: Limits) -> str:
+    """Return what was seen and the limits, for a run that passes."""
+    steps = summary.steps
+    parts = [things(steps.num, "step")]
+    if limits.skipped is not None:
+        num_normal = len(steps.start_up) + len(steps.after_growth)
+        normal = f" and {num_normal} normal in dynamic scaling" if num_normal else ""
+        parts.append(
+            f"{percent(steps.share_skipped_later)} skipped{normal} "
+            f"(limit {percent(limits.skipped)})"
+        )
+    for limit, layers, what in (
+        (limits.underflow, _gradients(summary), "underflow"),
+        (limits.overflow, _held_tensors(summary), "overflow"),
+    ):
+        if limit is not None:
+            share = max(share for share, _ in layers)
+            parts.append(f"at most {percent(share)} {what} (limit {percent(limit)})")
+    return ", ".join(parts)
+
+
+def _course(summary: Summary, limits: Limits) -> Iterator[str]:
+    facts, loss, num = summary.facts, summary.loss, count(summary.steps.num)
+    if not limits.allow_unfinished:
+        if facts.error is not None:
+            where = "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+            yield f"the run ended after {num} steps, with an error{where}: {facts.error}"
+        elif facts.state == "no end":
+            yield (
+                f"the record has no end after {num} steps: the run was "
+                "killed, or is still running (--allow-unfinished)"
+            )
+        if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
+            yield f"the record has no end{on_ranks(facts.without_end, facts)} (--allow-unfinished)"
+    if not limits.allow_nan and loss is not None and loss.first_non_finite is not None:
+        yield (
+            f"the loss was inf or NaN in {things(loss.num_non_finite, 'step')}, first in step "
+            f"{loss.first_non_finite}{on_ranks(loss.ranks, facts)}, last {number(loss.last)} "
+            "(--allow-nan)"
+        )
+    for note in summary.notes:
+        if "ranks disagree" in note.text:
+            yield note.text
+
+
+def _diagnosed(summary: Summary) -> Iterator[str]:
+    """Yield the diagnosed places; a too large scale counts under the limit on skips instead."""
+    bad = [
+        place
+        for place in summary.bad_places
+        if place.diagnosis.verdict != "none" and not is_matter_of_skips(place, summary)
+    ]
+    for place in bad[:MOST_LINES]:
+        cure = place.diagnosis.cure
+        what = "" if cure is None else f"; cure: {cure.text}"
+        yield f"{when(place, summary)} went bad: {headline(place.diagnosis)}{what} (--allow-nan)"
+    if len(bad) > MOST_LINES:
+        yield f"and {things(len(bad) - MOST_LINES, 'more place')} went bad in other steps"
+
+
+def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
+    steps = summary.steps
+    share = steps.share_skipped_later
+    if limit is None or share <= limit:
+        return
+    later = steps.later
+    known = [
+        f"{origin.module}{on_ranks(origin.ranks, summary.facts)}"
+        for origin in summary.origins
+        if origin.module is not None and set(origin.steps) & set(later)
+    ]
+    began = f", which began in {listed(known[:3])}" if known else ""
+    yield (
+        f"skipped: {percent(share)} of the steps, the limit is {percent(limit)}: "
+        f"{count(steps.num_skipped_later)} of {count(steps.num)}, {at_steps(later)}{began}"
+    )
+
+
+def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:
+    if limit is None:
+        return
+    layers = _gradients(summary)
+    yield from _sampled("underflow", "gradients", layers, limit)
+    if limit < 1 and are_most_lost(summary):
+        yield "underflow: half of the gradients or more are all zeros in every sample"
+    beyond = _worst(layers, limit)
+    for share, layer in beyond[:MOST_LINES]:
+        yield (
+            f"underflow: {percent(share)} of the gradient of {layer.name} in {layer.format}, "
+            f"the limit is {percent(limit)}: at worst {percent(layer.share_lost_worst)}, in "
+            f"step {layer.share_lost_step}"
+        )
+    yield from _and_more("underflow", beyond)
+
+
+def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
+    layers = _held_tensors(summary)
+    yield from _sampled("overflow", "outputs and weights", layers, limit)
+    beyond = [] if limit is None else _worst(layers, limit)
+    for share, layer in beyond[:MOST_LINES]:
+        whose = "output" if layer.kind == "output" else "weight"
+        yield (
+            f"overflow: {percent(share)} of the {whose} {layer.name} is inf, NaN or too large "
+            f"for {layer.format}, the limit is {percent(limit or 0.0)}: {count(layer.inf)} inf, "
+            f"{count(layer.nan)} NaN in {count(layer.num_samples)} samples"
+        )
+    yield from _and_more("overflow", beyond)
+
+
+def _worst(layers: list[tuple[float, Layer]], limit: float) -> list[tuple[float, Layer]]:
+    return sorted((each for each in layers if each[0] > limit), key=lambda each: -each[0])
+
+
+def _and_more(what: str, beyond: list[tuple[float, Layer]]) -> Iterator[str]:
+    if len(beyond) > MOST_LINES:
+        yield f"{what}: and {count(len(beyond) - MOST_LINES)} more layers beyond the limit"
+
+
+def _sampled(
+    what: str, kind: str, layers: list[tuple[float, Layer]], limit: float | None
+) -> Iterator[str]:
+    if limit is not None and not layers:
+        yield (
+            f"{what}: no {kind} were sampled, so the limit of {percent(limit)} cannot be checked: "
+            "record with model=, or name other limits only"
+        )
+
+
+def _gradients(summary: Summary) -> list[tuple[float, Layer]]:
+    return [(layer.share_lost, layer) for layer in summary.of_kind("parameter_gradient")]
+
+
+def _held_tensors(summary: Summary) -> list[tuple[float, Layer]]:
+    layers = (*summary.of_kind("output"), *summary.of_kind("parameter"))
+    return [((x.inf + x.nan + _too_large(x)) / max(x.measured, 1), x) for x in layers]
+
+
+def _too_large(layer: Layer) -> int:
+    """Return the number of entries that its format cannot hold.
+
+    Weights are cast to the lower precision; an output in float32 stays float32.
+    """
+    is_wide = layer.kind == "output" and not {"float32", "float64"}.isdisjoint(layer.dtypes)
+    return 0 if is_wide else layer.overflow.get(layer.format, 0)

@@ -1,0 +1,257 @@
+"""Summaries and comparisons as sentences, Markdown, terminal text, and values for JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from halfstep._common.json import to_plain
+from halfstep._common.numbers import (
+    NONE,
+    bits,
+    count,
+    number,
+    percent,
+    power,
+    seconds,
+    step_list,
+    things,
+)
+from halfstep._common.text import SEVERITIES, Sentence, Severity, code, one_line, plain, say
+from halfstep._report import about_diagnoses, about_steps, about_tensors
+from halfstep._report.about_diagnoses import when
+from halfstep._report.compare_runs import RunComparison
+from halfstep._report.summary import BadPlace, Layer, Summary
+
+
+def about_loss_and_skips(summary: Summary) -> list[Sentence]:
+    """Return when steps were bad or skipped and, if unknown, how to find the op."""
+    loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
+    # A run whose bad steps could not be replayed was already run with --diagnose.
+    if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
+        return [*loss, *skips]
+    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
+        return [*about_diagnoses.with_advice(loss), *skips]
+    return about_diagnoses.with_advice([*loss, *skips])
+
+
+_TOPICS = (
+    about_steps.about_end,
+    about_diagnoses.about_diagnoses,
+    about_loss_and_skips,
+    about_tensors.about_non_finite,
+    about_steps.about_scale,
+    about_tensors.about_underflow,
+    about_tensors.about_range,
+    about_tensors.about_zeros,
+    about_tensors.about_samples,
+)
+
+
+def sentences(summary: Summary) -> tuple[Sentence, ...]:
+    """Return the sentences about a run, the worst first.
+
+    Without problems and warnings, the first sentence says so, with the numbers.
+    """
+    found = [sentence for topic in _TOPICS for sentence in topic(summary)]
+    if summary.steps.after_growth:
+        found.append(about_steps.after_growth(summary))
+    found += _notes(summary)
+    if not any(sentence.severity in ("bad", "warning") for sentence in found):
+        return (_all_is_well(summary), *found)
+    if summary.steps.start_up:
+        found.append(say("notice", f"{about_steps.start_up(summary)}."))
+    return tuple(sorted(found, key=lambda sentence: SEVERITIES.index(sentence.severity)))
+
+
+def _notes(summary: Summary) -> Iterator[Sentence]:
+    for note in summary.notes:
+        severity: Severity = "bad" if "ranks disagree" in note.text else "notice"
+        is_dated = not note.step or re.search(r"\bstep \d", note.text) is not None
+        yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
+
+
+def _all_is_well(summary: Summary) -> Sentence:
+    steps = summary.steps
+    parts = [f"All is well: {things(steps.num, 'step')}"]
+    if not steps.num_skipped:
+        parts.append("none skipped")
+    elif steps.num_skipped_later:
+        parts.append(f"{percent(steps.share_skipped_later)} skipped")
+    elif steps.start_up:
+        parts.append(about_steps.start_up(summary))
+    course = about_steps.about_course(summary)
+    parts += [course] if course else []
+    if summary.gradients is not None:
+        share = about_tensors.worst_share_lost(summary)
+        most = f"at most {percent(share)} of the gradient entries of a parameter underflow"
+        parts.append(most if share else "no gradient underflows")
+    return say("good", "; ".join(parts) + ".")
+
+
+# --- Markdown and terminal text -------------------------------------------------------------------
+
+
+NUM_WORST = 5
+_KINDS = {
+    "parameter": "weight",
+    "parameter_gradient": "gradient",
+    "output": "output",
+    "output_gradient": "gradient of the output",
+}
+
+
+def summary_json(summary: Summary) -> dict[str, Any]:
+    """Return the whole summary and its sentences; inf and NaN are strings, as in the record."""
+    plain_values: dict[str, Any] = to_plain(asdict(summary))
+    return {"sentences": [_sentence_json(s) for s in sentences(summary)], **plain_values}
+
+
+def comparison_json(comparison: RunComparison) -> dict[str, Any]:
+    """Return the whole comparison, with both summaries."""
+    values: dict[str, Any] = to_plain(asdict(comparison))
+    both = {"first": summary_json(comparison.first), "second": summary_json(comparison.second)}
+    return {**values, **both}
+
+
+def _sentence_json(sentence: Sentence) -> dict[str, str]:
+    return {"severity": sentence.severity, "text": sentence.text}
+
+
+# --- Markdown -------------------------------------------------------------------------------------
+
+
+def summary_markdown(summary: Summary) -> str:
+    """Return a short summary for the log of a CI job: sentences, key numbers, worst layers."""
+    parts = [
+        f"## halfstep report: {code(summary.path)}",
+        "\n".join(f"- **{s.severity}**: {s.markdown}" for s in sentences(summary)),
+        *(_diagnosis(place, summary) for place in summary.bad_places),
+        _table(("what", "value"), _key_numbers(summary)),
+    ]
+    worst = _worst(summary)
+    if worst:
+        head = ("worst layers", "what", "dtype", "underflow", "headroom", "at steps")
+        parts.append(_table(head, (_layer_row(layer) for layer in worst)))
+    return "\n\n".join(parts)
+
+
+def _diagnosis(place: BadPlace, summary: Summary) -> str:
+    """Return a diagnosis as a code block; nothing in it can end the block."""
+    lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
+    return "\n".join((f"### Diagnosis, {when(place, summary)}", "", *lines))
+
+
+def comparison_markdown(comparison: RunComparison) -> str:
+    """Return what differs between two runs as tables."""
+    return "\n\n".join(_comparison(comparison, _table, code))
+
+
+def comparison_text(comparison: RunComparison) -> str:
+    """Return what differs between two runs for a terminal."""
+    return "\n\n".join(_comparison(comparison, _columns, one_line))
+
+
+def _comparison(
+    comparison: RunComparison,
+    table: Callable[[Sequence[str], Iterable[Sequence[str]]], str],
+    name: Callable[[str], str],
+) -> Iterator[str]:
+    first, second = comparison.first, comparison.second
+    yield f"{name(first.path)} against {name(second.path)}"
+    entries = ((e.name, e.first, e.second, e.difference) for e in comparison.entries)
+    yield table(("", "first", "second", "difference"), entries)
+    if comparison.versions:
+        rows = ((what, name(a), name(b)) for what, a, b in comparison.versions)
+        yield table(("what differs", "first", "second"), rows)
+    if comparison.policy:
+        lines = (name(line) for line in comparison.policy.splitlines())
+        yield table(("policy: the second becomes the first by",), ((line,) for line in lines))
+    if comparison.layers:
+        layers = (
+            (
+                name(a.name),
+                _KINDS[a.kind],
+                percent(a.share_lost),
+                percent(b.share_lost),
+                bits(a.headroom),
+                bits(b.headroom),
+            )
+            for a, b in ((pair.first, pair.second) for pair in comparison.layers[:NUM_WORST])
+        )
+        head = ("layers that differ most", "what", "underflow", "second", "headroom", "second")
+        yield table(head, layers)
+    for only, whose in ((comparison.only_first, "first"), (comparison.only_second, "second")):
+        if only:
+            shown = ", ".join(f"{name(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
+            more = f" and {len(only) - NUM_WORST} more" if len(only) > NUM_WORST else ""
+            yield f"only in the {whose}: {shown}{more}"
+
+
+def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
+    facts, steps, scale, loss = summary.facts, summary.steps, summary.scale, summary.loss
+    yield "steps", count(steps.num)
+    skipped = f"{count(steps.num_skipped)} ({percent(steps.share_skipped)})"
+    if steps.start_up:
+        skipped += f", of these at the start {len(steps.start_up)}"
+    yield "skipped", skipped
+    if loss is not None:
+        yield "loss: first, last, smallest", _numbers(loss.first, loss.last, loss.min)
+    if summary.norm is not None:
+        norm = summary.norm
+        yield "norm: first, last, largest", _numbers(norm.first, norm.last, norm.max)
+    if scale is not None:
+        four = (scale.first, scale.last, scale.min, scale.max)
+        yield "scale: first, last, smallest, largest", ", ".join(map(power, four))
+    if summary.gradients is not None:
+        yield "gradient entries that underflow", percent(summary.gradients.share_lost)
+    yield "time per step", seconds(facts.seconds_per_step)
+    policy = summary.policies[-1] if summary.policies else None
+    yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
+    versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"
+    yield "versions", plain(versions)
+    yield "machine", plain(f"{facts.machine}, {facts.device}, {len(facts.ranks)} process(es)")
+
+
+def _numbers(*values: float | None) -> str:
+    return ", ".join(map(number, values))
+
+
+def _worst(summary: Summary) -> list[Layer]:
+    """Return the layers whose gradients lose most, and the layers closest to overflow."""
+    lossy = sorted(
+        (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
+    )
+    near = sorted(
+        ((x.headroom, n) for n, x in enumerate(summary.layers) if x.headroom is not None),
+    )
+    found = [*lossy[:NUM_WORST], *(summary.layers[n] for _, n in near[:NUM_WORST])]
+    return list({(layer.kind, layer.name): layer for layer in found}.values())
+
+
+def _layer_row(layer: Layer) -> tuple[str, ...]:
+    steps = {x for x in (layer.share_lost_step, layer.headroom_step) if x is not None}
+    return (
+        code(layer.name),
+        _KINDS[layer.kind],
+        ", ".join(layer.dtypes),
+        percent(layer.share_lost),
+        bits(layer.headroom),
+        step_list(sorted(steps)),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    return "\n".join(lines)
+
+
+def _columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    table = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    )

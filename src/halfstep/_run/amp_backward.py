@@ -1,0 +1,274 @@
+"""Backward passes with a scaled loss, whose gradients are unscaled before the pass returns.
+
+Outside a backward pass, every ``grad`` therefore has the value that it would have without a scale.
+Before a pass adds to an existing gradient, that gradient is multiplied by the scale. The scale is a
+power of two, so this is exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep import _torch
+from halfstep._common.patches import Patches
+from halfstep._run.amp_script import ScriptState
+from halfstep._scaler import GradScaler
+from halfstep._scaler.gradients import passes
+from halfstep._scaler.gradients.collecting import Gradients, collect, parameters
+from halfstep._scaler.scalars import combine
+from halfstep._scaler.scale.loss_scale import LossScale
+from halfstep._scaler.steps.iteration import Look
+
+
+class ScaledPass:
+    """One backward pass: the leaves it adds to, and its scale."""
+
+    def __init__(self, scale: LossScale, fresh: FreshGradients) -> None:
+        self._scale = scale
+        self._by = scale.tensor.clone()  # a step inside the pass may move the scale
+        self._fresh = fresh
+        self._leaves: dict[int, Tensor] = {}
+
+    def include(self, leaves: Iterable[Tensor]) -> None:
+        """Prepare the existing gradients of these leaves for additions. 2 G of them."""
+        new = [leaf for leaf in leaves if id(leaf) not in self._leaves]
+        self._leaves.update((id(leaf), leaf) for leaf in new)
+        held = collect(new)
+        if held.grads:
+            passes.multiply_(held, self._by)
+
+    def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
+        """Divide the gradients of some leaves, by default of all remaining ones. 2 G."""
+        ids = list(self._leaves) if params is None else [id(p) for p in params]
+        done = [self._leaves.pop(key) for key in ids if key in self._leaves]
+        if done:
+            self._fresh.unscale_(done, self._scale, self._by)
+
+
+class Backward:
+    """Wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
+
+    Args:
+        scaler: The scaler whose scale is used.
+        fresh: Receives the unscaled gradients.
+        script: Notes that there was a backward pass.
+    """
+
+    def __init__(self, scaler: GradScaler, fresh: FreshGradients, script: ScriptState) -> None:
+        self._scaler = scaler
+        self._fresh = fresh
+        self._script = script
+        self._retained: list[weakref.ref[Tensor]] = []
+        self.running: ScaledPass | None = None
+
+    def install(self, patches: Patches) -> None:
+        """Wrap ``backward``, and ``retain_grad``, by which non-leaf tensors keep gradients."""
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
+
+    def _retain_grad(self, original: Callable[[Tensor], None], tensor: Tensor) -> None:
+        original(tensor)
+        if not tensor.is_leaf:
+            self._retained.append(weakref.ref(tensor))
+
+    @_torch.keep_out_of_graphs
+    def _backward(
+        self,
+        original: Callable[..., None],
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        def run(roots: Any) -> None:
+            original(roots, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+        if not self._script.is_training:
+            run(tensors)
+            return
+        self._script.has_backward = True
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if _torch.backward_number() >= 0:
+            # A checkpoint recomputes a part; its gradients are scaled with the others.
+            if self.running is not None:
+                self.running.include(_reached(roots, inputs))
+            run(tensors)
+        elif create_graph or not all(map(_can_be_scaled, roots)):
+            # Passes that are differentiated again, or have no value, stay unscaled: their gradients
+            # may underflow, but have the same unit as all others.
+            run(roots)
+        else:
+            self._scaled(run, roots, inputs)
+
+    def _scaled(self, run: Callable[[Any], None], roots: list[Tensor], inputs: Any) -> None:
+        engine = self._scaler._engine
+        if engine.iteration.looks:  # one optimizer has stepped, another has not
+            self._scaler.update()
+        scaled = self._scaler.scale(roots)
+        running = ScaledPass(engine.scales[None], self._fresh)
+        running.include(_reached(scaled, inputs))
+        running.include(self._retaining())
+        self.running = running
+        try:
+            run(scaled)
+        finally:
+            self.running = None
+            running.unscale_()
+
+    def _retaining(self) -> list[Tensor]:
+        # Gradients of other graphs are multiplied and divided in vain, without harm.
+        self._retained = [ref for ref in self._retained if ref() is not None]
+        return [tensor for ref in self._retained if (tensor := ref()) is not None]
+
+
+def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
+    if inputs is None:
+        return _torch.leaves_of(roots)
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    return [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.is_leaf]
+
+
+def _can_be_scaled(root: object) -> bool:
+    return isinstance(root, Tensor) and root.is_floating_point() and root.requires_grad
+
+
+# --- unscaled gradients, until their optimizer steps ----------------------------------------------
+
+
+class UnscaledGradients:
+    """Gradients that were unscaled together, and whether they were finite.
+
+    Gradients and parameters are weak references: the script may drop them.
+    """
+
+    def __init__(
+        self, scale: LossScale, gradients: Gradients, found_inf: dict[torch.device, Tensor]
+    ) -> None:
+        self.scale = scale
+        self.found_inf = found_inf
+        pairs = zip(gradients.params, gradients.grads, strict=True)
+        self._pairs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
+
+    def _present(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for param_ref, grad_ref in self._pairs:
+            param, grad = param_ref(), grad_ref()
+            if param is not None and grad is not None and param.grad is grad:
+                yield param, grad
+
+    def part(self, is_in: Callable[[Tensor], bool]) -> UnscaledGradients:
+        """Return the same for some of the parameters."""
+        part = copy.copy(self)
+        part._pairs = [
+            (weakref.ref(param), weakref.ref(grad))
+            for param, grad in self._present()
+            if is_in(param)
+        ]
+        return part
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any of the gradients is still in place."""
+        return any(True for _ in self._present())
+
+    def present(self) -> set[int]:
+        """Return the ids of the gradients that are still in place."""
+        return {id(grad) for _, grad in self._present()}
+
+
+class FreshGradients:
+    """The gradients that were unscaled since the last step of each known optimizer."""
+
+    def __init__(self) -> None:
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._unscaled: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, list[UnscaledGradients]
+        ] = weakref.WeakKeyDictionary()
+        # Of parameters in no known optimizer: one made before the block is unknown until it steps.
+        self._of_unknown: list[UnscaledGradients] = []
+
+    def meet(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add an optimizer to the known ones."""
+        self._optimizers.add(optimizer)
+
+    def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
+        """Divide gradients by the scale, in groups of parameters with the same optimizers.
+
+        So the step of one optimizer does not depend on the gradients of another. 2 G. Sync: none.
+
+        Args:
+            params: All parameters that a backward pass has added to.
+            scale: The scale that moves with the result.
+            by: The factor of the gradients.
+        """
+        owners: dict[int, list[torch.optim.Optimizer]] = defaultdict(list)
+        for optimizer in self._optimizers:
+            for param in parameters(optimizer):
+                owners[id(param)].append(optimizer)
+        shared: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for param in params:
+            shared[tuple(map(id, owners.get(id(param), ())))].append(param)
+        for group in shared.values():
+            gradients = collect(group)
+            if gradients.grads:
+                found = passes.unscale_(gradients, by, can_amplify=scale.can_amplify)
+                unscaled = UnscaledGradients(scale, gradients, found)
+                for optimizer in owners.get(id(group[0]), ()):
+                    earlier = self._unscaled.get(optimizer, [])
+                    self._unscaled[optimizer] = [*_alive(earlier), unscaled]
+                if id(group[0]) not in owners:
+                    self._of_unknown = [*_alive(self._of_unknown), unscaled]
+
+    def take(self, optimizer: torch.optim.Optimizer) -> Look | None:
+        """Return and forget the gradient check of an optimizer since its last step.
+
+        Returns:
+            The check of all its current gradients; those that the script has replaced are checked
+            here. None without gradients, or if none come from a scaled pass.
+        """
+        self._optimizers.add(optimizer)
+        earlier = self._unscaled.pop(optimizer, []) + self._taken_from_unknown(optimizer)
+        gradients = collect(parameters(optimizer))
+        if not earlier or not gradients.grads:
+            return None
+        scale = earlier[0].scale
+        found = [unscaled.found_inf for unscaled in earlier if unscaled.is_alive]
+        others = gradients.without(set[int]().union(*(unscaled.present() for unscaled in earlier)))
+        if others.grads:
+            found.append(passes.multiply_(others, torch.ones_like(scale.tensor)))
+        device = scale.tensor.device
+        flags = [flag for by_device in found for flag in by_device.values()]
+        return Look(scale, gradients, {device: combine(flags, device)})
+
+    def forget(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the gradients of an optimizer, which were dropped or zeroed."""
+        self._unscaled.pop(optimizer, None)
+        self._taken_from_unknown(optimizer)
+
+    def has(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer has not stepped since a scaled backward pass."""
+        return bool(_alive(self._unscaled.get(optimizer, [])))
+
+    def is_waiting(self) -> bool:
+        """Return whether any known optimizer has such gradients."""
+        return any(any(each.is_alive for each in of) for of in self._unscaled.values())
+
+    def _taken_from_unknown(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
+        if not self._of_unknown:
+            return []
+        own = set(map(id, parameters(optimizer)))
+        found = self._of_unknown
+        self._of_unknown = _alive([f.part(lambda p: id(p) not in own) for f in found])
+        return _alive([f.part(lambda p: id(p) in own) for f in found])
+
+
+def _alive(unscaled: list[UnscaledGradients]) -> list[UnscaledGradients]:
+    return [each for each in unscaled if each.is_alive]

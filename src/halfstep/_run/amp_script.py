@@ -1,0 +1,116 @@
+"""The state of a script under ``--amp``: what runs in mixed precision, and messages about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from halfstep._diagnose.replay import is_replaying
+from halfstep._scaler.optimizers import name
+
+_OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
+
+
+class ScriptState:
+    """The findings about the script so far. Each message is printed once.
+
+    Attributes:
+        is_on: Whether halfstep acts on the script. Once off, it stays off.
+        is_scaling: Whether losses are scaled.
+        modules: Names of the classes of outermost modules that ran under our autocast.
+        losses: Names of the loss functions that were called outside them.
+        optimizers: How often optimizers of each class have stepped.
+        schedules: Names of the classes of schedules.
+        has_backward: Whether there was a backward pass.
+        has_own_autocast: Whether modules ran under an autocast of the script.
+    """
+
+    def __init__(self, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+        self.is_on = True
+        self.is_scaling = dtype is torch.float16
+        self.modules: dict[str, None] = {}
+        self.losses: dict[str, None] = {}
+        self.optimizers: dict[str, int] = {}
+        self.schedules: dict[str, None] = {}
+        self.has_backward = False
+        self.has_own_autocast = False
+        self._option = _OPTION[dtype]
+        self._say = say
+        self._has_summed_up = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether this thread is running the script's training, and halfstep acts on it.
+
+        A replay runs under our autocast, but scales by itself and must leave no trace.
+        """
+        return self.is_on and not is_replaying()
+
+    def switch_off(self, reason: str) -> None:
+        """Leave the script alone from now on, and print why."""
+        if self.is_on:
+            self.is_on = False
+            self._say(f"{self._option}: {reason}; it runs unchanged")
+
+    def note_own_autocast(self) -> None:
+        """Print that the script has its own autocast, which applies inside it."""
+        if not self.has_own_autocast:
+            self.has_own_autocast = True
+            self._say(
+                f"{self._option}: the script has an autocast of its own, which stays unchanged"
+                + ("; the loss is scaled anyway" if self.is_scaling else "")
+            )
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the begin of a step; the second step of an optimizer ends the first iteration."""
+        steps = self.optimizers.get(name(optimizer), 0)
+        self.optimizers[name(optimizer)] = steps + 1
+        if steps and self.modules:
+            self._sum_up()
+
+    def end(self) -> None:
+        """Print the remaining messages at the end of the script."""
+        if not self.is_on:
+            return
+        if self.modules or (self.is_scaling and self.has_backward and self.has_own_autocast):
+            self._sum_up()
+        elif not self.has_own_autocast:
+            self._say(
+                f"{self._option}: found nothing to run in mixed precision: no module with "
+                "parameters was called (calls inside a compiled function are not seen; compile "
+                "the module itself)"
+            )
+
+    def _sum_up(self) -> None:
+        if not self._has_summed_up:
+            self._has_summed_up = True
+            self._say(f"{self._option}: " + "; ".join(self._sentences()))
+
+    def _sentences(self) -> Iterable[str]:
+        forwards = [f"{module}.forward" for module in self.modules]
+        if forwards:
+            yield f"{_listed([*forwards, *self.losses])} {_run(forwards, self.losses)}"
+        if not self.has_backward and not self.optimizers:
+            yield "no backward pass and no optimizer step were seen"
+            return
+        if not self.is_scaling:
+            return
+        yield "the loss is scaled" if self.has_backward else "no backward pass was seen"
+        if self.optimizers:
+            steps = [f"{optimizer}.step" for optimizer in self.optimizers]
+            yield f"{_listed(steps)} {'goes' if len(steps) == 1 else 'go'} through a GradScaler"
+        else:
+            yield "no optimizer step was seen"
+        if self.schedules:
+            waits = "waits" if len(self.schedules) == 1 else "wait"
+            yield f"{_listed(self.schedules)} {waits} for steps that are taken"
+
+
+def _run(forwards: list[str], losses: Iterable[str]) -> str:
+    return "runs under autocast" if len([*forwards, *losses]) == 1 else "run under autocast"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last

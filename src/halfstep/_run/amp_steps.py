@@ -1,0 +1,301 @@
+"""Optimizer steps through the scaler, and schedules that wait for taken steps.
+
+A schedule moves only if a step of its optimizer was taken since its last move. One that is stepped
+once per iteration waits with its optimizer; one that is stepped once per epoch moves on even if the
+last step of the epoch was skipped.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from halfstep import _torch
+from halfstep._common.patches import Patches, subclasses, watch_steps
+from halfstep._run.amp_backward import Backward, FreshGradients
+from halfstep._run.amp_script import ScriptState
+from halfstep._scaler import GradScaler, Outcome
+from halfstep._scaler.gradients.collecting import Gradients, parameters
+from halfstep._scaler.loops.closures import Undo, UnusableEvaluationError, split_closure
+from halfstep._scaler.optimizers import handles_scale
+from halfstep._scaler.steps.iteration import Look
+
+StepFunction = Callable[..., Any]
+
+
+class _Thread(threading.local):
+    """Whether the scaler is stepping, and whether it has called the optimizer."""
+
+    is_stepping = False
+    was_called = False
+
+
+class ScaledSteps:
+    """Wraps ``step`` of every class of optimizers.
+
+    Args:
+        scaler: Decides whether a step is taken.
+        backward: The backward pass that is running, if any.
+        fresh: The unscaled gradients of each optimizer.
+        schedules: Note every step.
+        script: Notes which optimizers step.
+    """
+
+    def __init__(
+        self,
+        scaler: GradScaler,
+        backward: Backward,
+        fresh: FreshGradients,
+        schedules: Schedules,
+        script: ScriptState,
+    ) -> None:
+        self._scaler = scaler
+        self._backward = backward
+        self._fresh = fresh
+        self._schedules = schedules
+        self._script = script
+        self._thread = _Thread()
+
+    def install(self, patches: Patches) -> None:
+        """Wrap the steps of all present and future optimizers."""
+        watch_steps(patches, self._step, self._fresh.meet)
+        patches.wrap(Optimizer, "zero_grad", self._zero_grad)
+
+    def _zero_grad(
+        self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        if self._script.is_training:
+            self._fresh.forget(optimizer)
+
+    @_torch.keep_out_of_graphs
+    def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self._thread.is_stepping:
+            self._thread.was_called = True
+            return original(optimizer, *args, **kwargs)
+        if not self._script.is_training:
+            return original(optimizer, *args, **kwargs)
+        closure, rest, others = split_closure(args, kwargs)
+        if closure is None:
+            return self._take(original, optimizer, args, kwargs)
+        if _evaluates_first(optimizer):
+            # As the optimizer would do; gradients from before, as in accumulation, are kept.
+            with torch.enable_grad():
+                loss = closure()
+            others = {key: value for key, value in others.items() if key != "closure"}
+            self._take(original, optimizer, rest, others)
+            return loss
+        if self._fresh.has(optimizer):
+            return self._take_around(original, closure, optimizer, rest, others)
+        return self._take_with(closure, optimizer, rest, others)
+
+    def _take(self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Step unless a gradient is inf or NaN."""
+        running = self._backward.running
+        if running is not None:  # an optimizer that steps in a hook, while backward runs
+            running.unscale_(parameters(optimizer))
+        look = self._fresh.take(optimizer)
+        if look is None:
+            # The script made the gradients itself, or there are none.
+            return original(optimizer, *args, **kwargs)
+        self._script.note_step(optimizer)
+        if self._scaler._engine.iteration.record(optimizer).looks:
+            self._scaler.update()
+        self._add(look, optimizer)
+        with self._stepping():
+            result = self._scaler.step(optimizer, *args, **kwargs)
+            was_called = self._thread.was_called
+        look.gradients = Gradients([], [], [])  # the script owns their memory
+        self._finish(optimizer, was_called)
+        return result
+
+    def _take_with(
+        self, closure: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
+        """Step with a closure that may be evaluated many times."""
+        self._script.note_step(optimizer)
+        engine = self._scaler._engine
+        if engine.iteration.looks:
+            self._scaler.update()
+        loss = None
+
+        def evaluate() -> Any:
+            nonlocal loss
+            loss = closure()
+            look = self._fresh.take(optimizer)
+            if look is not None:
+                self._add(look, optimizer)
+            return loss
+
+        args, kwargs = _with_closure(evaluate, args, kwargs)
+        with self._stepping():
+            result = self._scaler.step(optimizer, *args, **kwargs)
+        self._finish(optimizer, None)
+        # The script may use the loss, even of a skipped step.
+        return loss if result is None else result
+
+    def _take_around(
+        self,
+        original: StepFunction,
+        closure: StepFunction,
+        optimizer: Optimizer,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Step with gradients from before and with a closure, as SAM does around another optimizer.
+
+        The scaler would drop the gradients. The inner optimizer, if any, steps through the scaler.
+        """
+        self._script.note_step(optimizer)
+        undo = Undo(optimizer)
+
+        def require_finite() -> None:
+            look = self._fresh.take(optimizer)
+            if look is not None:
+                self._add(look, optimizer)
+                if any(flag.item() for flag in look.found_inf.values()):
+                    raise UnusableEvaluationError
+
+        def evaluate() -> Any:
+            loss = closure()
+            require_finite()
+            return loss
+
+        args, kwargs = _with_closure(evaluate, args, kwargs)
+        try:
+            require_finite()
+            result = original(optimizer, *args, **kwargs)
+        except UnusableEvaluationError:
+            undo()
+            self._scaler.update()
+            self._schedules.note(optimizer, False)
+            return None
+        self._schedules.note(optimizer, True)
+        return result
+
+    def _add(self, look: Look, optimizer: Optimizer) -> None:
+        engine = self._scaler._engine
+        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(look)
+        engine.iteration.add(look)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._thread.is_stepping, self._thread.was_called = True, False
+        try:
+            yield
+        finally:
+            self._thread.is_stepping = False
+
+    def _finish(self, optimizer: Optimizer, was_called: bool | None) -> None:
+        """Tell the schedules; end the iteration if no other optimizer is still to step."""
+        known = None if handles_scale(optimizer) else was_called
+        self._schedules.note(optimizer, self._scaler.outcome(optimizer) if known is None else known)
+        if self._backward.running is None and not self._fresh.is_waiting():
+            self._scaler.update()
+
+    def end(self) -> None:
+        """Update the scale after the last steps."""
+        if self._scaler._engine.iteration.looks:
+            self._scaler.update()
+
+
+def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Put a closure in the place of the script's (see :func:`split_closure`)."""
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": closure}
+    return (closure, *args), kwargs
+
+
+def _evaluates_first(optimizer: Optimizer) -> bool:
+    # All of PyTorch's but LBFGS call the closure once, before they do anything else.
+    module = type(optimizer).step.__module__
+    return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+NUM_UNREAD = 64
+"""At most this many outcomes stay on the device before they are read."""
+
+
+class _TakenSteps:
+    """The number of steps of an optimizer, and the last one that was taken."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last_taken = 0
+        self._unread: list[tuple[int, Outcome]] = []
+
+    def add(self, taken: bool | Outcome) -> None:
+        self.count += 1
+        if isinstance(taken, Outcome):
+            self._unread.append((self.count, taken))
+            if len(self._unread) >= NUM_UNREAD:
+                self.last_taken()
+        elif taken:
+            self._last_taken = self.count
+
+    def last_taken(self) -> int:
+        """Return the number of the last step that was taken. Sync: one if it is not known yet."""
+        for number, outcome in reversed(self._unread):
+            if outcome.taken:
+                self._last_taken = number
+                break
+        self._unread = []
+        return self._last_taken
+
+
+class Schedules:
+    """Wraps ``step`` of every class of schedulers."""
+
+    def __init__(self, script: ScriptState) -> None:
+        self._script = script
+        self._steps: weakref.WeakKeyDictionary[Optimizer, _TakenSteps] = weakref.WeakKeyDictionary()
+        self._moved: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
+
+    def note(self, optimizer: Optimizer, taken: bool | Outcome) -> None:
+        """Note a step; an outcome is read only when a schedule needs it. Sync: none."""
+        self._steps.setdefault(optimizer, _TakenSteps()).add(taken)
+
+    def install(self, patches: Patches) -> None:
+        """Wrap all present and future schedulers."""
+        watched: set[type] = set()
+
+        def watch(cls: type) -> None:
+            if cls not in watched and "step" in vars(cls):
+                watched.add(cls)
+                patches.wrap(cls, "step", self._step)
+
+        def init_subclass(cls: type[LRScheduler], /, **kwargs: Any) -> None:
+            super(LRScheduler, cls).__init_subclass__(**kwargs)
+            watch(cls)
+
+        for cls in (LRScheduler, *subclasses(LRScheduler)):
+            watch(cls)
+        patches.put(LRScheduler, "__init_subclass__", classmethod(init_subclass))
+
+    def _step(
+        self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._script.is_training and not self._may_move(scheduler):
+            return None
+        return original(scheduler, *args, **kwargs)
+
+    def _may_move(self, scheduler: LRScheduler) -> bool:
+        steps = self._steps.get(scheduler.optimizer)
+        count = 0 if steps is None else steps.count
+        before = self._moved.get(scheduler, 0)
+        if not _torch.is_being_made(scheduler):
+            self._script.schedules.setdefault(type(scheduler).__name__)
+            if steps is not None and count > before and steps.last_taken() <= before:
+                return False
+        self._moved[scheduler] = count
+        return True

@@ -1,0 +1,170 @@
+"""The text of the live view: plain lines for a pipe or grep, and phrases that the page shares."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from datetime import timedelta
+from operator import itemgetter
+from pathlib import Path
+
+from halfstep._common.numbers import bits, number, percent, power, seconds
+from halfstep._common.text import printable
+from halfstep._record.follow import RecordUpdate
+from halfstep._record.run import Culprits, Diagnosed, Step
+from halfstep._report.about_diagnoses import headline
+from halfstep._watch.state import LiveRun, WorstTensor
+
+NUM_WORST = 3
+DEFAULT_EVERY = 50
+
+
+def heading(live: LiveRun) -> str:
+    """Return the line that comes first."""
+    facts = ", ".join(what_runs(live) + where_it_runs(live))
+    return printable(f"run {live.run.path}  {facts}")
+
+
+def new_lines(live: LiveRun, update: RecordUpdate, every: int | None) -> list[str]:
+    """Return the new lines by step: some steps, and each skip, diagnosis, sample and note.
+
+    Args:
+        live: The run, including the update.
+        update: What is new.
+        every: Print the first step and every multiple of this number; None for as often as samples
+            are taken.
+    """
+    every = every or live.run.header.every or DEFAULT_EVERY
+    new = update.new
+    found = [(note.step, f"note {note.step}  {note.text}") for note in new.notes]
+    found += [
+        (step.step, step_line(step))
+        for step in new.steps
+        if not step.taken or step.step == 1 or step.step % every == 0
+    ]
+    found += [(culprits.step, _culprits_line(culprits)) for culprits in new.culprits]
+    found += [(each.step, _diagnosis_line(each)) for each in new.diagnoses]
+    for sample in new.samples:
+        worst = live.worst()[:NUM_WORST]
+        found += [(sample.step, _layer_line(sample.step, each)) for each in worst]
+    return [printable(line) for _, line in sorted(found, key=itemgetter(0))]
+
+
+def step_line(step: Step) -> str:
+    """Return the line of a step."""
+    verdict = "taken"
+    if not step.taken:
+        verdict = f"skipped: {why_skipped(step)}, scale now {power(step.scale_after)}"
+    return (
+        f"step {step.step}  loss {number(step.loss)}  scale {power(step.scale)}  "
+        f"norm {number(step.norm)}  {verdict}"
+    )
+
+
+def _culprits_line(culprits: Culprits) -> str:
+    module = culprits.began_in or "an unknown module"
+    return (
+        f"skip {culprits.step}  began in {module}  "
+        f"parameters {culprits.num_parameters}  rank {culprits.rank}"
+    )
+
+
+def _diagnosis_line(diagnosed: Diagnosed) -> str:
+    what = what_is_wrong(diagnosed)
+    return f"diagnosis {diagnosed.step}  rank {diagnosed.rank}  {what}"
+
+
+def _layer_line(step: int, worst: WorstTensor) -> str:
+    measured = worst.measured
+    return (
+        f"sample {step}  headroom {bits(worst.fit.headroom)}  "
+        f"underflow {percent(worst.fit.share_lost)}  nan {measured.nan}  "
+        f"inf {measured.inf}  {measured.kind} {measured.name}"
+    )
+
+
+def end_line(live: LiveRun, now: float) -> str:
+    """Return the last line: the state of the run."""
+    facts = ", ".join(how_far(live))
+    if live.num_steps:
+        share = percent(live.num_skipped / live.num_steps)
+        facts += f", skipped {live.num_skipped} of {live.num_steps} ({share})"
+    return f"{run_state(live, now)}  {facts}"
+
+
+# --- phrases that the page shares -----------------------------------------------------------------
+
+
+def what_runs(live: LiveRun) -> list[str]:
+    """Return the command, the model and the lower precision, as far as they are known."""
+    words = [" ".join(live.run.header.command)]
+    words += [model.name for model in live.run.models[-1:]]
+    words += [policy.dtype for policy in live.run.policies[-1:]]
+    return [printable(word) for word in words if word]
+
+
+def where_it_runs(live: LiveRun) -> list[str]:
+    """Return the machine, the device and the number of ranks."""
+    header = live.run.header
+    words = [text for text in (header.machine, header.device) if text]
+    num_ranks, world_size = len(live.run.ranks), header.world_size or 1
+    if world_size > 1 or num_ranks > 1:
+        of_all = f" of {world_size}" if num_ranks < world_size else ""
+        words.append(f"{num_ranks}{of_all} ranks")
+    if live.run.num_segments > 1:
+        words.append(f"started {live.run.num_segments} times")
+    return [printable(word) for word in words]
+
+
+def how_far(live: LiveRun) -> list[str]:
+    """Return the number of the last step, the time it took to get there, and the pace."""
+    if live.last is None:
+        return ["no step yet"]
+    words = [f"step {live.last.step:,}", str(timedelta(seconds=int(live.duration)))]
+    each = live.seconds_per_step
+    if each:
+        words.append(f"{1 / each:.3g} steps/s" if each < 1 else f"{seconds(each)}/step")
+    return words
+
+
+def run_state(live: LiveRun, now: float) -> str:
+    """Return in words whether the run is running, has ended, or seems to have died."""
+    silent = live.silent_for(now)
+    if live.run.has_ended:
+        error = live.run.error
+        on_rank = f" on rank {live.run.error_rank}" if len(live.run.ranks) > 1 else ""
+        return "ended" if error is None else f"ended{on_rank} with {printable(error)}"
+    if silent is not None:
+        ago = timedelta(seconds=int(silent))
+        return f"silent: last event {ago} ago; was it killed?"
+    return "running"
+
+
+def why_skipped(step: Step) -> str:
+    """Return the reason of a skipped step."""
+    return printable(step.reason or "unknown")
+
+
+def what_is_wrong(diagnosed: Diagnosed) -> str:
+    """Return a diagnosis in one line."""
+    return printable(headline(diagnosed.diagnosis))
+
+
+def missing(path: Path | None) -> str:
+    """Return the name of the missing record."""
+    return "a record in runs/" if path is None else printable(os.fspath(path))
+
+
+def how_to_start(path: Path | None) -> str:
+    """Return how to start the missing record."""
+    output = "" if path is None else f"-o {_quoted(path)} "
+    return f"start the training with `halfstep run {output}train.py`"
+
+
+def report_command(path: Path) -> str:
+    """Return the command that makes the report of a record."""
+    return f"halfstep report {_quoted(path)}"
+
+
+def _quoted(path: Path) -> str:
+    return printable(shlex.quote(os.fspath(path)))

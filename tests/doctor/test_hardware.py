@@ -1,0 +1,211 @@
+"""What is measured, what it adds up to, and PyTorch's switches."""
+
+import json
+
+import pytest
+import torch
+
+from halfstep._doctor import flags, hardware
+from halfstep._doctor.hardware import (
+    advise,
+    measure_speeds,
+    speeds_of,
+    units_of_capability,
+    units_of_flags,
+)
+
+
+def test_ratios_are_medians_of_pairs_and_rates_the_best() -> None:
+    works = [("matmul", "fp32", 2e9), ("matmul", "bf16", 2e9)]
+    rounds = [[4.0, 1.0], [8.0, 2.0], [2.0, 2.0]]
+    found = speeds_of(works, rounds)
+    assert found.gflops == {"matmul": {"fp32": 1.0, "bf16": 2.0}}
+    assert found.ratios == {"matmul": {"fp32": 1.0, "bf16": 4.0}}
+
+
+def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(hardware.MATRIX_SIDE, "cpu", 8)
+    monkeypatch.setitem(hardware.CONVOLUTION, "cpu", (1, 2, 8))
+    shares: list[float] = []
+    found = measure_speeds("cpu", seconds=0.01, on_round=shares.append)
+    for rates in (found.gflops, found.ratios):
+        assert {kind: list(names) for kind, names in rates.items()} == {
+            "matmul": ["fp32", "bf16", "fp16"],
+            "conv": ["fp32", "bf16", "fp16"],
+        }
+        assert all(rate > 0 for names in rates.values() for rate in names.values())
+    assert found.ratios["matmul"]["fp32"] == 1.0
+    assert len(shares) >= hardware.FEWEST_ROUNDS
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert measure_speeds("cpu", 0.01, ("matmul",)).gflops.keys() == {"matmul"}
+
+
+def test_operations_are_counted_as_torch_counts_them() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for make in (hardware._matmul, hardware._convolution):
+        run, operations = make("cpu", torch.float32)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            run()
+        assert counter.get_total_flops() == operations
+
+
+def test_tf32_is_set_for_a_while_only() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    with hardware._fp32_precision("tf32"):
+        assert matmul.fp32_precision == "tf32"
+    assert (matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision) == before
+    assert isinstance(matmul.allow_tf32, bool)  # the older call still works
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "tf32", "precision", "reason"),
+    [
+        (4.4, 0.2, None, "bf16", "matrix products run at 4.4 x the speed of fp32"),
+        (7.0, 8.0, 4.0, "bf16", "no scaler is needed"),
+        (0.9, 6.0, None, "fp16", "in bf16 at 0.9 x"),
+        (2.0, 8.0, None, "fp16", "with a GradScaler"),
+        (1.0, 1.1, 3.0, "tf32", "TF32 at 3 x"),
+        (0.5, 0.2, None, "fp32", "lower precision saves memory, not time"),
+        (1.19, 1.19, None, "fp32", "bf16 runs at 1.2 x"),
+    ],
+)
+def test_the_advice_follows_the_measurement(bf16, fp16, tf32, precision, reason) -> None:
+    ratios = {"fp32": 1.0, "bf16": bf16, "fp16": fp16} | ({} if tf32 is None else {"tf32": tf32})
+    found = advise({"matmul": ratios})
+    assert found.precision == precision
+    assert reason in found.reason
+
+
+def test_the_advice_gives_convolutions_too() -> None:
+    ratios = {"fp32": 1.0, "bf16": 4.0, "fp16": 1.0}
+    found = advise({"matmul": ratios, "conv": ratios | {"bf16": 0.7}})
+    assert "(convolutions at 0.7 x)" in found.reason
+
+
+def test_units() -> None:
+    assert units_of_flags({"avx2", "avx512_bf16", "amx_bf16"}) == ("AMX (bf16)", "AVX-512 BF16")
+    assert units_of_flags({"asimdhp", "bf16"}) == ("Arm BF16", "Arm FP16")
+    assert units_of_flags(set()) == ()
+    assert units_of_capability((6, 1)) == ("compute capability 6.1",)
+    assert units_of_capability((7, 5))[1] == "matrix units for fp16"
+    assert units_of_capability((8, 0))[1] == "matrix units for fp16, bf16, tf32"
+    assert units_of_capability((9, 0))[1] == "matrix units for fp16, bf16, tf32, fp8"
+
+
+def test_the_look_is_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        hardware, "measure_speeds", lambda device, on_round: speeds_of(
+            [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")], [[1.0, 0.5, 2.0]]
+        )
+    )  # fmt: skip
+    found = hardware.inspect_machine()
+    values = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    assert values["advice"]["precision"] == "bf16"
+    assert values["name"]
+    assert len(values["units"]) >= 1
+    assert {flag["name"] for flag in values["flags"]} >= {"torch.backends.mkldnn.enabled"}
+
+
+@pytest.mark.gpu
+def test_the_look_on_cuda() -> None:
+    found = hardware.inspect_machine()
+    assert found.device == "cuda"
+    assert list(found.speeds.gflops["matmul"]) == ["fp32", "bf16", "fp16", "tf32"]
+    assert found.units[0].startswith("compute capability")
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def value(name: str) -> str:
+    return next(flag.value for flag in flags.read_flags() if name in flag.name)
+
+
+def test_flags_have_their_present_values() -> None:
+    matmul = torch.backends.cuda.matmul
+    assert value("allow_fp16_reduced") == str(matmul.allow_fp16_reduced_precision_reduction)
+    assert value("deterministic") == "False"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert value("deterministic") == "True"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert value('dtype("cpu")') == "torch.bfloat16"
+    assert all(flag.meaning for flag in flags.read_flags())
+
+
+def test_flush_denormal_is_measured() -> None:
+    assert not flags.is_flushing()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot")
+    try:
+        assert flags.is_flushing()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_flags_that_pytorch_refuses_to_sum_up_are_mixed() -> None:
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        assert value("float32_matmul") == "mixed"
+        assert value("mkldnn.matmul") == "bf16"
+    finally:
+        matmul.fp32_precision = before
+    assert value("float32_matmul") == "highest"
+
+
+def ids(*arguments: object) -> list[str]:
+    return [finding.id for finding in flags.findings(*arguments)]  # type: ignore[arg-type]
+
+
+def test_findings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    matmul = torch.backends.cuda.matmul
+    assert ids("cuda", torch.float16, (7, 0)) == ["reduced-precision-sums"]
+    assert ids("cuda", torch.bfloat16, (8, 0)) == ["reduced-precision-sums", "tf32-off"]
+    assert ids("cuda", None, (7, 0)) == []
+    matmul.allow_fp16_reduced_precision_reduction = False
+    try:
+        assert ids("cuda", torch.float16, (7, 0)) == []
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = True
+    with hardware._fp32_precision("tf32"):
+        assert ids("cuda", None, (9, 0)) == []
+
+
+@pytest.fixture(autouse=True)
+def flags_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    # PyTorch's own test tools, which other tests import, forbid it from then on.
+    flags_of_torch = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags_of_torch, "__allow_nonbracketed_mutation_flag", True)
+
+
+def test_findings_of_the_cpu() -> None:
+    assert ids("cpu", torch.bfloat16) == []
+    torch.backends.mkldnn.enabled = False
+    try:
+        (finding,) = flags.findings("cpu", torch.bfloat16)
+        assert finding.id == "onednn-off"
+        assert ids("cpu", None) == []
+        assert ids("cuda", None) == []
+        exec(finding.code, {"torch": torch})
+        assert ids("cpu", torch.bfloat16) == []
+    finally:
+        torch.backends.mkldnn.enabled = True
+
+
+def test_cures_of_flags_run() -> None:
+    found = [*flags.findings("cuda", torch.float16, (8, 0))]
+    assert len(found) == 2
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for finding in found:
+            exec(finding.code, {"torch": torch})
+        assert ids("cuda", torch.float16, (8, 0)) == []
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = True

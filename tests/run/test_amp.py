@@ -1,0 +1,770 @@
+"""Unmodified loops in a block of ``mixed_precision``, against the same loops written by hand."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
+
+import halfstep
+from halfstep._run.amp import mixed_precision
+
+DTYPES = [torch.float16, torch.bfloat16]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.LayerNorm(32))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+class Explosive(Net):
+    """Its gradients are inf in the iterations that are told."""
+
+    def __init__(self, bad: set[int]) -> None:
+        super().__init__()
+        self.bad = bad
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(x)
+        if self.calls in self.bad:
+            y.register_hook(lambda grad: grad * float("inf"))
+        return y
+
+
+class Hand:
+    """What a script would have to call to do by hand what ``mixed_precision`` does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.scaler = halfstep.GradScaler(enabled=dtype is torch.float16)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        return halfstep.autocast("cpu", self.dtype)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 8, generator=generator), torch.randint(0, 3, (16,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def seeded(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return all(torch.equal(p, q) for p, q in pairs)
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def run(script: Callable[[], Any], dtype: torch.dtype = torch.float16) -> Any:
+    with mixed_precision(dtype, quiet):
+        return script()
+
+
+# --- the plain loop -------------------------------------------------------------------------------
+
+
+def plain_script(
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    clip: Callable[[Any], object] | None = None,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> Net:
+    model = seeded(Net)
+    optimizer = optimizer_of(model.parameters(), lr=0.01)
+    for x, y in batches(8):
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        if clip:
+            clip(model.parameters())
+        optimizer.step()
+    return model
+
+
+def plain_by_hand(
+    dtype: torch.dtype,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    clip: Callable[[Any], object] | None = None,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> Net:
+    hand = Hand(dtype)
+    model = seeded(Net)
+    optimizer = optimizer_of(model.parameters(), lr=0.01)
+    for x, y in batches(8):
+        optimizer.zero_grad()
+        with hand.autocast():
+            loss = loss_of(model(x).float(), y)
+        hand.scaler.scale(loss).backward()
+        if clip:
+            hand.scaler.unscale_(optimizer)
+            clip(model.parameters())
+        hand.scaler.step(optimizer)
+        hand.scaler.update()
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [torch.optim.SGD, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr, fused=True)],
+)
+def test_a_plain_loop_is_that_by_hand(dtype: torch.dtype, optimizer_of: Any) -> None:
+    trained = run(lambda: plain_script(optimizer_of), dtype)
+
+    assert same(trained, plain_by_hand(dtype, optimizer_of))
+    assert not same(trained, plain_script(optimizer_of))  # in float32 it is another
+
+
+@pytest.mark.parametrize(
+    "loss_of", [nn.CrossEntropyLoss(), lambda x, y: -x.log_softmax(1)[:, 1].mean()]
+)
+def test_losses_of_other_kinds(loss_of: Any) -> None:
+    trained = run(lambda: plain_script(loss_of=loss_of))
+
+    # By hand, autocast takes log_softmax and the mean in float32 too.
+    assert same(trained, plain_by_hand(torch.float16, loss_of=loss_of))
+
+
+def clamp(params: Any) -> None:
+    for param in params:
+        param.grad.data.clamp_(-1e-2, 1e-2)
+
+
+@pytest.mark.parametrize(
+    "clip", [lambda p: clip_grad_norm_(p, 0.1), lambda p: clip_grad_value_(p, 0.01), clamp]
+)
+def test_clipping_of_any_kind_sees_unscaled_gradients(clip: Any) -> None:
+    trained = run(lambda: plain_script(clip=clip))
+
+    assert same(trained, plain_by_hand(torch.float16, clip=clip))
+    assert not same(trained, plain_by_hand(torch.float16))
+
+
+def test_gradients_are_unscaled_whoever_looks() -> None:
+    model, x = nn.Linear(4, 1, bias=False), torch.ones(2, 4, requires_grad=True)
+    nn.init.ones_(model.weight)
+
+    def script() -> list[Tensor]:
+        (model(x).sum() / 4).backward()
+        return [model.weight.grad.clone(), x.grad.clone()]
+
+    assert [grad.unique().item() for grad in run(script)] == [0.5, 0.25]
+
+
+def test_gradients_of_tensors_that_are_no_leaves() -> None:
+    model = nn.Linear(4, 1)
+    nn.init.ones_(model.weight)
+
+    def script() -> list[float]:
+        found = []
+        for _ in range(2):
+            hidden = torch.ones(2, 4, requires_grad=True) * 2
+            hidden.retain_grad()
+            (model(hidden).sum() / 4).backward(retain_graph=True)
+            (model(hidden).sum() / 4).backward()
+            found.append(hidden.grad.unique().item())
+        return found
+
+    assert run(script) == [0.5, 0.5]
+
+
+def test_only_the_inputs_that_were_asked_for() -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4, requires_grad=True)
+    nn.init.ones_(model.weight)
+
+    def script() -> float:
+        (model(x).sum() / 4).backward(inputs=[x])
+        assert model.weight.grad is None
+        return x.grad.unique().item()
+
+    assert run(script) == 0.25
+
+
+def test_what_the_script_drops_is_gone() -> None:
+    model = seeded(Net)
+    refs: list[weakref.ref[Tensor]] = []
+
+    def script() -> None:
+        for _ in range(2):
+            x = batches(1)[0][0].requires_grad_()
+            hidden = x * 2
+            hidden.retain_grad()
+            model(hidden).mean().backward()
+            refs.extend(weakref.ref(t) for t in (x, hidden, x.grad, model.head.weight.grad))
+            model.zero_grad()
+            x = hidden = None  # type: ignore[assignment]
+            assert [ref() for ref in refs] == [None] * len(refs)
+
+    run(script)
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SparseAdam, torch.optim.SGD])
+def test_sparse_gradients(optimizer_of: Any) -> None:
+    def script(scaler: halfstep.GradScaler | None) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
+        optimizer = optimizer_of(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = model(torch.tensor([[1, 2, 2 + step + part]])).square().mean()
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        return model.weight.detach()
+
+    by_hand = script(halfstep.GradScaler())
+
+    # The rows are added up after each part and not at the end: in another order.
+    assert torch.allclose(run(lambda: script(None)), by_hand, rtol=0, atol=1e-6)
+
+
+def test_small_gradients_survive() -> None:
+    """Without a scale they would be zero in float16."""
+
+    def script() -> Tensor:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        (model(torch.ones(1, 4)).sum() * 1e-8).backward()
+        return model[0].weight.grad
+
+    assert run(script).abs().min() > 0
+    with halfstep.autocast("cpu", torch.float16):
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        loss = model(torch.ones(1, 4)).float().sum() * 1e-8
+    loss.backward()
+    assert model[0].weight.grad.abs().max() == 0
+
+
+# --- several backward passes, optimizers, models --------------------------------------------------
+
+
+def test_accumulation_is_that_by_hand() -> None:
+    def script() -> Net:
+        model = seeded(Net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for index, (x, y) in enumerate(batches(12)):
+            (F.cross_entropy(model(x), y) / 3).backward()
+            if index % 3 == 2:
+                clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=index % 2 == 0)
+        return model
+
+    hand = Hand(torch.float16)
+    model = seeded(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for index, (x, y) in enumerate(batches(12)):
+        with hand.autocast():
+            loss = F.cross_entropy(model(x).float(), y) / 3
+        hand.scaler.scale(loss).backward()
+        if index % 3 == 2:
+            hand.scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.5)
+            hand.scaler.step(optimizer)
+            hand.scaler.update()
+            optimizer.zero_grad()
+
+    assert same(run(script), model)
+
+
+def gan(hand: Hand | None) -> tuple[nn.Module, nn.Module]:
+    g = seeded(lambda: nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)))
+    d = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)))
+    opt_g, opt_d = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (g, d))
+
+    def update(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        if hand is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            hand.scaler.scale(loss).backward()
+            hand.scaler.step(optimizer)
+            hand.scaler.update()
+
+    bce = nn.BCELoss()
+    for real, _ in batches(5):
+        opt_d.zero_grad()
+        # By hand the sigmoid and the loss are kept out of autocast, where BCELoss is refused.
+        with hand.autocast() if hand else nullcontext():
+            fake = g(torch.ones(16, 4))
+            if hand:
+                fake = fake.float()
+            on_real, on_fake = d(real), d(fake.detach())
+        loss = bce(on_real.float().sigmoid(), torch.ones(16, 1))
+        update(loss + bce(on_fake.float().sigmoid(), torch.zeros(16, 1)), opt_d)
+        opt_g.zero_grad()
+        with hand.autocast() if hand else nullcontext():
+            on_fake = d(fake)
+        update(bce(on_fake.float().sigmoid(), torch.ones(16, 1)), opt_g)
+    return g, d
+
+
+def test_a_gan_is_that_by_hand() -> None:
+    ours, by_hand = run(lambda: gan(None)), gan(Hand(torch.float16))
+
+    assert same(ours[0], by_hand[0])
+    assert same(ours[1], by_hand[1])
+
+
+def test_an_overflow_of_one_optimizer_does_not_skip_the_other() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    b.weight.register_hook(lambda grad: grad * float("inf"))
+    before = [p.clone() for m in (a, b) for p in m.parameters()]
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+        ((a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum() / 4).backward()
+        opt_a.step()
+        assert scaler.get_scale() == 2.0**16  # b belongs to the same iteration
+        opt_b.step()
+        assert scaler.get_scale() == 2.0**15
+        assert [entry.taken for entry in scaler.history()] == [True, False]
+
+    after = [p for m in (a, b) for p in m.parameters()]
+    assert [torch.equal(p, q) for p, q in zip(before, after, strict=True)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_the_scale_moves_once_for_all_optimizers_of_a_loss() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+        (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()  # overflows
+        opt_a.step()
+        opt_b.step()
+        assert scaler.get_scale() == 2.0**15
+
+
+def test_gradients_that_were_replaced_before_another_step() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    before = b.weight.detach().clone()
+
+    with mixed_precision(torch.float16, quiet):
+        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+        ((a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum() / 4).backward()
+        for param in b.parameters():
+            param.grad = param.grad * float("inf")
+        opt_a.step()
+        opt_b.step()
+
+    assert torch.equal(b.weight, before)
+
+
+def test_the_scale_moves_before_the_next_loss_at_the_latest() -> None:
+    a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        opt_a, _ = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (a, b))
+        (a(torch.ones(1, 2)) + b(torch.ones(1, 2))).sum().backward()  # overflows
+        opt_a.step()
+        assert scaler.get_scale() == 2.0**16
+        a(torch.ones(1, 2)).sum().backward()
+        assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_were_zeroed_do_not_count(set_to_none: bool) -> None:
+    """Those that the loss of a generator leaves in its discriminator."""
+    model = seeded(lambda: Explosive({1}))
+    x, y = batches(1)[0]
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert scaler.outcome(optimizer).taken
+        assert scaler.get_scale() == 2.0**16
+
+
+def test_an_optimizer_that_accumulates_while_another_steps() -> None:
+    a, b = seeded(lambda: nn.Linear(2, 1)), nn.Linear(2, 1)
+
+    def script() -> Tensor:
+        opt_a, opt_b = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (a, b))
+        start = a.weight.detach().clone()
+        for _ in range(4):
+            (a(torch.ones(1, 2)).sum() / 4).backward()
+            (b(torch.ones(1, 2)).sum() / 4).backward()
+            opt_b.step()
+            opt_b.zero_grad()
+        opt_a.step()
+        return start - a.weight
+
+    assert torch.allclose(run(script), torch.full((1, 2), 1.0))
+
+
+# --- skipped steps and schedules ------------------------------------------------------------------
+
+
+def test_a_skipped_step_changes_nothing() -> None:
+    model = seeded(lambda: Explosive({2}))
+    x, y = batches(1)[0]
+    rates, weights = [], []
+    with mixed_precision(torch.float16, quiet) as scaler:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            rates.append(schedule.get_last_lr()[0])
+            weights.append(model.head.weight.detach().clone())
+
+    assert rates == [1 / 2, 1 / 2, 1 / 3]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert [entry.taken for entry in scaler.history()] == [True, False, True]
+    assert scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_first_step_that_is_skipped_needs_no_warning(fused: bool) -> None:
+    model = seeded(lambda: Explosive({1, 2}))
+    x, y = batches(1)[0]
+
+    def script() -> list[float]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
+        schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        rates = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+            rates += schedule.get_last_lr()
+        return rates
+
+    assert run(script) == [1, 1, 1 / 2]
+
+
+def test_a_schedule_of_epochs_is_not_lost_with_the_last_step() -> None:
+    model = seeded(lambda: Explosive({3, 4, 5, 6}))
+    x, y = batches(1)[0]
+
+    def script() -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = LambdaLR(optimizer, lambda i: 1 / (1 + i))
+        rates = []
+        for _ in range(3):
+            for _ in range(3):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            schedule.step()
+            rates += schedule.get_last_lr()
+        return rates
+
+    # The last step of the first epoch was skipped, and all of the second.
+    assert run(script) == [1 / 2, 1 / 2, 1 / 3]
+
+
+def test_other_schedulers_wait_too() -> None:
+    model = seeded(lambda: Explosive({1}))
+    x, y = batches(1)[0]
+
+    class Own(LambdaLR):
+        def step(self, epoch: Any = None) -> None:
+            super().step()
+
+    def script() -> list[Any]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        own = Own(optimizer, lambda i: 1.0)
+
+        class Late(LambdaLR):
+            def step(self, epoch: Any = None) -> None:
+                self.last_epoch += 1
+
+        late = Late(optimizer, lambda i: 1.0)
+        plateau = ReduceLROnPlateau(optimizer)
+        parts = [LambdaLR(optimizer, lambda i: 1.0) for _ in range(2)]
+        sequence = SequentialLR(optimizer, parts, [5])
+        counts = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for schedule in (own, late, sequence):
+                schedule.step()
+            plateau.step(1.0)
+            counts.append([s.last_epoch for s in (own, late, plateau, sequence, parts[0])])
+        return counts
+
+    assert run(script) == [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+
+
+def test_what_overflowed_is_skipped_though_more_was_added() -> None:
+    model = seeded(lambda: Explosive({1}))
+    x, y = batches(1)[0]
+
+    def script() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        F.cross_entropy(model(x), y).backward()
+        clamp(model.parameters())
+        for param in model.parameters():
+            param.grad.nan_to_num_()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    run(script)
+    assert same(model, seeded(Net))
+
+
+@pytest.mark.parametrize("change", [clamp, lambda ps: [p.grad.nan_to_num_(0, 1, -1) for p in ps]])
+def test_what_overflowed_is_skipped_though_it_was_made_finite(change: Any) -> None:
+    model = seeded(lambda: Explosive({1}))
+    x, y = batches(1)[0]
+    before = model.head.weight.detach().clone()
+
+    def script() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        F.cross_entropy(model(x), y).backward()
+        change(model.parameters())
+        optimizer.step()
+
+    run(script)
+    assert torch.equal(model.head.weight, before)
+
+
+def test_gradients_that_a_script_replaces_are_checked() -> None:
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+
+    def script(factor: float) -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer.zero_grad()
+        (model(torch.ones(1, 2)).sum() / 4).backward()
+        for param in model.parameters():
+            param.grad = param.grad * factor
+        optimizer.step()
+        return before - model.weight
+
+    assert run(lambda: script(float("inf"))).abs().max() == 0
+    assert torch.allclose(run(lambda: script(4.0)), torch.ones(1, 2))
+
+
+def test_gradients_of_the_script_itself_are_left_alone() -> None:
+    """``torch.autograd.grad`` is not scaled, and a step of what it returned is PyTorch's own."""
+    model = nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+
+    def script() -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        grads = torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        return before - model.weight
+
+    assert torch.allclose(run(script), torch.ones(1, 2))
+
+
+def test_a_gradient_penalty_has_the_unit_of_the_loss() -> None:
+    def script() -> list[Tensor]:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+        x = torch.ones(2, 4, requires_grad=True)
+        y = model(x).sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        ((y + grad.square().sum()) / 64).backward()
+        return [p.grad for p in model.parameters()]
+
+    for ours, exact in zip(run(script), script(), strict=True):
+        assert torch.allclose(ours, exact, atol=1e-4, rtol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph")
+def test_a_backward_pass_that_is_differentiated_again() -> None:
+    weight = nn.Parameter(torch.full((1,), 3.0))
+
+    def script() -> float:
+        (weight**3).sum().backward(create_graph=True)
+        grad = weight.grad
+        weight.grad = None
+        grad.sum().backward()
+        return weight.grad.item()
+
+    assert run(script) == 18.0
+
+
+# --- closures -------------------------------------------------------------------------------------
+
+
+def lbfgs(hand: Hand | None, model: nn.Module) -> list[float]:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    losses = []
+    for x, y in batches(3):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            with hand.autocast() if hand else nullcontext():
+                loss = F.cross_entropy(model(x).float(), y)
+            (hand.scaler.scale(loss) if hand else loss).backward()
+            return loss
+
+        loss = hand.scaler.step(optimizer, closure) if hand else optimizer.step(closure)
+        if hand:
+            hand.scaler.update()
+        losses.append(loss.item() if loss is not None else None)
+    return losses
+
+
+def test_lbfgs_is_that_by_hand() -> None:
+    ours, by_hand = seeded(Net), seeded(Net)
+
+    assert run(lambda: lbfgs(None, ours)) == lbfgs(Hand(torch.float16), by_hand)
+    assert same(ours, by_hand)
+
+
+def test_a_skipped_step_with_a_closure_returns_the_loss() -> None:
+    model, start = seeded(lambda: Explosive({1, 2, 3})), seeded(Net)
+
+    losses = run(lambda: lbfgs(None, model))
+
+    assert same(model, start)
+    assert all(isinstance(loss, float) for loss in losses)
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_closure_adds_to_gradients_from_before(keyword: bool) -> None:
+    """As Lightning does it when it accumulates."""
+    model = seeded(lambda: nn.Linear(2, 1))
+    before = model.weight.detach().clone()
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(1, 2)).sum() / 2
+        loss.backward()
+        return loss
+
+    def script() -> Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        closure()
+        loss = optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+        assert isinstance(loss, Tensor)
+        return before - model.weight
+
+    assert torch.allclose(run(script), torch.ones(1, 2))
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: a step up with the gradients, then the closure, then the step of another optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        before = [p.clone() for p in params]
+        for p in params:
+            p.add_(p.grad, alpha=0.1)
+        with torch.enable_grad():
+            closure()
+        for p, old in zip(params, before, strict=True):
+            p.copy_(old)
+        self.inner.step()
+
+
+def test_an_optimizer_around_another() -> None:
+    def script() -> tuple[Net, list[bool]]:
+        model = seeded(Net)
+        optimizer = Sharpness(model.parameters(), lr=0.1)
+        for x, y in batches(4):
+
+            def closure(x: Tensor = x, y: Tensor = y) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+
+            closure()
+            optimizer.step(closure)
+        return model
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        ours = script()
+    exact = script()
+
+    assert [entry.taken for entry in scaler.history()] == [True] * 4
+    for p, q in zip(ours.parameters(), exact.parameters(), strict=True):
+        assert torch.allclose(p, q, atol=2e-3)
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_an_optimizer_around_another_is_skipped(bad: int) -> None:
+    """In the gradients from before, or in those of the closure."""
+    model = seeded(lambda: Explosive({bad}))
+    x, y = batches(1)[0]
+
+    def script() -> None:
+        optimizer = Sharpness(model.parameters(), lr=0.1)
+
+        def closure() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+
+        closure()
+        optimizer.step(closure)
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        script()
+        assert scaler.get_scale() == 2.0**15
+        assert same(model, seeded(Net))
+        if bad == 2:
+            script()  # goes on
+            assert not same(model, seeded(Net))
+
+
+def test_an_optimizer_in_the_backward_pass() -> None:
+    def script() -> Net:
+        model = seeded(Net)
+        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+        def step(param: nn.Parameter) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(step)
+        for x, y in batches(4):
+            F.cross_entropy(model(x), y).backward()
+        return model
+
+    hand = Hand(torch.float16)
+    model = seeded(Net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        with hand.autocast():
+            loss = F.cross_entropy(model(x).float(), y)
+        hand.scaler.scale(loss).backward()
+        hand.scaler.step(optimizer)
+        hand.scaler.update()
+
+    assert same(run(script), model)

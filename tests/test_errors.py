@@ -1,0 +1,67 @@
+"""The errors of the package: all that reach a user are in one module."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import halfstep
+from halfstep import errors
+
+SOURCE = Path(halfstep.__file__).parent
+
+
+def subclasses(cls: type) -> set[type]:
+    found = set(cls.__subclasses__())
+    return found.union(*map(subclasses, found))
+
+
+def own_errors() -> set[type]:
+    """Every exception and warning of the package, wherever it is defined."""
+    for module in pkgutil.walk_packages([str(SOURCE)], "halfstep."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    return {
+        cls
+        for cls in subclasses(BaseException)
+        if cls.__module__.partition(".")[0] == "halfstep"
+        and getattr(importlib.import_module(cls.__module__), cls.__name__, None) is cls
+    }
+
+
+def caught() -> set[str]:
+    """The names in all ``except`` clauses of the package."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                found |= {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)}
+    return found
+
+
+def warned() -> set[str]:
+    """The names of the categories in all calls of ``warnings.warn``."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn"):
+                given = [*node.args, *(keyword.value for keyword in node.keywords)]
+                found |= {each.id for each in given if isinstance(each, ast.Name)}
+    return found
+
+
+def test_errors_that_reach_a_user_are_in_one_module() -> None:
+    elsewhere = {cls for cls in own_errors() if cls.__module__ != "halfstep.errors"}
+    assert {cls.__name__ for cls in elsewhere} <= caught() - warned()
+    assert not any(issubclass(cls, Warning) for cls in elsewhere)
+
+
+def test_the_docstring_shows_the_tree_of_errors() -> None:
+    parents = {"RuntimeError": 0, "ValueError": 0, "UserWarning": 0}
+    own = [cls for cls in vars(errors).values() if isinstance(cls, type)]
+    lines = (errors.__doc__ or "").splitlines()
+    for cls in own:
+        base = cls.__bases__[0]
+        depth = parents.setdefault(cls.__name__, parents[base.__name__] + 1)
+        assert any(line.startswith(f"{'    ' * depth}* :class:`{cls.__name__}`:") for line in lines)
+    assert sum(":class:" in line for line in lines) == len(own)
