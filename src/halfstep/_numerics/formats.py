@@ -1,4 +1,4 @@
-"""The formats that values are judged by: where each ends, above and below.
+"""Number formats: where each ends, above and below, and rounding to one.
 
 Sources: IEEE 754-2019 (binary16); P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
 arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in casts of PyTorch.
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Format:
     """A floating-point format.
 
     Attributes:
-        name: What the record calls it.
+        name: The name in a record, ``"fp16"``.
         dtype: PyTorch's dtype.
         largest: The largest finite value.
         smallest_normal: The smallest value with full precision.
@@ -41,8 +42,8 @@ class Format:
 def _format(name: str, dtype: torch.dtype, *, has_inf: bool = True) -> Format:
     info = torch.finfo(dtype)
     subnormal = info.smallest_normal * info.eps
-    # Halfway to the value that would come next. With inf that tie is rounded to inf, since the
-    # largest finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
+    # The tie with the value that would come next. It is rounded to inf, since the largest finite
+    # value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
     ulp = info.eps * 2.0 ** math.floor(math.log2(info.max))
     tie = info.max + ulp / 2
     last_held = math.nextafter(tie, 0.0) if has_inf else tie
@@ -61,7 +62,42 @@ FORMATS = {
         _format("e5m2", torch.float8_e5m2),
     )
 }
-"""The formats by the names that the record gives them."""
+"""The formats, by their names in a record."""
 
 FORMATS_BY_DTYPE = {str(format.dtype).removeprefix("torch."): format for format in FORMATS.values()}
-"""The same by the names of their dtypes, such as ``"float16"``."""
+"""The formats, by the names of their dtypes, such as ``"float16"``."""
+
+
+def rounded(tensor: Tensor, format: Format, *, saturate: bool) -> Tensor:
+    """Return the values of a tensor as a format holds them: to nearest, ties to even.
+
+    PyTorch casts the values that the format can hold, there and back. All machines agree on those,
+    subnormals included: the casts are instructions of IEEE 754, or operations on the bits. Values
+    that are too large are never cast, since versions of PyTorch treat them differently in float8.
+
+    Args:
+        tensor: Real floating-point values of any shape.
+        format: The format to round to.
+        saturate: Whether values that are too large, inf included, become the largest value of the
+            format, as in the float8 casts of hardware. Otherwise they become inf, or NaN in e4m3,
+            which has no inf.
+
+    Returns:
+        A float32 tensor of the same shape on the same device. NaN stays NaN.
+
+    Sync: none.
+
+    Example:
+        >>> from halfstep._numerics.formats import FORMATS
+        >>> values = torch.tensor([1.06, 3e-4, 500.0])
+        >>> rounded(values, FORMATS["e4m3"], saturate=True).tolist()
+        [1.0, 0.0, 448.0]
+        >>> rounded(values, FORMATS["e4m3"], saturate=False).tolist()
+        [1.0, 0.0, nan]
+    """
+    values = tensor.float()
+    held = values.clamp(-format.largest, format.largest).to(format.dtype).float()
+    if saturate:
+        return held
+    beyond = values * (math.nan if format.name == "e4m3" else math.inf)
+    return torch.where(values.abs() > format.last_held, beyond, held)
