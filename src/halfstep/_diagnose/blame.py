@@ -223,7 +223,7 @@ class BlameTracker(OpObserver):
         return own if makes_nan else min(causes, key=lambda cause: cause.number)
 
     def _as_read(self, call: OpCall, tensor: Tensor) -> Tensor | None:
-        """Return the values of a tensor as an op read them; None if they are not to be known."""
+        """Return the values of a tensor as an op read them; None if the result ignores them."""
         if not any(tensor is written for written in call.written):
             return tensor
         if call.name in _BATCH_NORMS and _is_training(call):

@@ -163,7 +163,7 @@ class CureTrial:
 
 
 def smaller_scale(trial: CureTrial, bad: BadOp, largest: float | None) -> float | None:
-    """Return a power of two as scale at which the step is finite, None if none from 1 is.
+    """Return a smaller scale of at least 1, a power of two, at which the step is finite, or None.
 
     Args:
         trial: The step.

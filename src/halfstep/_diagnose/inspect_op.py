@@ -22,10 +22,10 @@ from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.user_code import called_by_user, user_line
-from halfstep._numerics.formats import FORMATS_BY_DTYPE
+from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._trace.ops import makes_no_values
-from halfstep._trace.rows import Phase, dtype_name
+from halfstep._trace.rows import Phase
 
 # Their third argument asks for float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Format:
     """A floating-point format.
@@ -64,7 +69,7 @@ FORMATS = {
 }
 """The formats, by their names in a record."""
 
-FORMATS_BY_DTYPE = {str(format.dtype).removeprefix("torch."): format for format in FORMATS.values()}
+FORMATS_BY_DTYPE = {dtype_name(format.dtype): format for format in FORMATS.values()}
 """The formats, by the names of their dtypes, such as ``"float16"``."""
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._numerics.formats import Format, rounded
+from halfstep._numerics.formats import Format, dtype_name, rounded
 from halfstep._simulate.counts import RoundingCounts
 from halfstep._trace.ops import casts_to, op_name, written_to
-from halfstep._trace.rows import Phase, dtype_name
+from halfstep._trace.rows import Phase
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from torch import Tensor
 from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
+from halfstep._numerics.formats import dtype_name
 from halfstep._trace.places import OpPlaces
-from halfstep._trace.rows import Value, dtype_name
+from halfstep._trace.rows import Value
 
 # Their results are not computed.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

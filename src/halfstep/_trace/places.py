@@ -25,7 +25,8 @@ from halfstep import _torch
 from halfstep._autocast.module_names import without_wrappers
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
-from halfstep._trace.rows import Cast, Phase, dtype_name
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.rows import Cast, Phase
 
 
 class ModuleCall(NamedTuple):

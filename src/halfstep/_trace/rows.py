@@ -11,6 +11,7 @@ import torch
 from msgspec import Meta
 
 from halfstep._common.json import Count
+from halfstep._numerics.formats import dtype_name
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
@@ -246,11 +247,6 @@ def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
     # An output without dimensions still counts, as that of a sum.
     widest = promoted((dtype, (1,)) for dtype in (given, *(v.dtype for v in outputs[:1])))
     return widest or next((value.dtype for value in (*outputs, *inputs)), "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

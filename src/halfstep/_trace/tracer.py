@@ -24,6 +24,7 @@ from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.module_names import without_wrappers
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
+from halfstep._numerics.formats import dtype_name
 from halfstep._trace.ops import (
     OpMode,
     autocast_of_caller,
@@ -34,7 +35,7 @@ from halfstep._trace.ops import (
     written_to,
 )
 from halfstep._trace.places import OpPlaces, RunningModules
-from halfstep._trace.rows import Cast, Row, Value, cast_bytes, computed_in, dtype_name
+from halfstep._trace.rows import Cast, Row, Value, cast_bytes, computed_in
 
 
 class StorageIds:

@@ -22,8 +22,8 @@ import halfstep
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
+from halfstep._numerics.formats import dtype_name
 from halfstep._record.lines import has_checksum, line_of
-from halfstep._trace.rows import dtype_name
 from halfstep._tune.passes import Lowering
 from halfstep._tune.task import Task
 from halfstep.errors import RecordError

@@ -16,7 +16,7 @@ from torch import nn
 
 from halfstep._autocast import Policy, keep
 from halfstep._autocast.wrapping import Wrapped, unwrap
-from halfstep._trace.rows import dtype_name
+from halfstep._numerics.formats import dtype_name
 from halfstep._trace.trace import trace
 from halfstep._tune.measurements import Measurements
 from halfstep._tune.module_check import Comparison, ModuleCheck, origins, worst_of

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from halfstep._common.numbers import percent
-from halfstep._trace.rows import dtype_name, short
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.rows import short
 
 
 @dataclass(frozen=True)
