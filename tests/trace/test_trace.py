@@ -792,7 +792,7 @@ def test_notes(model: nn.Sequential) -> None:
             with bf16(policy):
                 model(torch.ones(3, 8))
     assert t.environment["policy"] == "bf16-lean"
-    assert "other policies decided too (standard)" in t.table()
+    assert "other policies were used too (standard)" in t.table()
     assert traced(model, torch.ones(3, 8)).notes == ()
 
 
