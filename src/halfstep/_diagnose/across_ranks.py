@@ -83,12 +83,6 @@ def _is_of_several_ranks(tensor: Tensor) -> bool:
     return _torch.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor, detached. Sync: none."""
-    tensor = tensor.detach()
-    return _torch.local_part(tensor)
-
-
 def waits_for_others(why: str) -> RanksError:
     """Return the error for a step that one rank cannot replay."""
     return RanksError(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.module_names import without_wrappers
-from halfstep._diagnose import across_ranks
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
@@ -221,11 +220,11 @@ def _offset(tensor: Tensor) -> int:
     """Return the offset of a tensor in its memory; gradients may share one buffer."""
     if tensor.layout is not torch.strided:
         return 0
-    return int(across_ranks.local_part(tensor).storage_offset())
+    return int(_torch.local_part(tensor.detach()).storage_offset())
 
 
 def _key(tensor: Tensor) -> int:
-    memory = _torch.memory_of(across_ranks.local_part(tensor))
+    memory = _torch.memory_of(_torch.local_part(tensor.detach()))
     return id(tensor) if memory is None else int(memory.cdata)
 
 

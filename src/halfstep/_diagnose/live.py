@@ -15,7 +15,7 @@ from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.module_names import replicated
 from halfstep._common.force_eager import eager
 from halfstep._common.patches import Patches
-from halfstep._diagnose import across_ranks, cure_search
+from halfstep._diagnose import cure_search
 from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE, Blame, BlameTracker
 from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Line, Verdict
 from halfstep._diagnose.inspect_op import described, name_of_bad, names_in, needs, operand
@@ -25,7 +25,7 @@ from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import user_line
 from halfstep._scaler.ranks.group import has_ranks
 
-MOST_LOOKS = 64
+MOST_INSPECTED = 64
 """The most bad ops of a step that are inspected."""
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
 
@@ -43,10 +43,10 @@ class LiveTrace:
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.came_from_elsewhere = False
-        self._blames = _LiveBlameTracker(None if model is None else replicated(model))
+        self._tracker = _LiveBlameTracker(None if model is None else replicated(model))
         self._stack, self._patches = ExitStack(), Patches()
         undo = _NoUndoLog()
-        self._mode = ObserverMode(FoundModules(model, undo), undo, self._blames)
+        self._mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
         self._undo = undo
 
     def begin(self) -> bool:
@@ -55,7 +55,7 @@ class LiveTrace:
             return False
         with ExitStack() as stack:
             stack.callback(self._patches.undo)
-            watch_backward(self._patches, self._blames, self._undo)
+            watch_backward(self._patches, self._tracker, self._undo)
             self._patches.wrap(torch.autograd, "backward", self._backward)
             stack.enter_context(eager(has_global_hooks=True))
             stack.enter_context(observed_by(self._mode.observe))
@@ -69,19 +69,19 @@ class LiveTrace:
         for param in () if self.model is None else self.model.parameters():
             if _torch.is_dtensor(param) and param.grad is not None:
                 with _torch.unseen_by_modes():
-                    self._blames.see_gradient(param, across_ranks.local_part(param.grad))
+                    self._tracker.see_gradient(param, _torch.local_part(param.grad.detach()))
 
     def end(self, scale: float | None) -> Diagnosis | None:
         """End the trace and return the diagnosis, None if nothing was bad."""
         if _torch.dispatch_modes()[-1:] == [self._mode]:
             self._stack.close()
-        blame = self._blames.root()
+        blame = self._tracker.root()
         self.came_from_elsewhere = blame is not None and _is_from_elsewhere(blame)
-        found = None if blame is None else self._blames.looked.get(blame.reader)
+        found = None if blame is None else self._tracker.inspected.get(blame.reader)
         if blame is None or found is None:
             return None
         bad, tensor = found
-        ends = ("loss",) if self._blames.is_loss_bad else ()
+        ends = ("loss",) if self._tracker.is_loss_bad else ()
         diagnosis = Diagnosis("unknown", bad, tensor, ends, scale, notes=(NOTE,))
         if blame.number == OUTSIDE:
             return replace(diagnosis, verdict="data")
@@ -111,7 +111,7 @@ class _LiveBlameTracker(BlameTracker):
 
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__(_NoUndoLog())
-        self.looked: dict[int, tuple[BadOp, str | None]] = {}
+        self.inspected: dict[int, tuple[BadOp, str | None]] = {}
         self._lines: dict[int, tuple[str, Line | None]] = {}
         self._name_of = names_in(model)
 
@@ -123,7 +123,7 @@ class _LiveBlameTracker(BlameTracker):
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
         """Inspect an op that is to blame."""
-        if len(self.looked) >= MOST_LOOKS:
+        if len(self.inspected) >= MOST_INSPECTED:
             return
         inputs = tuple(operand(t, self._name_of(t)) for t in call.given if t.is_floating_point())
         output = operand(bad[0], "")
@@ -133,7 +133,7 @@ class _LiveBlameTracker(BlameTracker):
             op, line = self._lines.get(call.place.number, (None, None))
             found = replace(found, forward_op=op, forward_line=line)
         tensor = None if blame.tensor is None else name_of_bad(call, inputs, blame.tensor)
-        self.looked[call.number] = (found, tensor)
+        self.inspected[call.number] = (found, tensor)
 
 
 def _judge_alone(

@@ -96,7 +96,7 @@ def autocast_as(
         if precision.policy is not None and precision.policy.module_rules:
             stack.enter_context(_named(model, precision.policy))
         stack.enter_context(changed(change))
-        _follow_torchs(patches, precision, change)
+        _follow_torch_autocast(patches, precision, change)
         yield entered
 
 
@@ -122,7 +122,7 @@ def _is_wrapped(module: nn.Module) -> bool:
     return isinstance(module, Wrapped)
 
 
-def _follow_torchs(
+def _follow_torch_autocast(
     patches: Patches, precision: Precision, entered: Callable[[Settings], Settings]
 ) -> None:
     """Observe plain ``torch.autocast``, and change it unless the precision is that of the step."""

@@ -23,7 +23,6 @@ from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
 from halfstep._common.force_eager import eager
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps
-from halfstep._diagnose import across_ranks
 from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision, autocast_as
 from halfstep._diagnose.undo import UndoLog
@@ -141,7 +140,7 @@ class Replayer:
             with ExitStack() as stack:
                 stack.callback(patches.undo)
                 watch_backward(patches, observer, undo)
-                _hold_optimizers(patches, observer, undo)
+                _suspend_optimizers(patches, observer, undo)
                 stack.enter_context(_scaled(patches, mode, run, variant.scale))
                 stack.enter_context(eager(has_global_hooks=True))
                 precision = autocast_as(variant.precision, self.model, patches)
@@ -221,17 +220,17 @@ def watch_backward(patches: Patches, observer: OpObserver, undo: UndoLog) -> Non
 def _see_losses(observer: OpObserver, values: Sequence[Any]) -> None:
     with _torch.unseen_by_modes():
         for loss in tensors_in(values):
-            observer.see_loss(across_ranks.local_part(loss))
+            observer.see_loss(_torch.local_part(loss.detach()))
 
 
 def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     with _torch.unseen_by_modes():
         for leaf, gradient in pairs:
             if gradient is not None:
-                observer.see_gradient(leaf, across_ranks.local_part(gradient))
+                observer.see_gradient(leaf, _torch.local_part(gradient.detach()))
 
 
-def _hold_optimizers(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
+def _suspend_optimizers(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
     """Keep optimizers and schedules from stepping, and keep gradients that are zeroed."""
 
     def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +272,7 @@ def _scaled(
             before[id(scaler)] = (scaler, dict(vars(scaler)))
             with _torch.unseen_by_modes():  # the ops of all replays have the same numbers
                 run.scale = scaler.get_scale() if scale is None else scale
-                _begin_anew(scaler, scale)
+                _reset_scaler(scaler, scale)
         _see_losses(mode.observer, args[:1])
         first = mode.num_ops
         result = original(scaler, *args, **kwargs)
@@ -292,7 +291,7 @@ def _scaled(
             vars(scaler).update(attributes)
 
 
-def _begin_anew(scaler: Any, scale: float | None) -> None:
+def _reset_scaler(scaler: Any, scale: float | None) -> None:
     """Give a scaler a state of its own for a replay."""
     if isinstance(scaler, TorchGradScaler):
         _torch.restart_scaler(scaler, scale)

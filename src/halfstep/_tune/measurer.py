@@ -284,7 +284,7 @@ class Measurer:
         kept = keep(self.task.model, *modules) if modules else nullcontext()
         lowering = replace(self.lowering, policy=with_islands(self.lowering.policy, ops))
         with (
-            _nameless_afterwards(self.task.model if ops else None),
+            _names_removed(self.task.model if ops else None),
             kept,
             step_runner(self.task, self.batches[number], lowering) as runner,
         ):
@@ -303,7 +303,7 @@ def with_islands(policy: Policy, islands: Sequence[str]) -> Policy:
 
 
 @contextmanager
-def _nameless_afterwards(model: nn.Module | None) -> Iterator[None]:
+def _names_removed(model: nn.Module | None) -> Iterator[None]:
     """Remove the names that a policy gives to modules in the block."""
     modules = [] if model is None else [m for m in model.modules() if not isinstance(m, Wrapped)]
     try:

@@ -128,13 +128,13 @@ class Tuned:
     def _time(self) -> list[str]:
         low, before = short_dtype(self.dtype), self.seconds["fp32"][STEP]
         after = self.seconds["lower"][STEP]
-        told = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
+        text = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
         if self.islands:
             after = self.seconds["islands"][STEP]
-            told += f", {seconds_text(after)} with the islands"
+            text += f", {seconds_text(after)} with the islands"
         gain = f"{before / after:.2f} times as fast" if after < GAIN * before else ""
         verdict = gain or f"{low} gives no speed here ({self.machine})"
-        lines = [f"{told}: {verdict}"]
+        lines = [f"{text}: {verdict}"]
         slower = self.slower()
         if gain and slower:
             lines.append(f"slower in {low} than in fp32: {listed(slower)}")
