@@ -34,14 +34,14 @@ from halfstep._tune.search import Islands, IslandTrial
 from halfstep._tune.task import Task
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Display of the measurements that were made."""
 
     def measured(self, what: str, num_done: int) -> None:
         """Show the measurement that begins, and how many are done."""
 
 
-class NoProgress:
+class NoDisplay:
     """Display that shows nothing."""
 
     def measured(self, what: str, num_done: int) -> None:
@@ -49,16 +49,16 @@ class NoProgress:
 
 
 @contextmanager
-def show_progress() -> Iterator[Progress]:
+def show_progress() -> Iterator[ProgressDisplay]:
     """Show a line on a terminal while the block runs, if rich is installed."""
     if not sys.stderr.isatty():
-        yield NoProgress()
+        yield NoDisplay()
         return
     try:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     except ModuleNotFoundError:
-        yield NoProgress()
+        yield NoDisplay()
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     # Drawn only between measurements: a thread that draws would slow them down.
@@ -175,7 +175,7 @@ class Measurer:
     batches: Sequence[Any]
     lowering: Lowering
     known: Measurements
-    progress: Progress
+    progress: ProgressDisplay
     _reference: tuple[int, Reference] | None = field(default=None, init=False)
     _is_warm: bool = field(default=False, init=False)
 
