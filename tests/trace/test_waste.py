@@ -255,7 +255,7 @@ def test_ten_findings_of_a_kind_are_printed() -> None:
     assert "dimension  and 3 more" in text
 
 
-def test_findings_are_ranked_and_told() -> None:
+def test_findings_are_sorted_and_printed() -> None:
     t = traced(Attention(), torch.randn(2, 8, 16))
     waste = t.casts()
     sizes = [finding.bytes for finding in waste]
@@ -265,7 +265,7 @@ def test_findings_are_ranked_and_told() -> None:
     lines = str(waste).splitlines()
     assert lines[0].startswith(f"casts read and write {cast_bytes(t) / 1024:.1f} KiB and take ")
     assert '            cure: autocast(policy="standard; softmax:leave")' in lines
-    assert lines[-1].endswith("Savings of several cures do not add up.")
+    assert lines[-1].endswith("The savings of several cures do not add up.")
     policies = [finding.policy for finding in waste if finding.policy]
     assert len(set(policies)) == len(policies)
 
