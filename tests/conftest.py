@@ -35,7 +35,7 @@ SLOW = (
     "diagnose/test_ranks.py",
     "diagnose/test_score.py",
     "diagnose/test_sharded.py",
-    "diagnose/test_untouched.py",
+    "diagnose/test_undo.py",
     "doctor/test_source.py::test_functions_that_call_each_other_end",
     "doctor/test_source.py::test_there_is_no_false_alarm_in_our_own_code",
     "ranks/test_",

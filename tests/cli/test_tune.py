@@ -134,7 +134,10 @@ def test_ctrl_c_and_the_same_again(
         (["script.py:no_batches"], "script.py:no_batches: batches is empty"),
         (["script.py:make", "--policy", "standart"], "did you mean 'standard'?"),
         (["script.py:make", "-o", "no/policy.toml"], "there is no folder no to write policy.toml"),
-        (["script.py:make", "--record", "helper.py"], "helper.py is no record of a tuning: give"),
+        (
+            ["script.py:make", "--record", "helper.py"],
+            "helper.py is not a record of a tuning: give",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(

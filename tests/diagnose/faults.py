@@ -1,4 +1,4 @@
-"""The cases: a model, a fault at a random place, and what a diagnosis has to say of it.
+"""The cases: a model, a fault at a random place, and the expected diagnosis.
 
 for case in cases(seed=0):
     training = case.make()      # with the fault in it; case.make(fault=False) without

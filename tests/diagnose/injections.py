@@ -1,4 +1,4 @@
-"""What must be said of code that goes wrong, put into the places of the models.
+"""Injected code that goes wrong, with the expected diagnosis.
 
 ``# fault: name`` marks the line of the first bad op. What the code returns is such that nothing
 after it hides the fault.

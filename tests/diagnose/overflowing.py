@@ -1,4 +1,4 @@
-"""Code that leaves the range of float16 in the forward pass, as somebody might have written it."""
+"""Realistic code that leaves the range of float16 in the forward pass."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A slow and obvious way to the first bad op, which shares nothing with halfstep's.
+"""Reference search for the first bad op: slow, obvious, and independent of halfstep's.
 
-Every op that a dispatch mode sees is looked at, harmless ones too: decoys have to be out. Lines of
+Every op that a dispatch mode sees is checked, harmless ones too: decoys have to be out. Lines of
 the backward pass are those that PyTorch's anomaly mode keeps; modules are written on the nodes of
 autograd by hooks.
 """
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Event:
-    """An op that made what is not finite of what was.
+    """Op that made values that are not finite from finite ones.
 
     ``node``: the name of autograd's node whose gradient it computes. ``line``: (file name, number).
     """

@@ -1,4 +1,4 @@
-"""How often a diagnosis is right: ``python -m tests.diagnose.score``.
+"""Score of diagnoses, the share that is right: ``python -m tests.diagnose.score``.
 
 Exit code 1 below 99 % of ops and modules, 95 % of verdicts, 100 % of cures, or with a false alarm.
 """
@@ -29,10 +29,10 @@ COLUMNS = ("named", "phase", "line", "verdict", "cure", "untouched")
 
 @dataclass(frozen=True)
 class Judgement:
-    """What was right; None where nothing is to be said.
+    """Parts of a diagnosis that were right; None for parts that do not apply.
 
     ``named``: the op and its module, or the tensor where the data were bad. ``phase``: with the op
-    whose gradient it is. ``cure``: the step, made anew with it, is finite. ``untouched``: the
+    whose gradient it is. ``cure``: the step, rebuilt with it, is finite. ``untouched``: the
     training is as it was. ``said``: the diagnosis.
     """
 
@@ -110,7 +110,7 @@ def _has_phase(case: Case, bad: Any) -> bool:
 
 
 def _has_line(case: Case, bad: Any) -> bool:
-    """Say whether the line is right, in the backward pass that of the op whose gradient it is."""
+    """Return whether the line is right; in the backward pass, that of the forward op."""
     lines = [] if bad is None else [bad.forward_line, bad.line]
     return any(line and (Path(line.file).name, line.number) in case.truth.lines for line in lines)
 
@@ -120,7 +120,7 @@ def _is_curable(case: Case) -> bool:
 
 
 def _cures(case: Case, cure: Any) -> bool:
-    """Make the step anew with the cure, and run it."""
+    """Rebuild the step with the cure, and run it."""
     if cure is None:
         return False
     dtype = cure.dtype and getattr(torch, cure.dtype)

@@ -1,4 +1,4 @@
-"""What each of two ranks does for test_sharded.py, under a name that a worker can import."""
+"""Work of each of two ranks for test_sharded.py, in a module that a worker can import."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spread(kind: str) -> tuple[nn.Module, Net]:
 
 
 class Loop:
-    """A training loop in which one rank goes bad; of tensor parallel ranks both do."""
+    """Run a training loop in which one rank goes bad; with tensor parallelism both do."""
 
     def __init__(self, rank: int, kind: str, *, is_scaling: bool = True) -> None:
         self.model, self.net = spread(kind)
@@ -119,7 +119,7 @@ def on_request(rank: int, kind: str) -> None:
 
 
 def with_agreement(rank: int) -> tuple[str, float]:
-    """In a replay the scaler asks nobody, though it does in training."""
+    """Check that the scaler asks other ranks in training, but not in a replay."""
     net = Net()
     world = distributed.group.WORLD
     scaler = halfstep.GradScaler("cpu", init_scale=256.0, process_group=world)

@@ -1,4 +1,4 @@
-"""What a diagnosis says of steps of many kinds; faults of all kinds are in test_score.py."""
+"""Diagnoses of many kinds of steps; faults of all kinds are in test_score.py."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_a_sparse_gradient() -> None:
     assert (found.verdict, found.bad.forward_op) == ("maths", "sqrt")
 
 
-def test_a_gradient_that_nobody_has_zeroed_is_named() -> None:
+def test_a_gradient_that_was_not_zeroed_is_named() -> None:
     model = mlp()
     (model(X) * math.nan).sum().backward()
     found = halfstep.diagnose(lambda: model(X).sum().backward(), model=model)
@@ -224,7 +224,7 @@ def test_nested_tensors_do_not_end_the_process() -> None:
         assert halfstep.diagnose(step, model=model).verdict == "none"
 
 
-# --- what is put back -----------------------------------------------------------------------------
+# --- restored state -------------------------------------------------------------------------------
 
 
 def test_memory_that_is_resized_or_replaced_is_put_back() -> None:
@@ -266,7 +266,7 @@ def test_flags_hooks_and_containers_of_modules_are_put_back() -> None:
     assert model.training
 
 
-def test_a_thread_that_trains_meanwhile_is_left_alone() -> None:
+def test_another_thread_that_trains_is_left_alone() -> None:
     model, other = mlp(), nn.Linear(4, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
     steps, stop = [0, 0], threading.Event()

@@ -304,7 +304,7 @@ def test_a_place_is_told_once() -> None:
     assert loop.told == [(2, "range")]
 
 
-def test_it_is_a_warning_if_nobody_else_is_told() -> None:
+def test_without_a_tell_function_it_is_a_warning() -> None:
     loop = Loop()
     loop.step()
     with pytest.warns(DiagnosisWarning, match=r"step 1 went bad\nrange of float16: mul"):

@@ -1,4 +1,4 @@
-"""One step of a training, made anew from a seed as often as wanted."""
+"""Training step that can be rebuilt from a seed."""
 
 from __future__ import annotations
 

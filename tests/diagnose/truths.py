@@ -1,4 +1,4 @@
-"""What is injected where, and what a diagnosis has to say of it."""
+"""Injected faults, their places, and the expected diagnoses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arm = Callable[[Training], None]
 
 @dataclass(frozen=True)
 class Truth:
-    """What is injected.
+    """Injected fault.
 
     ``lines``: (file name, number), one of them. ``tensor``: a pattern for what a diagnosis calls
     the bad tensor. ``by_hand``: autocast cannot cure it. None: not asked for.
@@ -37,7 +37,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Case:
-    """One faulty step."""
+    """Faulty step."""
 
     fault: str
     setting: Setting

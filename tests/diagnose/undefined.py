@@ -1,4 +1,4 @@
-"""Code that has no finite value in any dtype, as somebody might have written it."""
+"""Realistic code that has no finite value in any dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a format ends, against casts of PyTorch."""
+"""Limits of formats, against casts of PyTorch."""
 
 import math
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep._numerics.formats import FORMATS, Format
-from halfstep._numerics.rounding import rounded
+from halfstep._numerics.formats import FORMATS, Format, rounded
 
 ALL = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 INF, NAN = math.inf, math.nan

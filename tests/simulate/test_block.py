@@ -1,4 +1,4 @@
-"""The block: what is as before after it, blocks in blocks and threads, wrong use."""
+"""The block: state after it, nesting, threads, and wrong use."""
 
 import threading
 
@@ -9,8 +9,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 import halfstep
 from halfstep import _torch, simulate
-from halfstep._numerics.formats import FORMATS
-from halfstep._numerics.rounding import rounded
+from halfstep._numerics.formats import FORMATS, rounded
 from halfstep.errors import CallOrderError
 
 ALL = pytest.mark.parametrize("format", FORMATS)
@@ -164,7 +163,7 @@ def test_what_is_no_module() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp15", "float32", torch.float32, None, 16])
 def test_an_unknown_format_names_those_there_are(model: nn.Sequential, dtype: object) -> None:
-    with pytest.raises(ValueError, match="simulate knows no format") as caught:
+    with pytest.raises(ValueError, match="simulate: unknown format") as caught:
         simulate(model, dtype)  # type: ignore[arg-type]
     for format in FORMATS.values():
         assert f"{format.name!r} ({format.dtype})" in str(caught.value)
@@ -183,7 +182,7 @@ def test_a_wrong_policy(model: nn.Sequential, format: str) -> None:
         simulate(model, format, policy="standard; @7:fp32")
     with pytest.raises(ValueError, match="there is no op 'liner'"):
         simulate(model, format, policy="standard; liner:fp32")
-    with pytest.raises(TypeError, match="policy is a Policy or its text"):
+    with pytest.raises(TypeError, match="policy must be a Policy or its text"):
         simulate(model, format, policy=3)  # type: ignore[arg-type]
 
 
@@ -191,7 +190,7 @@ def test_not_while_a_trace_runs_and_no_trace_in_it(model: nn.Sequential) -> None
     before = state()
     with (
         halfstep.trace(model),
-        pytest.raises(CallOrderError, match="simulate cannot run while ops are watched"),
+        pytest.raises(CallOrderError, match="simulate cannot run while a trace"),
         simulate(model),
     ):
         pass

@@ -1,4 +1,4 @@
-"""What a simulation counts, and how it says it."""
+"""Counts of a simulation, and their text."""
 
 import json
 
@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from halfstep import simulate
 from halfstep._numerics.formats import FORMATS
-from halfstep._simulate.counts import Count, Counts
-from halfstep._simulate.text import table, worst
+from halfstep._simulate.counts import RoundingCount, RoundingCounts, counts_text, worst_text
 
 INF, NAN = float("inf"), float("nan")
 
@@ -32,13 +31,13 @@ def test_counts_are_those_of_a_loop_over_the_values(name: str) -> None:
     values = torch.cat(
         [values, torch.tensor([0.0, INF, -INF, NAN, format.last_held, format.flushed_below])]
     )
-    counts = Counts(format)
+    counts = RoundingCounts(format)
     counts.add("a", "forward", values[:1000])
     counts.add("a", "forward", values[1000:].view(2, -1))
     counts.add("a", "forward", values[:0])
     finite = [abs(x) for x in values.tolist() if abs(x) < INF]
     assert counts.rows() == [
-        Count(
+        RoundingCount(
             "a",
             "forward",
             values=3006,
@@ -53,7 +52,7 @@ def test_a_count_is_what_the_cast_does() -> None:
     torch.manual_seed(0)
     values = torch.randn(20_000) * 2.0 ** torch.randint(-40, 20, (20_000,))
     for name in ("fp16", "bf16"):
-        counts, cast = Counts(FORMATS[name]), values.to(FORMATS[name].dtype)
+        counts, cast = RoundingCounts(FORMATS[name]), values.to(FORMATS[name].dtype)
         counts.add("", "forward", values)
         (row,) = counts.rows()
         assert row.saturated == cast.isinf().sum()
@@ -179,9 +178,9 @@ def test_the_text_names_the_worst_first() -> None:
 
 def test_one_inf_comes_before_any_number_of_zeros_but_a_clip_does_not() -> None:
     rows = [
-        Count("inf", "forward", 1000, 1, 0, 1e5),
-        Count("zeros", "backward", 10, 0, 9, 1.0),
-        Count("both", "forward", 10, 5, 5, 1e9),
+        RoundingCount("inf", "forward", 1000, 1, 0, 1e5),
+        RoundingCount("zeros", "backward", 10, 0, 9, 1.0),
+        RoundingCount("both", "forward", 10, 5, 5, 1e9),
     ]
 
     def order(format: str) -> list[str]:
@@ -195,17 +194,17 @@ def test_one_inf_comes_before_any_number_of_zeros_but_a_clip_does_not() -> None:
 
 def test_what_is_worst_in_a_line() -> None:
     e4m3, fp16 = FORMATS["e4m3"], FORMATS["fp16"]
-    both = [Count("a.b", "backward", 200, 1, 2, 500.0)]
-    assert worst(both, e4m3, clips=True) == (
+    both = [RoundingCount("a.b", "backward", 200, 1, 2, 500.0)]
+    assert worst_text(both, e4m3, clips=True) == (
         "worst: a.b, backward: 0.5 % of its values clipped to 448 and 1 % became zero; "
         "largest 500, e4m3 ends at 448 and 0.00195"
     )
-    zeros = [Count("", "forward", 3, 0, 3, 1e-9)]
-    assert "(in no submodule), forward: 100 % of its values became zero" in worst(
+    zeros = [RoundingCount("", "forward", 3, 0, 3, 1e-9)]
+    assert "(in no submodule), forward: 100 % of its values became zero" in worst_text(
         zeros, fp16, clips=False
     )
-    none = [Count("a", "forward", 3, 0, 0, 1.0)]
-    assert worst(none, fp16, clips=False) == "worst: none; every value is in the range of fp16"
+    none = [RoundingCount("a", "forward", 3, 0, 0, 1.0)]
+    assert worst_text(none, fp16, clips=False) == "worst: none; every value is in the range of fp16"
 
 
 def test_a_block_in_which_nothing_is_rounded_says_so() -> None:
@@ -223,4 +222,4 @@ def test_a_block_in_which_nothing_is_rounded_says_so() -> None:
 
 
 def test_notes_stand_under_the_table() -> None:
-    assert table([], FORMATS["fp16"], clips=False, notes=["a note"]).endswith("\na note")
+    assert counts_text([], FORMATS["fp16"], clips=False, notes=["a note"]).endswith("\na note")

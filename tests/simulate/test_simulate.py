@@ -1,4 +1,4 @@
-"""Results under simulate: those of real autocast, or of the definition written out."""
+"""Results under simulate, against real autocast or against the definition."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import halfstep
 from halfstep import simulate
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._numerics.formats import FORMATS
-from halfstep._numerics.rounding import rounded
+from halfstep._numerics.formats import FORMATS, rounded
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 HALVES = pytest.mark.parametrize("dtype", [FP16, BF16])
@@ -390,7 +389,7 @@ def test_a_compiled_model_runs_eager_and_says_so() -> None:
     assert s.notes == ()
     with simulate(compiled, FP16) as s:
         assert torch.equal(compiled(x), wanted)
-    assert "compiled code ran eager" in s.table()
+    assert "compiled code ran in eager mode" in s.table()
     assert {row["module"] for row in s.rows()} == {"0", "1", "3", "4", "5"}
 
 

@@ -1,4 +1,4 @@
-"""What is different on CUDA: events take the times, autograd has a thread of its own."""
+"""Traces on CUDA: events take the times, and autograd has a thread of its own."""
 
 import pytest
 import torch

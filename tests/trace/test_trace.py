@@ -1,4 +1,4 @@
-"""What a trace writes down, and that nothing else changes."""
+"""Rows of a trace, which changes nothing else."""
 
 import copy
 import gc
@@ -662,7 +662,7 @@ class Wrapping(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_compiled_code_runs_eager_meanwhile(model: nn.Sequential, in_place: bool) -> None:
+def test_compiled_code_runs_in_eager_mode(model: nn.Sequential, in_place: bool) -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
@@ -686,7 +686,7 @@ def test_compiled_code_runs_eager_meanwhile(model: nn.Sequential, in_place: bool
     with halfstep.trace(eager) as u, bf16():
         eager(x)
     assert [line(row)[:-1] for row in t.ops] == [line(row)[:-1] for row in u.ops]
-    assert "compiled code ran eager for the trace" in t.table()
+    assert "compiled code ran in eager mode for the trace" in t.table()
     assert "compiled" not in u.table()
 
 
@@ -792,7 +792,7 @@ def test_notes(model: nn.Sequential) -> None:
             with bf16(policy):
                 model(torch.ones(3, 8))
     assert t.environment["policy"] == "bf16-lean"
-    assert "other policies decided too (standard)" in t.table()
+    assert "other policies were used too (standard)" in t.table()
     assert traced(model, torch.ones(3, 8)).notes == ()
 
 
@@ -811,7 +811,7 @@ def test_an_empty_trace(model: nn.Sequential) -> None:
         pass
     assert "total: 0 ops" in t.table()
     assert len(t.casts()) == 0
-    assert "nothing that a rule" in str(t.casts())
+    assert "no casts that a rule" in str(t.casts())
     assert not t.diff(t)
 
 

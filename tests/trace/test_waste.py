@@ -1,4 +1,4 @@
-"""What a trace finds wasted, and that each cure saves what it says."""
+"""Waste of a trace; each cure saves the bytes that it promises."""
 
 import copy
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._trace.findings import Finding
-from halfstep._trace.prediction import Prediction
+from halfstep._trace.savings import Prediction
+from halfstep._trace.waste import WasteFinding
 
 BF16 = torch.bfloat16
 
@@ -64,7 +64,7 @@ def cast_bytes(t: halfstep.trace) -> int:
     return sum(row.cast_bytes for row in t.ops)
 
 
-def kinds(t: halfstep.trace) -> dict[str, Finding]:
+def kinds(t: halfstep.trace) -> dict[str, WasteFinding]:
     return {finding.kind: finding for finding in reversed(t.casts())}
 
 
@@ -166,7 +166,7 @@ def test_a_weight_cast_again() -> None:
     t = traced(model, x, cache_enabled=False)
     (repeated,) = (f for f in t.casts() if f.kind == "repeated")
     assert repeated.what == "inner.weight: cast fp32->bf16 2 times"
-    assert "autocast(cache_enabled=True) inside of halfstep.hold_casts" in repeated.cure
+    assert "autocast(cache_enabled=True) inside halfstep.hold_casts" in repeated.cure
     with halfstep.hold_casts(model):
         traced(model, x, cache_enabled=True)
         cured = traced(model, x, cache_enabled=True)
@@ -207,7 +207,7 @@ def test_a_straggler_that_one_rule_does_not_cure() -> None:
     halfstep.Policy.parse(straggler.policy)
 
 
-def dimensions(t: halfstep.trace) -> dict[str, Finding]:
+def dimensions(t: halfstep.trace) -> dict[str, WasteFinding]:
     return {f.cure: f for f in t.casts() if f.kind == "dimension"}
 
 
@@ -255,7 +255,7 @@ def test_ten_findings_of_a_kind_are_printed() -> None:
     assert "dimension  and 3 more" in text
 
 
-def test_findings_are_ranked_and_told() -> None:
+def test_findings_are_sorted_and_printed() -> None:
     t = traced(Attention(), torch.randn(2, 8, 16))
     waste = t.casts()
     sizes = [finding.bytes for finding in waste]
@@ -265,7 +265,7 @@ def test_findings_are_ranked_and_told() -> None:
     lines = str(waste).splitlines()
     assert lines[0].startswith(f"casts read and write {cast_bytes(t) / 1024:.1f} KiB and take ")
     assert '            cure: autocast(policy="standard; softmax:leave")' in lines
-    assert lines[-1].endswith("Savings of several cures do not add up.")
+    assert lines[-1].endswith("The savings of several cures do not add up.")
     policies = [finding.policy for finding in waste if finding.policy]
     assert len(set(policies)) == len(policies)
 
@@ -280,7 +280,7 @@ def test_nothing_is_found_without_autocast() -> None:
     with halfstep.trace(model) as t:
         model(torch.randn(2, 8, 16)).sum().backward()
     assert not t.casts()
-    assert "nothing that a rule" in str(t.casts())
+    assert "no casts that a rule" in str(t.casts())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -338,7 +338,7 @@ def test_no_rule_for_a_product_of_which_others_depend() -> None:
 
 
 class Model(nn.Module):
-    """What runs in it is given."""
+    """Module whose ops are given."""
 
     def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Model(nn.Module):
         return self.run(self, x)
 
 
-def measured(model: nn.Module, x: Tensor) -> dict[str, Finding]:
+def measured(model: nn.Module, x: Tensor) -> dict[str, WasteFinding]:
     """Return findings by op, after trying every policy."""
     t = traced(model, x)
     for finding in t.casts():

@@ -1,3 +1,5 @@
+"""Self-checks of healthy and of broken models, and their text."""
+
 import math
 import random
 import re
@@ -85,7 +87,7 @@ def test_a_fault_between_modules_is_that_of_the_module_around_them() -> None:
     assert self_check(model, torch.randn(2, 8, 16)).origins == ("1",)
 
 
-def test_a_loss_that_overflows_is_nobodys() -> None:
+def test_a_loss_that_overflows_is_blamed_on_no_module() -> None:
     def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
         return (model(batch).detach().abs() * 1e6).sum() + model(batch).sum() * 1e-3
 
@@ -226,7 +228,7 @@ def test_the_loss_of_an_output() -> None:
     y = model.layer(x)
     wanted = (y.square().mean() + (y + 1).square().mean()).item()
     assert self_check(model, x).loss32 == pytest.approx(wanted, rel=1e-5)
-    with pytest.raises(TypeError, match=r"returns str, .* pass loss_fn\(model, batch\)"):
+    with pytest.raises(TypeError, match=r"returns str without .* pass loss_fn\(model, batch\)"):
         self_check(Outputs(str), x)
 
 
@@ -306,15 +308,19 @@ def test_what_the_step_itself_changes_is_put_back() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"dtype": torch.float32}, ValueError, "dtype is torch.float16 or torch.bfloat16, got"),
-        ({"tolerance": 0}, ValueError, "tolerance is above 0 and finite"),
-        ({"tolerance": "1"}, TypeError, "tolerance is a number such as 0.01"),
-        ({"policy": 3}, TypeError, "policy is a Policy or its text, got 3"),
+        (
+            {"dtype": torch.float32},
+            ValueError,
+            "dtype must be torch.float16 or torch.bfloat16, got",
+        ),
+        ({"tolerance": 0}, ValueError, "tolerance must be above 0 and finite"),
+        ({"tolerance": "1"}, TypeError, "tolerance must be a number such as 0.01"),
+        ({"policy": 3}, TypeError, "policy must be a Policy or its text, got 3"),
         ({"policy": "standart"}, ValueError, "did you mean 'standard'"),
-        ({"loss_fn": 3}, TypeError, r"loss_fn\(model, batch\) is a function, got 3"),
+        ({"loss_fn": 3}, TypeError, r"loss_fn\(model, batch\) must be a function, got 3"),
         ({"loss_fn": lambda model, batch: model(batch)}, ValueError, r"got shape \[2, 4\]: take"),
-        ({"loss_fn": lambda model, batch: 1.0}, TypeError, "returns a tensor with the loss"),
-        ({"model": 3}, TypeError, "the model is a torch.nn.Module, got int"),
+        ({"loss_fn": lambda model, batch: 1.0}, TypeError, "must return the loss as a tensor"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
         ({"model": nn.Linear(16, 4).half()}, ValueError, "parameter weight is torch.float16"),
         ({"model": nn.LazyLinear(4)}, ValueError, "weight has no shape yet: run the model"),
     ],
@@ -342,7 +348,7 @@ def test_the_table() -> None:
 def test_a_long_table_of_a_good_model_is_cut() -> None:
     lines = str(self_check(with_inner(*[nn.Linear] * 5), torch.randn(32, 8))).splitlines()
     assert lines[0].startswith("passed: 23 modules in fp16 agree with fp32; loss ")
-    assert lines[-1] == "and 11 modules that passed, with less"
+    assert lines[-1] == "and 11 modules that passed, with smaller errors"
     assert len(lines) == 1 + 1 + 1 + 12 + 1
 
 

@@ -1,3 +1,5 @@
+"""Self-checks and tuning on CUDA."""
+
 import pytest
 import torch
 from tests.tune.models import Cancels, Flushes, Overflows, with_inner

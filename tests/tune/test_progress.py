@@ -1,3 +1,5 @@
+"""Progress on a terminal."""
+
 import io
 import sys
 

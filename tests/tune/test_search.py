@@ -1,19 +1,21 @@
+"""Search for islands, against all sets of a small model."""
+
 import itertools
 import random
 
 import pytest
 
-from halfstep._tune.search import Found, Islands, narrowed, pruned, smallest
+from halfstep._tune.search import Islands, IslandTrial, narrowed, pruned, smallest
 
 NAMES = tuple("abcdefghijkl")
 
 
 class Model:
-    """What needs islands, as a rule on sets of names.
+    """Model of the need for islands: a rule on sets of names.
 
     Args:
-        needs: Of each of these sets all modules must be islands: one failure each.
-        tells: Whether the origins are told rightly; they may be the module after it.
+        needs: Sets of modules; each is one failure until all its modules are islands.
+        tells: Whether origins are right; otherwise they are the module after the right one.
         hopeless: Failures that no island cures.
     """
 
@@ -21,13 +23,13 @@ class Model:
         self.needs, self.tells, self.hopeless = needs, tells, hopeless
         self.looked: list[Islands] = []
 
-    def look(self, islands: Islands) -> Found:
+    def look(self, islands: Islands) -> IslandTrial:
         if islands not in self.looked:
             self.looked.append(islands)
         open_needs = [need for need in self.needs if not need <= set(islands)]
         origins = [min(need) if self.tells else "l" for need in open_needs]
         suspects = [*NAMES[6:], *NAMES[:6]]
-        return Found(len(open_needs) + self.hopeless, tuple(origins), tuple(suspects))
+        return IslandTrial(len(open_needs) + self.hopeless, tuple(origins), tuple(suspects))
 
 
 def is_minimal(model: Model, islands: Islands) -> bool:
@@ -61,9 +63,9 @@ def test_none_can_be_dropped_and_none_is_missing(seed: int, tells: bool) -> None
 
 
 def test_one_of_two_is_enough() -> None:
-    def look(islands: Islands) -> Found:
+    def look(islands: Islands) -> IslandTrial:
         is_cured = "a" in islands or {"b", "c"} <= set(islands)
-        return Found(0 if is_cured else 1, ("c",), NAMES)
+        return IslandTrial(0 if is_cured else 1, ("c",), NAMES)
 
     islands = smallest(look)
     sets = [set(names) for n in range(4) for names in itertools.combinations(NAMES, n)]
@@ -83,10 +85,10 @@ def test_pruning_takes_few_measurements() -> None:
 
 
 def test_a_few_ops_replace_an_island_if_they_are_enough() -> None:
-    def look(islands: Islands) -> Found:
+    def look(islands: Islands) -> IslandTrial:
         is_block_good = "block" in islands or {"mul@block", "exp@block"} <= set(islands)
         num_failing = (not is_block_good) + ("other" not in islands)
-        return Found(num_failing, (), ("block", "other"))
+        return IslandTrial(num_failing, (), ("block", "other"))
 
     ops = {"block": ["linear", "mul", "exp", "sin"], "other": []}
     found = narrowed(look, ("block", "other"), ops)
@@ -97,8 +99,8 @@ def test_a_few_ops_replace_an_island_if_they_are_enough() -> None:
 def test_many_ops_do_not() -> None:
     ops = [f"op{n}" for n in range(4)]
 
-    def look(islands: Islands) -> Found:
+    def look(islands: Islands) -> IslandTrial:
         is_good = "a" in islands or {f"{op}@a" for op in ops} <= set(islands)
-        return Found(0 if is_good else 1, ("a",), ("a",))
+        return IslandTrial(0 if is_good else 1, ("a",), ("a",))
 
     assert narrowed(look, ("a",), {"a": ops}) == ("a",)

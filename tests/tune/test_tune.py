@@ -1,3 +1,5 @@
+"""Tuning: the islands that are found, their costs, and the file of measurements."""
+
 import json
 import re
 from pathlib import Path
@@ -330,7 +332,9 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(RecordError, match=r"notes.txt is no record of a tuning: give another file"):
+    with pytest.raises(
+        RecordError, match=r"notes.txt is not a record of a tuning: give another file"
+    ):
         tune(nn.Linear(8, 4), [torch.randn(4, 8)], None, path=path)
     assert path.read_text() == text
 
@@ -354,7 +358,11 @@ def test_measurements_that_are_damaged_are_made_again(tmp_path: Path) -> None:
     ("batches", "error", "message"),
     [
         ([], ValueError, "batches is empty"),
-        (torch.ones(2, 8), TypeError, r"batches is a list of batches, got Tensor: write \[batch\]"),
+        (
+            torch.ones(2, 8),
+            TypeError,
+            r"batches must be a list of batches, got Tensor: write \[batch\]",
+        ),
         (iter([]), TypeError, r"got list_iterator: write \[batch\], list\(loader\)"),
     ],
 )

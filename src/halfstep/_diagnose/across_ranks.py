@@ -1,4 +1,4 @@
-"""What several ranks have found, put together on rank 0, without a collective."""
+"""Diagnoses of several ranks, merged on rank 0 without a collective; steps that need all ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep.errors import RanksError
 
 PATIENCE = timedelta(seconds=60)
-"""How long rank 0 waits for what the others have found."""
+"""How long rank 0 waits for the diagnoses of other ranks."""
 
 _numbers = count()
 
 
 def merged(found: Diagnosis) -> Diagnosis:
-    """Return on rank 0 what all ranks have found, elsewhere what this one has.
+    """Return the diagnoses of all ranks on rank 0, and the own one on other ranks.
 
-    Every rank is to call it equally often. One that does not is named in a note.
+    Every rank must call this equally often. A note names ranks that do not.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return found
@@ -37,19 +37,19 @@ def merged(found: Diagnosis) -> Diagnosis:
     for other in range(1, num_ranks):
         try:
             store.wait([_key(number, other)], PATIENCE if not missing else timedelta(seconds=1))
-        except RuntimeError:  # DistStoreError, that of a timeout
+        except RuntimeError:  # DistStoreError, after a timeout
             missing.append(other)
             continue
         others.append(Diagnosis.from_json(store.get(_key(number, other)).decode()))
     if missing:
         ranks = ", ".join(map(str, missing))
-        note = f"nothing was heard of ranks {ranks}: diagnose() is to be called on every rank"
+        note = f"ranks {ranks} did not answer: call diagnose() on every rank"
         found = replace(found, notes=(*found.notes, note))
     return _worst_first([found, *others])
 
 
 def _worst_first(all_of_them: list[Diagnosis]) -> Diagnosis:
-    """Return the first diagnosis that has found something, with the others in it."""
+    """Return the first diagnosis of a bad step, with the others in it."""
     first = next((d for d in all_of_them if d.verdict != "none"), all_of_them[0])
     return replace(first, others=tuple(d for d in all_of_them if d is not first))
 
@@ -58,11 +58,11 @@ def _key(number: int, rank: int) -> str:
     return f"halfstep/diagnosis/{number}/{rank}"
 
 
-# --- what only all ranks together can run ---------------------------------------------------------
+# --- steps that need all ranks --------------------------------------------------------------------
 
 
 def why_together(model: nn.Module) -> str | None:
-    """Say why a model runs on all ranks together only, None if one can run it alone."""
+    """Return why a model needs all ranks to run, None if one rank can run it alone."""
     names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
         return "the model is sharded by FSDP"
@@ -72,9 +72,9 @@ def why_together(model: nn.Module) -> str | None:
 
 
 def is_compiled_together(model: nn.Module) -> bool:
-    """Say whether compiled code of a model may talk to other ranks, in an order of its own.
+    """Return whether compiled code of a model may call collectives, in an order of its own.
 
-    If one rank runs it as it is written, the ranks may wait for different things.
+    If one rank runs the code in eager mode, ranks may wait for different collectives.
     """
     return any(map(_torch.is_compiled, model.modules())) and why_together(model) is not None
 
@@ -83,15 +83,9 @@ def _is_of_several_ranks(tensor: Tensor) -> bool:
     return _torch.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, detached. Sync: none."""
-    tensor = tensor.detach()
-    return _torch.local_part(tensor)
-
-
 def waits_for_others(why: str) -> RanksError:
     """Return the error for a step that one rank cannot replay."""
     return RanksError(
         f"this step cannot be replayed: {why}, and a replay by one rank would wait for the others. "
-        "Put `with scaler.diagnose(model):` around the loop: it looks at such steps as they run"
+        "Put `with scaler.diagnose(model):` around the loop: it traces such steps as they run"
     )

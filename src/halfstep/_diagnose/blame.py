@@ -1,10 +1,10 @@
-"""Who made the values that are not finite: the first op, or a tensor that was bad before.
+"""Blame for values that are not finite: the op that made them, or a tensor that was bad before.
 
-What an op returns is blamed on the op if all that it read was finite, else on whatever the bad
-input is blamed on. So a value that went bad is followed back to where it began, and infinities on
-the way that did no harm are blamed for nothing.
+The outputs of an op are blamed on the op if all its inputs were finite. Otherwise they have the
+blame of the bad input. So a bad value is traced back to its origin, and infinities that do no harm
+are not blamed.
 
-An infinity made on purpose, such as that of a mask, is no fault; a NaN that an op makes of it is.
+An infinity made on purpose, such as that of a mask, is not a fault; a NaN made from it is.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._diagnose.finite import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
-from halfstep._diagnose.undo import Undo
-from halfstep._diagnose.watcher import OpCall, OpKey, Witness
+from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
+from halfstep._diagnose.undo import UndoLog
+from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep._trace.ops import makes_no_values
+from halfstep._trace.places import OpPlace
 from halfstep._trace.rows import Phase
-from halfstep._trace.state import Place
 
 OUTSIDE = -1
-"""The number of what was bad before the replay."""
+"""The number of a tensor that was bad before the replay."""
 ELSEWHERE = -2
-"""The number of what another rank has sent."""
+"""The number of a tensor that another rank has sent."""
 
 _FILLS = (
     "fill",
@@ -52,29 +52,29 @@ _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax")
 
 
 GradientPlace = tuple[str, int, str | None, str]
-"""Module, call, the op that the rule was asked for, and the op itself: the same in any dtype."""
+"""Module, call, the op that the rule was looked up for, and the op: the same in any dtype."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Where values that are not finite came from.
+    """Origin of values that are not finite.
 
     Attributes:
-        number: That of the op in the replay, ``OUTSIDE`` for a tensor from before it, ``ELSEWHERE``
-            for what came from another rank.
-        op: The name of the op; of a tensor from outside, of the op that read it first.
-        place: What the op belongs to.
-        phase: When it ran.
-        reader: The number of the op itself, or of the one that read a tensor from outside first.
-        key: What that op is known by in other replays; None if there is none.
-        of: In the backward pass: the same of the op whose gradient it computes.
-        is_meant: Whether they are infinities made on purpose.
+        number: The number of the op in the replay, ``OUTSIDE`` for a tensor from before it,
+            ``ELSEWHERE`` for a tensor from another rank.
+        op: The name of the op; for a tensor from outside, of the op that read it first.
+        place: The place of the op.
+        phase: The phase in which it ran.
+        reader: The number of the op, or of the op that read a tensor from outside first.
+        key: Identifies that op in other replays; None if there is no op.
+        of: In the backward pass, the key of the op whose gradient it computes.
+        is_meant: Whether the values are infinities made on purpose.
         tensor: The tensor from outside.
     """
 
     number: int
     op: str
-    place: Place
+    place: OpPlace
     phase: Phase
     reader: int
     key: OpKey | None = None
@@ -83,21 +83,21 @@ class Blame:
     tensor: Tensor | None = None
 
 
-class Blames(Witness):
-    """Looks at what every op returns.
+class BlameTracker(OpObserver):
+    """Observer that checks the outputs of every op and tracks the blame for bad values.
 
     Args:
-        undo: Knows what tensors held before they were written to.
+        undo: The undo log, which has the values of tensors before they were written to.
 
     Attributes:
-        has_end: Whether there was a loss or a result to judge the step by.
-        gradients: By the places of ops of the backward pass the dtype of what they return and its
-            largest finite magnitude.
+        has_end: Whether there was a loss or a result by which the step is judged.
+        gradients: The dtypes and largest finite magnitudes of the outputs of ops of the backward
+            pass, by their places.
 
     Sync: one for every op.
     """
 
-    def __init__(self, undo: Undo) -> None:
+    def __init__(self, undo: UndoLog) -> None:
         self._undo = undo
         self._blames: dict[int, tuple[object, Blame]] = {}
         self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
@@ -111,14 +111,14 @@ class Blames(Witness):
         self._awaited: dict[int, object] = {}
 
     def before(self, call: OpCall) -> None:
-        """Take note of the op, which one of the backward pass may belong to."""
+        """Note the key of the op; an op of the backward pass may belong to it."""
         self._keys.append(call.key)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Blame what an op has returned on it, or on what it read."""
+        """Blame the outputs of an op on the op, or on its inputs."""
         if makes_no_values(call.func):
             return
-        bad = [tensor for tensor in outputs if not self._look(tensor, call)]
+        bad = [tensor for tensor in outputs if not self._check(tensor, call)]
         if not bad:
             return
         blame = self._blame(call, bad)
@@ -130,10 +130,10 @@ class Blames(Witness):
             self._put(tensor, blame)
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
-        """Look closer, if wanted, at an op to which something is blamed for the first time."""
+        """Handle an op that is blamed for the first time; do nothing by default."""
 
-    def sends(self, call: OpCall) -> None:
-        """Blame what comes back on what this rank sends, if that is bad; else on another rank."""
+    def before_collective(self, call: OpCall) -> None:
+        """Blame the result on bad tensors that this rank sends, otherwise on another rank."""
         self._keys.append(call.key)
         own = [tensor for tensor in _sent_by(call) if badness(tensor) is not None]
         causes = [self._get(tensor) or self._outside(tensor, call) for tensor in own]
@@ -141,8 +141,8 @@ class Blames(Witness):
         other = Blame(ELSEWHERE, call.name, call.place, call.phase, call.number, *known)
         self._sent = min(causes, key=lambda blame: blame.number, default=other)
 
-    def receives(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Take note of whom to blame if what comes turns out to be bad."""
+    def after_collective(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Note the blame for the outputs, in case they turn out to be bad."""
         if call.name not in _WAITS:
             for tensor in outputs:
                 self._put(tensor, self._sent)
@@ -151,13 +151,13 @@ class Blames(Witness):
                     self._awaited[reference.cdata] = reference
 
     def see_loss(self, loss: Tensor) -> None:
-        """Take note of a loss that is not finite."""
+        """Note a loss that is not finite."""
         self._has_loss = self.has_end = True
         if not is_finite(loss):
             self._losses.append(self._get(loss) or self._outside(loss, None))
 
     def see_result(self, result: Tensor) -> None:
-        """Take note of a result that is not finite; it counts if there is no loss."""
+        """Note a result that is not finite. It counts if there is no loss."""
         self.has_end = True
         if not is_finite(result):
             blame = self._get(result) or self._outside(result, None)
@@ -165,7 +165,7 @@ class Blames(Witness):
                 self._results.append(blame)
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Take note of a gradient that is not finite."""
+        """Note a gradient that is not finite."""
         if not is_finite(gradient):
             blame = self._get(gradient) or self._outside(gradient, None)
             self._gradients.setdefault(id(leaf), (leaf, blame))
@@ -181,23 +181,23 @@ class Blames(Witness):
         return [leaf for leaf, _ in self._gradients.values()]
 
     def root(self, *, has_failed: bool = False) -> Blame | None:
-        """Return where it began that a loss or, if all are finite, a gradient is not.
+        """Return the blame for a loss or, if all losses are finite, for a gradient.
 
         None if the step is finite.
 
         Args:
-            has_failed: Whether the step has raised an error: then it is the first op at all.
+            has_failed: Whether the step has raised an error: then the first bad op is blamed.
         """
         ends = self._losses or [blame for _, blame in self._gradients.values()]
         if not self._has_loss:
             ends = self._results
         if not ends and has_failed:
             return self._first
-        # What this rank has done itself says more than what has come to it.
+        # The ops of this rank say more than the tensors that it received.
         ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
         return min(ends, key=lambda blame: blame.number, default=None)
 
-    # --- whose fault ------------------------------------------------------------------------------
+    # --- origins ----------------------------------------------------------------------------------
 
     def _blame(self, call: OpCall, bad: list[Tensor]) -> Blame:
         own = Blame(call.number, call.name, call.place, call.phase, call.number, *self._known(call))
@@ -215,19 +215,19 @@ class Blames(Witness):
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(bool(t.isnan().any()) for t in bad)
         if makes_nan and call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF:
-            return own  # of a row that is all masked, whatever the mask
+            return own  # of a row that is fully masked, whatever the mask
         real = [cause for cause in causes if not cause.is_meant]
         if real:
-            # NaN spreads, and so does inf; -inf alone may be that of a mask.
+            # NaN and inf spread; -inf alone may come from a mask.
             return min(real, key=lambda cause: (-worst[cause], cause.number))
         return own if makes_nan else min(causes, key=lambda cause: cause.number)
 
     def _as_read(self, call: OpCall, tensor: Tensor) -> Tensor | None:
-        """Return the values of a tensor as an op read them; None if they are not to be known."""
+        """Return the values of a tensor as an op read them; None if the result ignores them."""
         if not any(tensor is written for written in call.written):
             return tensor
         if call.name in _BATCH_NORMS and _is_training(call):
-            return None  # running statistics: what is returned does not depend on them
+            return None  # running statistics, on which the result does not depend
         if call.name in _OVERWRITE or "out" in call.func._overloadname:
             return None
         if self._undo.was_made(tensor):
@@ -237,11 +237,11 @@ class Blames(Witness):
     def _outside(self, tensor: Tensor, call: OpCall | None, values: Tensor | None = None) -> Blame:
         is_meant = is_mask(tensor if values is None else values)
         if call is None:
-            return Blame(OUTSIDE, "", Place(), "backward", OUTSIDE, None, None, is_meant, tensor)
+            return Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE, None, None, is_meant, tensor)
         if call.name == "copy_" and self._is_awaited(call.written[0]):
             received = self._get(call.written[0])
             if received is not None:
-                return received  # what came lay in memory of the process group first
+                return received  # the values came through memory of the process group
         known = self._known(call)
         return Blame(
             OUTSIDE, call.name, call.place, call.phase, call.number, *known, is_meant, tensor
@@ -255,10 +255,10 @@ class Blames(Witness):
         of = call.place.number if call.phase == "backward" else -1
         return call.key, self._keys[of] if 0 <= of < len(self._keys) else None
 
-    # --- books ------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
-    def _look(self, tensor: Tensor, call: OpCall) -> bool:
-        """Say whether all values of a tensor are finite, and forget what was there before."""
+    def _check(self, tensor: Tensor, call: OpCall) -> bool:
+        """Return whether all values of a tensor are finite; if so, forget its old blame."""
         found = extremes(tensor)
         if found is None:
             return True
@@ -294,7 +294,7 @@ class Blames(Witness):
 
 
 def _sent_by(call: OpCall) -> list[Tensor]:
-    """Return what a collective reads; what it writes to need not hold anything yet."""
+    """Return the tensors that a collective sends; its output buffers need not have values."""
     if call.name in _NOTHING_SENT:
         return []
     names = [argument.name for argument in call.func._schema.arguments]

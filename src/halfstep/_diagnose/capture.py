@@ -1,48 +1,217 @@
-"""What a training loop calls in an iteration, kept so that it can be called again.
+"""Capture of the calls in an iteration of a training loop, and their repetition in a replay.
 
-A loop is no function that could be run once more. What it calls outside of any module can: models
-and loss functions. Their arguments are kept by reference, and what an argument was made from: the
-output of an earlier call, or another view of it. Nothing is computed for it, and nothing copied but
-buffers and the states of random generators.
+halfstep cannot run a loop again, so it repeats the calls made in it outside of other modules: those
+of models and loss functions. Arguments are kept by reference. An argument that an earlier call
+returned, or a view of one, is kept as a reference to that call. Nothing is computed, and only
+buffers and the states of random generators are copied.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
-from halfstep._autocast.region import current_settings
+from halfstep._autocast.region import Region, Settings, current_settings
 from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import Outermost, not_compiled
-from halfstep._diagnose.calls import Call, Output, Seed, call_again, is_model, same_entries
-from halfstep._diagnose.finite import is_finite
-from halfstep._diagnose.lines import user_line
+from halfstep._diagnose.diagnosis import Line
+from halfstep._diagnose.user_code import CALLED_AGAIN, user_line
+from halfstep._numerics.measure import is_finite
+
+# Nodes of autograd whose results have the entries of their inputs in the same order.
+_SAME_ENTRIES = (
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "ToCopyBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "UnsqueezeBackward0",
+    "CloneBackward0",
+    "AliasBackward0",
+)
+
+
+Link = tuple[int, int]
+"""The number of a node of autograd, and the index of one of its results. Keeps no graph alive."""
+
+
+@dataclass(frozen=True)
+class EarlierOutput:
+    """Placeholder of an argument that an earlier call has returned.
+
+    Attributes:
+        call: The number of the call.
+        index: The index of the tensor among its results.
+        shape: The shape of the argument.
+        dtype: Its dtype.
+    """
+
+    call: int
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class KeptCall:
+    """Call of a model or of a loss function.
+
+    Attributes:
+        function: The module or function.
+        args: Its arguments, with :class:`EarlierOutput` for tensors that earlier calls returned.
+        kwargs: Its keyword arguments, likewise.
+        given: The other tensors, with their versions.
+        settings: The settings of autocast around it.
+        line: The line of the user's code that called it.
+        random: The states of random generators; None for a loss, which needs none.
+        buffers: The buffers of the model, with their values.
+        is_training: Whether it was in training mode.
+        links: The links of its results; a tensor may be gone when they are needed.
+        seeds: The gradients of its results without dimensions, once they have arrived.
+    """
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    given: list[tuple[Tensor, int]]
+    settings: list[Settings]
+    line: Line | None
+    random: RandomStates | None = None
+    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    is_training: bool = True
+    links: list[Link | None] = field(default_factory=list)
+    seeds: dict[int, Tensor] = field(default_factory=dict)
+
+
+def call_again(
+    calls: Sequence[KeptCall],
+    roots: Sequence[tuple[int, int]],
+    scale: Callable[[Tensor], Tensor],
+    at: float,
+) -> object:
+    """Repeat all calls and go backward from the losses; return the results of the calls.
+
+    Args:
+        calls: The calls, in order.
+        roots: The outputs that went into ``backward``, for those without a gradient.
+        scale: Multiplies a loss as the scaler of the run does.
+        at: The scale of the gradients that have arrived.
+    """
+    made: list[list[Tensor]] = []
+    losses: list[Tensor] = []
+    for module in {call.function for call in calls if is_model(call.function)}:
+        module.zero_grad()
+    for number, call in enumerate(calls):
+        if losses and is_model(call.function):  # the next batch of accumulation
+            _backward(scale, losses)
+        made.append(list(tensors_in([_again(call, made)])))
+        for index, output in enumerate(made[-1]):
+            seed = call.seeds.get(index)
+            if not output.requires_grad:
+                continue
+            if seed is not None:
+                losses.append(output * (seed.float() / at))
+            elif (number, index) in roots:
+                losses.append(output)
+    if losses:
+        _backward(scale, losses)
+    return made
+
+
+class SeedHook:
+    """Hook that keeps the gradient of a scalar that a call has returned."""
+
+    def __init__(self, call: KeptCall, index: int) -> None:
+        self._call, self._index = call, index
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Keep the gradient."""
+        self._call.seeds[self._index] = gradient
+
+
+def _backward(scale: Callable[[Tensor], Tensor], losses: list[Tensor]) -> None:
+    total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+    losses.clear()
+    torch.autograd.backward(scale(total))
+
+
+def is_model(function: object) -> TypeGuard[nn.Module]:
+    """Return whether a function is a module with parameters."""
+    return isinstance(function, nn.Module) and any(True for _ in function.parameters())
+
+
+def _again(call: KeptCall, made: list[list[Tensor]]) -> Any:
+    """Repeat one call, with its autocast and its random numbers."""
+    line = call.line  # noqa: F841 - read from this frame, see CALLED_AGAIN
+    if call.random is not None:
+        call.random.restore()
+    for buffer, values in call.buffers:
+        with torch.no_grad():
+            buffer.copy_(values)
+    if isinstance(call.function, nn.Module) and call.function.training != call.is_training:
+        call.function.train(call.is_training)
+    args, kwargs = _filled((call.args, call.kwargs), made)
+    with ExitStack() as stack:
+        for settings in call.settings:
+            stack.enter_context(Region(settings))
+        return call.function(*args, **kwargs)
+
+
+CALLED_AGAIN.add(_again.__code__)
+
+
+def _filled(value: Any, made: list[list[Tensor]]) -> Any:
+    if isinstance(value, EarlierOutput):
+        output = made[value.call][value.index]
+        is_cast = output.dtype is not value.dtype and value.dtype is torch.float32
+        output = output.float() if is_cast else output
+        return output if tuple(output.shape) == value.shape else output.reshape(value.shape)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_filled(item, made) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(_filled(item, made) for item in value)
+    if type(value) is dict:
+        return {key: _filled(item, made) for key, item in value.items()}
+    return value
+
+
+def same_entries(tensor: Tensor) -> Iterator[Link]:
+    """Yield the links of a tensor, back to the op that made its entries."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None:
+        yield node._sequence_nr(), number
+        following = node.next_functions[0] if node.name() in _SAME_ENTRIES else (None, 0)
+        node, number = following
+
 
 MOST_CALLS = 256
-"""More calls in an iteration are not kept."""
+"""The most calls of an iteration that are kept."""
 
 
 class Capture:
     """Keeps the calls of an iteration.
 
     Args:
-        is_here: Says whether what is called now is part of the training that is watched.
+        is_here: Returns whether a call now is part of the watched training.
 
     Attributes:
-        gap: What of the iteration is not replayed, None for nothing.
+        gap: Why a part of the iteration cannot be replayed, None if all of it can.
     """
 
     def __init__(self, is_here: Callable[[], bool]) -> None:
         self._is_here = is_here
         self.gap: str | None = None
-        self._calls: list[Call] = []
+        self._calls: list[KeptCall] = []
         self._roots: list[tuple[int, int]] = []
         self._buffers: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
@@ -60,7 +229,7 @@ class Capture:
         return self._is_here()
 
     def begin(self) -> None:
-        """Forget the calls; another iteration begins."""
+        """Begin another iteration, without calls."""
         self._calls, self._roots, self.gap = [], [], None
 
     @property
@@ -105,30 +274,30 @@ class Capture:
             return self._after(call, original(*args, **kwargs))
 
     @_torch.do_not_compile_alone
-    def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+    def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
         given: list[tuple[Tensor, int]] = []
         kept_args, kept_kwargs = self._linked((args, kwargs), given)
         devices = dict.fromkeys(tensor.device.type for tensor in tensors_in((args, kwargs)))
         settings = [current_settings(device) for device in devices if _has_autocast(device)]
-        call = Call(function, kept_args, kept_kwargs, given, settings, user_line())
+        call = KeptCall(function, kept_args, kept_kwargs, given, settings, user_line())
         if len(self._calls) < MOST_CALLS:
             self._calls.append(call)
         else:
-            self.gap = f"of its calls of models and losses the first {MOST_CALLS} are replayed"
+            self.gap = f"only the first {MOST_CALLS} calls of models and losses were replayed"
         return call
 
     @_torch.do_not_compile_alone
-    def _after(self, call: Call, result: Any) -> Any:
+    def _after(self, call: KeptCall, result: Any) -> Any:
         for index, tensor in enumerate(tensors_in((result,))):
             call.links.append(_torch.made_as(tensor))
             if tensor.requires_grad and tensor.ndim == 0:
-                tensor.register_hook(Seed(call, index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(SeedHook(call, index))  # type: ignore[no-untyped-call]
         return result
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
-        """Return the buffers that a model has now; where it has some is looked up once."""
+        """Return the present buffers of a model; the modules that have some are looked up once."""
         if model not in self._owners:
-            # Not `_buffers`, which in a module of torch.jit is no dictionary.
+            # Not `_buffers`: in a module of torch.jit it is not a dictionary.
             self._owners[model] = [
                 (module, name)
                 for module in model.modules()
@@ -138,7 +307,7 @@ class Capture:
         return [buffer for buffer in found if isinstance(buffer, Tensor)]
 
     def _kept(self, buffer: Tensor) -> Tensor:
-        """Return the values of a buffer, copied anew only if it was written to."""
+        """Return a copy of a buffer; a new one only if the buffer was written to."""
         known = self._buffers.get(id(buffer))
         if known is None or known[0]() is not buffer or known[1] != buffer._version:
             known = (weakref.ref(buffer), buffer._version, buffer.detach().clone())
@@ -146,13 +315,13 @@ class Capture:
         return known[2]
 
     def _linked(self, value: Any, given: list[tuple[Tensor, int]]) -> Any:
-        """Return arguments with :class:`Output` where an earlier call has returned them."""
+        """Return arguments with an :class:`EarlierOutput` for each tensor of an earlier call."""
         if isinstance(value, Tensor):
             found = self._made_by(value)
             if found is not None:
                 return found
             if value.grad_fn is not None:
-                self.gap = "what is computed between a model and a loss is not replayed"
+                self.gap = "computations between a model and a loss cannot be replayed"
                 return value.detach()
             if not value.is_inference():
                 given.append((value, value._version))
@@ -163,44 +332,44 @@ class Capture:
             return type(value)(self._linked(item, given) for item in value)
         if type(value) is dict:
             return {key: self._linked(item, given) for key, item in value.items()}
-        # Any other container is the user's own: it may not be made anew from its items.
+        # Other containers are the user's own and cannot be rebuilt from their items.
         for tensor in tensors_in([value]):
             if tensor.grad_fn is not None:
-                self.gap = "what is computed between a model and a loss is not replayed"
+                self.gap = "computations between a model and a loss cannot be replayed"
             elif not tensor.is_inference():
                 given.append((tensor, tensor._version))
         return value
 
-    def _made_by(self, tensor: Tensor) -> Output | None:
-        """Return which call has returned a tensor, or one with the same entries in their order."""
+    def _made_by(self, tensor: Tensor) -> EarlierOutput | None:
+        """Return the earlier output that is a tensor, or has the same entries in the same order."""
         for link in same_entries(tensor):
             for number in range(len(self._calls) - 1, -1, -1):
                 if link in self._calls[number].links:
                     index = self._calls[number].links.index(link)
-                    return Output(number, index, tuple(tensor.shape), tensor.dtype)
+                    return EarlierOutput(number, index, tuple(tensor.shape), tensor.dtype)
         return None
 
     def note_root(self, root: Tensor) -> None:
-        """Take note of a loss that goes into ``backward``."""
+        """Note a loss that is given to ``backward``."""
         found = self._made_by(root)
         if found is not None:
             self._roots.append((found.call, found.index))
 
-    # --- again ------------------------------------------------------------------------------------
+    # --- repetition -------------------------------------------------------------------------------
 
     def step(self, scale: Callable[[Tensor], Tensor], at: float) -> Callable[[], object]:
-        """Return a function that calls everything again, and goes backward from the losses.
+        """Return a function that repeats the calls and goes backward from the losses.
 
         Args:
             scale: Multiplies a loss as the scaler of the run does.
-            at: The scale that the gradients which have arrived were multiplied by.
+            at: The scale of the gradients that have arrived.
         """
         calls, roots = self._calls, list(self._roots)
 
         return lambda: call_again(calls, roots, scale, at)
 
     def why_not(self) -> str | None:
-        """Say why nothing can be replayed: an argument was written to, or the loss went bad later.
+        """Return why the iteration cannot be replayed, None if it can.
 
         Sync: one for each loss.
         """
@@ -211,12 +380,12 @@ class Capture:
             for tensor, version in call.given:
                 if tensor._version != version:
                     shape = ", ".join(map(str, tensor.shape))
-                    return f"an input of shape [{shape}] was written to in place since"
+                    return f"an input of shape [{shape}] was written to in place afterwards"
         return None
 
 
 def _counts() -> bool:
-    """Say whether what is called now is part of training: not evaluation, not a checkpoint."""
+    """Return whether a call now is part of training, and not of evaluation or checkpointing."""
     return torch.is_grad_enabled() and _torch.backward_number() < 0 and not _torch.is_jit_tracing()
 
 

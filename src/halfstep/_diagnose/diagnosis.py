@@ -1,31 +1,35 @@
-"""What is known of a step that went bad, as plain values."""
+"""Diagnosis as plain values, as JSON and as text."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, Self
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
-from halfstep._trace.rows import Phase
+from halfstep._common.numbers import percent
+from halfstep._trace.rows import Phase, short
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
-"""Why: see :class:`Diagnosis`."""
+"""The cause: see :class:`Diagnosis`."""
 
 CureKind = Literal["policy", "scale", "dtype", "code", "data"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the user's code.
+    """Line of the user's code.
 
     Attributes:
         file: The path of the file.
-        number: Which line, from 1.
-        function: The name of the function it is in.
-        text: The line itself, without the spaces around it.
+        number: The number of the line, from 1.
+        function: The name of its function.
+        text: The line itself, without surrounding spaces.
     """
 
     file: str
@@ -36,17 +40,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an op read or returned.
+    """Tensor that an op read or returned.
 
     Attributes:
-        name: That of the parameter or buffer; empty if it is none.
+        name: The name of the parameter or buffer; empty for other tensors.
         dtype: The name of its dtype, ``"float16"``.
         shape: Its shape.
         low: The smallest finite value, None if there is none.
         high: The largest finite value.
-        nan: How many entries are NaN.
-        inf: How many are inf or -inf.
-        zeros: How many are zero.
+        nan: The number of entries that are NaN.
+        inf: The number that are inf or -inf.
+        zeros: The number that are zero.
     """
 
     name: str
@@ -61,23 +65,24 @@ class Operand:
 
 @dataclass(frozen=True)
 class BadOp:
-    """The first op whose inputs were finite and whose output is not.
+    """First op whose inputs were finite and whose output is not.
 
     Attributes:
         op: The name of the ATen op, ``"addmm"``; ``"_to_copy"`` for a cast.
-        name: What a policy calls it: the op that a rule was asked for, ``"linear"``.
+        name: Its name in a policy: the op that the rule was looked up for, ``"linear"``.
         module: The path of its module; empty in the model's own ``forward`` and outside of it.
         call: The number of the call of that module in which it ran, from 0.
-        phase: When it ran; ``"recompute"`` is the forward pass again, for checkpointing.
+        phase: The phase in which it ran; ``"recompute"`` repeats the forward pass for
+            checkpointing.
         rule: The text of the policy's rule that decided, if one did.
-        line: The line of code that called it; in the backward pass only in a backward written in
+        line: The line of code that called it; in the backward pass only for a backward written in
             Python.
-        forward_op: In the backward pass: the op whose gradient it computes.
-        forward_line: The line that called that.
-        inputs: What it read, before it wrote to any of it.
-        output: What it returned.
-        needs: The largest magnitude of the result if computed in float64; None if that is not
-            finite either, or the op cannot be run so.
+        forward_op: In the backward pass, the op whose gradient it computes.
+        forward_line: The line that called that op.
+        inputs: Its inputs, before it wrote to any of them.
+        output: Its output.
+        needs: The largest magnitude of the result in float64; None if that is not finite either,
+            or if the op cannot run in float64.
         limit: The largest number of the dtype of the result.
     """
 
@@ -97,7 +102,7 @@ class BadOp:
 
     @property
     def is_beyond_its_dtype(self) -> bool:
-        """Whether a float32 would hold what it returns, and its dtype does not."""
+        """Whether float32 can hold its result, and its dtype cannot."""
         if self.needs is None or self.limit is None:
             return False
         return self.limit < self.needs < _LARGEST_FLOAT32
@@ -105,11 +110,11 @@ class BadOp:
 
 @dataclass(frozen=True)
 class Cure:
-    """What to change.
+    """Change that makes a step finite.
 
     Attributes:
-        kind: A policy, a scale, another dtype, an edit of the code, or of the data.
-        text: What to paste, or to do.
+        kind: The kind of change: a policy, a scale, a dtype, the code, or the data.
+        text: The code to paste, or the action to take.
         is_finite: Whether a replay of the step with it was finite; None if it was not replayed.
         policy: The text of the policy.
         scale: The scale.
@@ -126,18 +131,18 @@ class Cure:
 
 @dataclass(frozen=True)
 class Flush:
-    """An op that rounds values that are not zero to zero.
+    """Op that rounds values to zero.
 
     Attributes:
         op: The name of the ATen op.
         module: The path of its module.
-        phase: When it runs.
-        dtype: What it returns, ``"float16"``.
+        phase: The phase in which it runs.
+        dtype: The dtype of its result, ``"float16"``.
         line: The line that called it; in the backward pass, the line of the op whose gradient it
             computes.
-        values: How many of its results are not zero if computed in float32.
-        flushed: How many of them it returns as zero.
-        at_scales: In the backward pass of a scaled loss: how many would be, at other scales.
+        values: The number of results that are not zero in float32.
+        flushed: The number of those that it returns as zero.
+        at_scales: In the backward pass of a scaled loss, the same number at other scales.
     """
 
     op: str
@@ -151,13 +156,13 @@ class Flush:
 
     @property
     def share(self) -> float:
-        """The share of values that is flushed, 0 to 1."""
+        """The share of values that are flushed, 0 to 1."""
         return self.flushed / self.values if self.values else 0.0
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The answer of :func:`halfstep.diagnose`; ``str()`` of it is text to read.
+    """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
 
     Attributes:
         verdict: ``"none"``: the step is finite. ``"scale"``: a gradient overflows, and a smaller
@@ -165,16 +170,16 @@ class Diagnosis:
             hold it. ``"maths"``: it is not finite in float32 either. ``"data"``: a parameter, a
             buffer or the batch was bad before the step. ``"unknown"``: see the notes.
         bad: The first bad op. For ``"data"``, the op that read the bad tensor first.
-        tensor: For ``"data"``: what is bad.
-        ends: What went bad in the end: ``"loss"``, or the parameters whose gradients did.
+        tensor: For ``"data"``, the name of the bad tensor.
+        ends: ``"loss"`` if the loss is not finite, or the parameters whose gradients are not.
         scale: The scale of the loss; None without one.
-        cure: What to change; None if nothing was found.
-        underflow: The ops that flush values to zero, those that flush most of them first.
-        notes: What else there is to know, a line each.
+        cure: The cure; None if none was found.
+        underflow: The ops that flush values to zero, the largest shares first.
+        notes: Other remarks, one line each.
         num_replays: How often the step was run.
         seconds: How long that took.
         rank: The rank that it comes from.
-        others: What other ranks have found.
+        others: The diagnoses of other ranks.
 
     Example:
         >>> import halfstep
@@ -198,9 +203,7 @@ class Diagnosis:
     others: tuple[Diagnosis, ...] = ()
 
     def __str__(self) -> str:
-        from halfstep._diagnose.wording import text  # which needs this module
-
-        return text(self)
+        return diagnosis_text(self)
 
     def to_json(self) -> str:
         """Return everything as text that :meth:`from_json` reads."""
@@ -211,6 +214,134 @@ class Diagnosis:
         """Return the diagnosis that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: It is no JSON, or something is missing or of another type.
+            ValueError: The text is not JSON, or a part is missing or of another type.
         """
         return decoded(cls, text)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+MOST_FLUSHES = 10
+"""The most ops with underflow that are printed."""
+_MOST_ENDS = 3
+_NO_FLUSH = 0.0005
+"""Smaller shares are not worth a line."""
+
+
+def diagnosis_text(found: Diagnosis) -> str:
+    """Return a diagnosis as text."""
+    lines = [_headline(found)]
+    if found.bad is not None:
+        lines += [f"  {name:<9}{value}" for name, value in _facts(found, found.bad)]
+    if found.cure is not None:
+        lines += _cure(found.cure)
+    lines += list(_underflow(found.underflow))
+    lines += [f"  note     {note}" for note in found.notes]
+    lines += [f"  rank {other.rank}: {_headline(other)}" for other in found.others]
+    lines.append(f"{found.num_replays} replays, {found.seconds:.2f} s")
+    return "\n".join(lines)
+
+
+def _headline(found: Diagnosis) -> str:
+    bad = found.bad
+    where = "" if bad is None else f"{_op(bad)}{_in_module(bad.module)}, {bad.phase}"
+    dtype = "the dtype" if bad is None or bad.output is None else bad.output.dtype
+    match found.verdict:
+        case "none":
+            return "the step is finite: every loss, and every gradient"
+        case "scale":
+            return f"scale: {where} overflows {dtype} because the loss is scaled by too much"
+        case "range":
+            return f"range of {dtype}: {where} needs a wider dtype, in float32 it is finite"
+        case "maths":
+            return f"maths: {where} is not finite in float32 either"
+        case "data":
+            return f"data: {found.tensor} was bad before the step; {where} reads it first"
+        case _:
+            return f"unknown: {where}" if where else "unknown"
+
+
+def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
+    yield "op", f"{_op(bad)}{_in_module(bad.module)}, call {bad.call}, {bad.phase}"
+    if bad.rule:
+        yield "rule", bad.rule
+    if bad.line is not None:
+        yield "line", line_text(bad.line)
+    if bad.forward_op is not None:
+        line = "" if bad.forward_line is None else f"  {line_text(bad.forward_line)}"
+        yield "gradient", f"of {bad.forward_op}{line}"
+    for operand in bad.inputs:
+        yield "reads", _operand(operand)
+    if bad.output is not None:
+        yield "returns", _operand(bad.output)
+    if bad.needs is not None and bad.limit is not None and bad.output is not None:
+        end = f"{bad.output.dtype} ends at {_number(bad.limit)}"
+        if bad.needs > bad.limit:
+            yield "needs", f"{_number(bad.needs)}, {end}: {bad.needs / bad.limit:.3g} times as much"
+    if found.scale is not None:
+        yield "scale", f"{found.scale:g}"
+    if found.ends:
+        more = len(found.ends) - _MOST_ENDS
+        ends = ", ".join(found.ends[:_MOST_ENDS]) + (f" and {more} more" if more > 0 else "")
+        what = ends if found.ends == ("loss",) else f"gradients of {ends}"
+        yield "ends in", what
+
+
+def _cure(cure: Cure) -> list[str]:
+    said = {
+        True: "cure (replayed: finite):",
+        False: "tried, and not enough (replayed: not finite):",
+        None: "cure (not replayed):",
+    }
+    return [said[cure.is_finite], f"  {cure.text}"]
+
+
+def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
+    worth = [flush for flush in flushes if flush.share > _NO_FLUSH]
+    if not worth:
+        return
+    yield "underflow, the share of values that are rounded to zero:"
+    for flush in worth[:MOST_FLUSHES]:
+        where = f"{flush.phase} {flush.op}{_in_module(flush.module)} ({short(flush.dtype)})"
+        scales = ", ".join(
+            f"{percent(count / flush.values)} at {scale:g}" for scale, count in flush.at_scales
+        )
+        yield f"  {percent(flush.share):>7}  {where}" + (f"; {scales}" if scales else "")
+    if len(worth) > MOST_FLUSHES:
+        yield f"  and {len(worth) - MOST_FLUSHES} more"
+
+
+def line_text(line: Line) -> str:
+    """Return a line with its place, relative to the working directory."""
+    path = Path(line.file)
+    if path.is_relative_to(Path.cwd()):
+        path = Path(os.path.relpath(path))
+    return f"{path}:{line.number} in {line.function}: {line.text}"
+
+
+def _op(bad: BadOp) -> str:
+    if bad.op == "_to_copy":
+        return f"the cast for {bad.name}" if bad.name != "_to_copy" else "a cast"
+    return bad.op if bad.name == bad.op else f"{bad.name} ({bad.op})"
+
+
+def _in_module(module: str) -> str:
+    return f" in {module}" if module else ""
+
+
+def _operand(operand: Operand) -> str:
+    shape = ", ".join(map(str, operand.shape))
+    name = f"{operand.name} " if operand.name else ""
+    parts = []
+    if operand.low is not None and operand.high is not None:
+        parts.append(f"{_number(operand.low)} to {_number(operand.high)}")
+    for count, what in ((operand.nan, "NaN"), (operand.inf, "inf"), (operand.zeros, "zero")):
+        if count:
+            parts.append(f"{count} {what}")
+    return f"{name}{operand.dtype}[{shape}]: {', '.join(parts)}"
+
+
+def _number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""A replay in another precision: what every autocast of the step switches on instead."""
+"""Precision of a replay: replaces the settings of every autocast region that the step enters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from halfstep._common.patches import Patches
 
 @dataclass(frozen=True)
 class Precision:
-    """What autocast is to do in a replay.
+    """Dtype and policy of autocast in a replay.
 
     Attributes:
-        dtype: The lower precision, float32 for no autocast, None for that of the step.
+        dtype: The lower precision; float32 for no autocast, None for that of the step.
         policy: The policy; None for that of the step.
     """
 
@@ -31,8 +31,8 @@ class Precision:
     policy: Policy | None = None
 
     def settings(self, asked: Settings) -> Settings:
-        """Return what is switched on where a step has asked for something."""
-        # Kept casts of weights would be missing from the ops of a replay, and some would overflow.
+        """Return the settings of this precision for a region of the step."""
+        # Without a cache: cached casts of weights would be missing among the ops of a replay.
         switches = asked.switches._replace(cache=False)
         if not switches.enabled:
             return asked
@@ -45,13 +45,13 @@ class Precision:
         return Settings(switches, kernels.prepare(self.policy, switches.device), inherit=False)
 
 
-AS_IT_IS = Precision()
-"""That of the step."""
+UNCHANGED = Precision()
+"""The precision of the step itself."""
 
 
 @dataclass(frozen=True)
-class Entered:
-    """What a step has asked of autocast.
+class EnteredAutocast:
+    """Autocast region that a step has entered.
 
     Attributes:
         device: The device type.
@@ -67,25 +67,25 @@ class Entered:
 @contextmanager
 def autocast_as(
     precision: Precision, model: nn.Module | None, patches: Patches
-) -> Iterator[list[Entered]]:
-    """Let every autocast that is entered meanwhile be as ``precision`` says.
+) -> Iterator[list[EnteredAutocast]]:
+    """Apply a precision to every autocast region that is entered in the block.
 
     Args:
-        precision: What is to be switched on.
-        model: The one that rules for modules are about.
-        patches: Takes back what is put in the place of methods of ``torch.autocast``.
+        precision: The precision.
+        model: The model that rules for modules refer to.
+        patches: Patches of methods of ``torch.autocast``, which the caller undoes.
 
     Yields:
-        What the step asks for, in the order in which it first does.
+        The regions that the step enters, each once, in order.
     """
-    entered: list[Entered] = []
+    entered: list[EnteredAutocast] = []
 
     def change(asked: Settings) -> Settings:
         if asked.switches.enabled:
             policy = None
             if asked.policy is not None:
                 policy = kernels.prepared(asked.policy).policy
-            found = Entered(asked.switches.device, asked.switches.dtype, policy)
+            found = EnteredAutocast(asked.switches.device, asked.switches.dtype, policy)
             if found not in entered:
                 entered.append(found)
         return precision.settings(asked)
@@ -94,13 +94,13 @@ def autocast_as(
         if precision.policy is not None and precision.policy.module_rules:
             stack.enter_context(_named(model, precision.policy))
         stack.enter_context(changed(change))
-        _follow_torchs(patches, precision, change)
+        _follow_torch_autocast(patches, precision, change)
         yield entered
 
 
 @contextmanager
 def _named(model: nn.Module | None, policy: Policy) -> Iterator[None]:
-    """Tell the modules of a model their names by which a policy has rules for them, for a while."""
+    """Name the modules of a model for which a policy has rules, in the block."""
     found: dict[nn.Module, str | None] = {}
     if model is not None:
         for rule in policy.module_rules:
@@ -120,15 +120,15 @@ def _is_wrapped(module: nn.Module) -> bool:
     return isinstance(module, Wrapped)
 
 
-def _follow_torchs(
+def _follow_torch_autocast(
     patches: Patches, precision: Precision, entered: Callable[[Settings], Settings]
 ) -> None:
-    """Let plain ``torch.autocast`` be seen and, if anything is to change, changed."""
+    """Observe plain ``torch.autocast``, and change it unless the precision is that of the step."""
     regions: dict[int, list[Region]] = {}
 
     def enter(original: Any, context: Any) -> Any:
         switches = _torch.switches_of(context)
-        if precision == AS_IT_IS:
+        if precision == UNCHANGED:
             entered(Settings(switches, None, inherit=False))
             return original(context)
         number = kernels.prepare(preset("torch"), switches.device) if switches.enabled else None
@@ -138,7 +138,7 @@ def _follow_torchs(
         return context
 
     def leave(original: Any, context: Any, *error: Any) -> Any:
-        if precision == AS_IT_IS:
+        if precision == UNCHANGED:
             return original(context, *error)
         regions[id(context)].pop().__exit__(*error)
         return None

@@ -1,8 +1,9 @@
-"""A step run once more, with everything as it was, and put back afterwards."""
+"""Replay of a step: run once more from the same state, which is restored afterwards."""
 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,11 +22,10 @@ from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.rule import Rule
 from halfstep._common.force_eager import eager
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps
-from halfstep._diagnose import across_ranks
-from halfstep._diagnose.owners import owners_in
-from halfstep._diagnose.precision import AS_IT_IS, Entered, Precision, autocast_as
-from halfstep._diagnose.undo import Undo
-from halfstep._diagnose.watcher import FoundModules, Watcher, Witness
+from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
+from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision, autocast_as
+from halfstep._diagnose.undo import UndoLog
+from halfstep._diagnose.user_code import owners_in
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import parameters
 from halfstep._scaler.loops.closures import split_closure
@@ -35,88 +35,96 @@ from halfstep._scaler.torch_calls import TorchCalls
 
 
 @dataclass(frozen=True)
-class Setting:
-    """How a replay differs from the step.
+class ReplayVariant:
+    """Changes of a replay against the step.
 
     Attributes:
-        precision: What autocast is to do.
+        precision: The precision of autocast.
         scale: The scale of all losses; None for that of the step.
     """
 
-    precision: Precision = AS_IT_IS
+    precision: Precision = UNCHANGED
     scale: float | None = None
 
 
 @dataclass
-class Ends:
-    """What is known of a step when it has run.
+class StepRun:
+    """Facts about one run of a step.
 
     Attributes:
-        scale: The scale that losses were multiplied by, None if none was.
-        entered: What the step asked of autocast.
-        error: What the step raised.
+        scale: The scale of the losses, None if they were not scaled.
+        entered: The autocast regions that the step entered.
+        error: The error that the step raised.
         scaling: The numbers of the ops that multiplied losses by the scale.
     """
 
     scale: float | None = None
-    entered: list[Entered] = field(default_factory=list)
+    entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None
     scaling: list[range] = field(default_factory=list)
 
 
-_Looks = TypeVar("_Looks", bound=Witness)
+_Observer = TypeVar("_Observer", bound=OpObserver)
 
 
 class Replayer:
-    """Runs a step again and again.
+    """Runs a step several times.
 
-    Nothing of the training is different afterwards: parameters, buffers, gradients, random
-    generators, scalers and whatever else PyTorch or the modules hold. Optimizers and schedules do
-    not step; their closures are called once.
+    The training is the same afterwards: parameters, buffers, gradients, random generators, scalers
+    and all else that PyTorch or the modules hold. Optimizers and schedules do not step; closures
+    of optimizers are called once.
 
     Args:
         step: Runs the step.
         model: The model, if it is known.
 
     Attributes:
-        model: That which has the names, from the first replay on.
+        model: The model whose names are used; known after the first replay at the latest.
         num_replays: How often the step was run.
+        notes: Remarks about the replays, for the diagnosis.
     """
 
     def __init__(self, step: Callable[[], object], model: nn.Module | None) -> None:
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
-        self._watcher: Watcher | None = None
+        self._mode: ObserverMode | None = None
         self.num_replays = 0
+        self.notes: list[str] = []
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The time since this object was made."""
+        return time.perf_counter() - self._begun
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Replay in this block: what it takes to see which rule decides is made once for all."""
+        """Observe the rules of all replays in this block."""
         with observed_by(self._observe):
             yield
 
     def _observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> AbstractContextManager[None]:
-        return nullcontext() if self._watcher is None else self._watcher.observe(op, rule, policy)
+        return nullcontext() if self._mode is None else self._mode.observe(op, rule, policy)
 
     @contextmanager
     def run(
         self,
-        setting: Setting,
-        witness: Callable[[Undo], _Looks],
+        variant: ReplayVariant,
+        make_observer: Callable[[UndoLog], _Observer],
         around: AbstractContextManager[object] | None = None,
-    ) -> Iterator[tuple[Ends, _Looks]]:
-        """Run the step; in the block its end can be looked at, and then all is put back.
+    ) -> Iterator[tuple[StepRun, _Observer]]:
+        """Run the step. In the block its results can be read; then everything is restored.
 
         Args:
-            setting: How it is to be run.
-            witness: Makes what looks at the ops.
+            variant: The changes of this replay.
+            make_observer: Makes the observer of its ops.
             around: A context for the step.
 
         Yields:
-            What is known of the step, and what has looked at its ops.
+            The facts about the run, and the observer.
         """
         self.num_replays += 1
-        undo, patches, ends = Undo(), Patches(), Ends()
+        undo, patches, run = UndoLog(), Patches(), StepRun()
         with ExitStack() as outer:
             outer.callback(undo.restore)
             for owner in self._owners:
@@ -126,28 +134,28 @@ class Replayer:
                     undo.note_model(owner)
             outer.enter_context(replaying())
             modules = FoundModules(self._outermost, undo)
-            looks = witness(undo)
-            watcher = self._watcher = Watcher(modules, undo, looks, is_alone=True)
+            observer = make_observer(undo)
+            mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
-                watch_backward(patches, looks, undo)
-                _hold_optimizers(patches, looks, undo)
-                stack.enter_context(_scaled(patches, watcher, ends, setting.scale))
+                watch_backward(patches, observer, undo)
+                _suspend_optimizers(patches, observer, undo)
+                stack.enter_context(_scaled(patches, mode, run, variant.scale))
                 stack.enter_context(eager(has_global_hooks=True))
-                precision = autocast_as(setting.precision, self.model, patches)
-                ends.entered = stack.enter_context(precision)
-                stack.enter_context(watcher.watching())
+                precision = autocast_as(variant.precision, self.model, patches)
+                run.entered = stack.enter_context(precision)
+                stack.enter_context(mode.active())
                 try:
                     with around or nullcontext():
                         result = self._step()
                     with _torch.unseen_by_modes():
                         for tensor in tensors_in([result]):
-                            looks.see_result(tensor.detach())
-                except Exception as error:  # the step's own; the caller decides
-                    ends.error = error
+                            observer.see_result(tensor.detach())
+                except Exception as error:  # of the step; the caller decides
+                    run.error = error
             self._outermost, self.model = modules.outermost, modules.model
-            self._watcher = None
-            yield ends, looks
+            self._mode = None
+            yield run, observer
 
 
 class _Thread(threading.local):
@@ -164,7 +172,7 @@ def is_replaying() -> bool:
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Let nobody take for the training what happens meanwhile: no recorder, no runner."""
+    """Hide the block from recorders and runners: it is not the training."""
     listeners, before = OBSERVERS[:], _thread.is_replaying
     OBSERVERS.clear()
     _thread.is_replaying = True
@@ -176,7 +184,7 @@ def replaying() -> Iterator[None]:
 
 
 def _here(around: Around) -> Around:
-    """Let other threads call the original."""
+    """Apply a patch in this thread only; other threads call the original."""
     thread = threading.get_ident()
 
     def only_here(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -187,48 +195,48 @@ def _here(around: Around) -> Around:
     return only_here
 
 
-def watch_backward(patches: Patches, looks: Witness, undo: Undo) -> None:
-    """Show the losses that backward passes begin with, and the gradients they end with."""
+def watch_backward(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
+    """Show an observer the losses that start backward passes, and the gradients at their end."""
 
     def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         leaves = _torch.leaves_of(list(tensors_in([tensors])))
         undo.note_grads(leaves)
-        _see_losses(looks, [tensors])
+        _see_losses(observer, [tensors])
         original(tensors, *args, **kwargs)
-        _see_gradients(looks, ((leaf, leaf.grad) for leaf in leaves))
+        _see_gradients(observer, ((leaf, leaf.grad) for leaf in leaves))
 
     def grad(original: Callable[..., Any], outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
-        _see_losses(looks, [outputs])
+        _see_losses(observer, [outputs])
         gradients = original(outputs, inputs, *a, **kw)
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        _see_gradients(looks, zip(given, gradients, strict=True))
+        _see_gradients(observer, zip(given, gradients, strict=True))
         return gradients
 
     patches.wrap(torch.autograd, "backward", _here(backward))
     patches.wrap(torch.autograd, "grad", _here(grad))
 
 
-def _see_losses(looks: Witness, values: Sequence[Any]) -> None:
+def _see_losses(observer: OpObserver, values: Sequence[Any]) -> None:
     with _torch.unseen_by_modes():
         for loss in tensors_in(values):
-            looks.see_loss(across_ranks.local_part(loss))
+            observer.see_loss(_torch.local_part(loss.detach()))
 
 
-def _see_gradients(looks: Witness, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     with _torch.unseen_by_modes():
         for leaf, gradient in pairs:
             if gradient is not None:
-                looks.see_gradient(leaf, across_ranks.local_part(gradient))
+                observer.see_gradient(leaf, _torch.local_part(gradient.detach()))
 
 
-def _hold_optimizers(patches: Patches, looks: Witness, undo: Undo) -> None:
-    """Let optimizers and schedules do nothing, and keep the gradients that somebody zeroes."""
+def _suspend_optimizers(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
+    """Keep optimizers and schedules from stepping, and keep gradients that are zeroed."""
 
     def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         closure, *_ = split_closure(args, kwargs)
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        _see_gradients(looks, ((param, param.grad) for param in _parameters(optimizer)))
+        _see_gradients(observer, ((param, param.grad) for param in _parameters(optimizer)))
         return loss
 
     def stay(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,20 +260,22 @@ def _parameters(owner: Any) -> Iterable[Tensor]:
 
 
 @contextmanager
-def _scaled(patches: Patches, watcher: Watcher, ends: Ends, scale: float | None) -> Iterator[None]:
-    """Let every scaler begin with a scale, and forget what it does meanwhile."""
+def _scaled(
+    patches: Patches, mode: ObserverMode, run: StepRun, scale: float | None
+) -> Iterator[None]:
+    """Start every scaler with a scale, and restore the scalers after the block."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def multiply(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             before[id(scaler)] = (scaler, dict(vars(scaler)))
             with _torch.unseen_by_modes():  # the ops of all replays have the same numbers
-                ends.scale = scaler.get_scale() if scale is None else scale
-                _begin_anew(scaler, scale)
-        _see_losses(watcher.witness, args[:1])
-        first = watcher.num_ops
+                run.scale = scaler.get_scale() if scale is None else scale
+                _reset_scaler(scaler, scale)
+        _see_losses(mode.observer, args[:1])
+        first = mode.num_ops
         result = original(scaler, *args, **kwargs)
-        ends.scaling.append(range(first, watcher.num_ops))
+        run.scaling.append(range(first, mode.num_ops))
         return result
 
     patches.wrap(TorchCalls, "scale", _here(multiply))
@@ -280,8 +290,8 @@ def _scaled(patches: Patches, watcher: Watcher, ends: Ends, scale: float | None)
             vars(scaler).update(attributes)
 
 
-def _begin_anew(scaler: Any, scale: float | None) -> None:
-    """Give a scaler books of its own for a replay."""
+def _reset_scaler(scaler: Any, scale: float | None) -> None:
+    """Give a scaler a state of its own for a replay."""
     if isinstance(scaler, TorchGradScaler):
         _torch.restart_scaler(scaler, scale)
         return
@@ -291,6 +301,6 @@ def _begin_anew(scaler: Any, scale: float | None) -> None:
     if scale is not None:
         first = replace(first, scale=scale)
         states = {loss: replace(state, scale=scale) for loss, state in states.items()}
-    scaler._engine = Engine(first, Ranks("local", None))  # the others do not replay this
+    scaler._engine = Engine(first, Ranks("local", None))  # other ranks do not replay this step
     if states:
         scaler._engine.scales.load(states)

@@ -1,8 +1,8 @@
-"""What a replay writes to, kept as it was and put back.
+"""Undo log of a replay: keeps what the replay changes, and restores it.
 
-Memory is copied when an op is about to write to it, and only if it was there before the replay: so
-everything that PyTorch writes is put back, whoever owns it. What Python holds is put back too: the
-``grad`` of parameters, the attributes of modules and what is held in them, the states of random
+Memory is copied when an op is about to write to it, and only if it existed before the replay. So
+every write by PyTorch is undone, whoever owns the memory. The state in Python is restored too: the
+``grad`` of parameters, the attributes of modules with their contents, and the states of random
 generators.
 """
 
@@ -30,15 +30,15 @@ _KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
 _WITHOUT_STATE = (type, FunctionType, MethodType, ModuleType)
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter, FunctionType}
 _OF_THREADS = {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
-"""Another thread may change meanwhile what objects of these packages hold."""
+"""Another thread may change the objects of these packages at any time."""
 MOST_HELD = 100_000
-"""So many values are kept that modules and optimizers hold, those that are near first."""
+"""The most values inside modules and optimizers that are kept, outer ones first."""
 LARGEST_ARRAY = 2**24
-"""NumPy arrays up to so many bytes are kept."""
+"""The size in bytes of the largest NumPy array that is kept."""
 
 
-class Undo:
-    """Keeps what is changed from now on until :meth:`restore`.
+class UndoLog:
+    """Keeps the state of all that is noted, until :meth:`restore`.
 
     Sync: none; the states of random generators lie on the host.
     """
@@ -53,7 +53,7 @@ class Undo:
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._random = RandomStates(accelerators())
 
-    # --- what is about to change ------------------------------------------------------------------
+    # --- notes ------------------------------------------------------------------------------------
 
     def note_write(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that an op is about to write to."""
@@ -63,9 +63,9 @@ class Undo:
         self._saved[reference.cdata] = _Saved(tensor)
 
     def note_made(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
-        """Take note that an op has made tensors, unless they have the memory of what it was given.
+        """Note the outputs of an op that do not share the memory of its inputs.
 
-        What has memory that the replay has made need not be kept.
+        Memory that the replay has made need not be kept.
         """
         references = [reference for tensor in outputs if (reference := _torch.memory_of(tensor))]
         if all(reference.cdata in self._born for reference in references):
@@ -76,12 +76,12 @@ class Undo:
                 self._born.setdefault(reference.cdata, reference)
 
     def was_made(self, tensor: Tensor) -> bool:
-        """Say whether the memory of a tensor is one that the replay has made."""
+        """Return whether the replay has made the memory of a tensor."""
         reference = _torch.memory_of(tensor)
         return reference is not None and reference.cdata in self._born
 
     def before(self, tensor: Tensor) -> Tensor | None:
-        """Return what a tensor held before it was first written to; None if it was not."""
+        """Return the values of a tensor before it was first written to; None if it never was."""
         reference = _torch.memory_of(tensor)
         kept = None if reference is None else self._saved.get(reference.cdata)
         if kept is None:
@@ -90,17 +90,17 @@ class Undo:
         return empty.set_(kept.copy, tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
-        """Keep the ``grad`` of leaves that somebody may set."""
+        """Keep the ``grad`` of leaves, which may be set."""
         for leaf in leaves:
             self._grads.setdefault(id(leaf), (leaf, leaf.grad))
 
     def note_model(self, model: nn.Module) -> None:
-        """Keep what Python holds in a model, and the ``grad`` of its parameters."""
+        """Keep the attributes of the modules of a model, and the ``grad`` of its parameters."""
         new = [module for module in model.modules() if module not in self._modules]
         self._modules.update(new)
         self._hold(map(vars, new))
         for module in new:
-            if isinstance(module, DistributedDataParallel):  # each rank replays its own
+            if isinstance(module, DistributedDataParallel):  # each rank replays alone
                 module.require_backward_grad_sync = False
                 module.require_forward_param_sync = False
                 _torch.keep_buckets(module)
@@ -109,17 +109,17 @@ class Undo:
                 self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Keep what Python holds in an optimizer, and the ``grad`` of its parameters."""
+        """Keep the groups and the state of an optimizer, and the ``grad`` of its parameters."""
         for group in optimizer.param_groups:
             self.note_grads(group["params"])
         self._hold([optimizer.param_groups, optimizer.state])
 
     def _hold(self, values: Iterable[object]) -> None:
-        """Keep containers and objects, and what they hold; modules are kept by themselves."""
+        """Keep containers and objects with their contents; modules are noted separately."""
         waiting = deque(values)
         while waiting and len(self._held) < MOST_HELD:
             value: Any = waiting.popleft()
-            kind = type(value)  # a weak proxy has the class of something that may be gone
+            kind = type(value)  # not __class__: a weak proxy has that of an object that may be gone
             if id(value) in self._held or issubclass(kind, _KEPT_ELSEWHERE):
                 continue
             if kind is tuple or kind in _CONTAINERS:
@@ -139,10 +139,10 @@ class Undo:
             if isinstance(value, torch.Generator) and id(value) not in self._generators:
                 self._generators[id(value)] = (value, value.get_state())
 
-    # --- putting it back --------------------------------------------------------------------------
+    # --- restoring --------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Put everything back, bit for bit; versions of tensors too. All of it, whatever fails."""
+        """Restore everything bit for bit, versions of tensors too, even if a part fails."""
         with ExitStack() as stack, torch.no_grad():
             stack.callback(self._random.restore)
             for generator, state in self._generators.values():
@@ -159,7 +159,7 @@ class Undo:
 
 
 class _Saved:
-    """A tensor that is about to be written to: its memory, and how it lies in that."""
+    """Memory and geometry of a tensor before a write."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._memory = tensor, tensor.untyped_storage()
@@ -180,7 +180,7 @@ class _Saved:
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
-    """Return what puts the state of a random generator or an array back, None for another value."""
+    """Return a function that restores a random generator or an array, None for other values."""
     kind, numpy = type(value), sys.modules.get("numpy")
     if issubclass(kind, random.Random):
         return partial(value.setstate, value.getstate())
@@ -198,7 +198,7 @@ def _restorer(value: Any) -> Callable[[], object] | None:
 def _restore_container(value: Any, before: Any) -> None:
     if _is_same(value, before):
         return
-    if isinstance(value, dict):  # not emptied: another thread may read the attributes of an object
+    if isinstance(value, dict):  # not cleared: another thread may read the attributes of an object
         for key in [key for key in value if key not in before]:
             del value[key]
         for key, item in before.items():
@@ -215,7 +215,7 @@ def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
 
 
 def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
-    """Give back the memory that ``tensor.data = ...`` has replaced, which no op shows."""
+    """Restore the memory that ``tensor.data = ...`` has replaced without an op."""
     one, other = _torch.memory_of(tensor), _torch.memory_of(data)
     if one is not None and other is not None and one.cdata != other.cdata:
         tensor.data = data
@@ -224,7 +224,7 @@ def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Compare containers without comparing what is in them, which may be tensors."""
+    """Return whether containers have the same items, compared by identity: they may be tensors."""
     if len(value) != len(before):
         return False
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Watching a training loop, and diagnosing the steps that go bad."""
+"""Watch on a training loop: diagnoses the steps that go bad."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from halfstep._autocast.modules import replicated
 from halfstep._common.patches import Patches
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.capture import Capture
-from halfstep._diagnose.diagnose import Diagnosing
+from halfstep._diagnose.diagnose import diagnosis_of
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._diagnose.finite import is_finite
-from halfstep._diagnose.live import Live
+from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.replay import replaying
+from halfstep._numerics.measure import is_finite
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.outcomes.outcome import Outcome
@@ -40,41 +40,41 @@ from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
 from halfstep.scaled_steps import is_by_scaler
 
 START_STEPS = 50
-"""So many steps are the start of a run ..."""
+"""The number of steps that count as the start of a run."""
 START_SKIPS = 16
-"""... and so many skips in it are a scale finding its place."""
+"""The most skips at the start that count as the search for a usable scale."""
 MOST_DIAGNOSES = 5
-"""So many places are diagnosed in a run."""
+"""The most places that are diagnosed in a run."""
 MOST_TRIED = 10
-"""So many steps are diagnosed, those that go bad at a place that is known included."""
+"""The most steps that are diagnosed, including those that go bad at a known place."""
 MOST_LOSSES = 256
-"""So many losses of a step are looked at, the last ones."""
+"""The most losses of a step that are checked, the last ones."""
 MOST_LIVE = 5
-"""So many steps are traced as they run after one that cannot be replayed."""
+"""The most steps that are traced live after one that cannot be replayed."""
 
 
 class Watch:
     """Diagnoses the steps of the training loop in a block that go bad.
 
-    A step goes bad if its loss is not finite, or if it is skipped for an overflow that is not part
-    of dynamic scaling: not at the start, where the scale finds its place, and not right after the
-    scale has grown. It is replayed at once from what the loop has called outside of any module,
-    models and loss functions, before anything of it has changed. Where it cannot be replayed, the
-    steps that follow are traced as they run.
+    A step is bad if its loss is not finite, or if it is skipped for an overflow that is not part of
+    dynamic scaling. Overflows at the start of a run, and right after the scale has grown, are part
+    of it. A bad step is replayed at once, before its state changes, from the calls of models and
+    loss functions that the loop made. If it cannot be replayed, the steps that follow are traced
+    live.
 
     Args:
-        engine: Of the scaler whose iterations count; None for those of all scalers, and for steps
-            of optimizers that no scaler has a part in.
-        model: The model. Left out, the first module with parameters that is called.
-        tell: Is called with each new diagnosis and the number of the step, counted from 1. Left
-            out, it is a :class:`halfstep.errors.DiagnosisWarning`.
+        engine: The engine of the scaler whose iterations count; None for those of all scalers, and
+            for steps of optimizers without a scaler.
+        model: The model. If left out, the first module with parameters that is called.
+        tell: Called with each new diagnosis and the number of the step, counted from 1. If left
+            out, a :class:`halfstep.errors.DiagnosisWarning` is issued.
 
     Raises:
-        TypeError: ``model`` is no module, or ``tell`` cannot be called.
+        TypeError: ``model`` is not a module, or ``tell`` cannot be called.
 
     Attributes:
         found: The diagnoses, one for each place.
-        notes: What else there is to know.
+        notes: Remarks for the next diagnosis.
 
     Sync: one a step.
     """
@@ -94,8 +94,8 @@ class Watch:
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []
         self._engine, self._model, self._tell = engine, model, tell or _warn
-        self._capture, self._start = Capture(self._is_here), _Start()
-        self._live: Live | None = None
+        self._capture, self._start = Capture(self._is_here), _ExpectedSkips()
+        self._live: LiveTrace | None = None
         self._num_live = self._num_steps = self._num_tried = self._bad_step = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
         self._losses: list[Tensor] = []
@@ -104,7 +104,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         if self in OBSERVERS:
-            raise CallOrderError("this watch is on already; make another one")
+            raise CallOrderError("this watch is already on; make another one")
         patches = Patches()
         with ExitStack() as stack:
             stack.callback(patches.undo)
@@ -126,7 +126,7 @@ class Watch:
         self.stop()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         live, self._live, self._num_live = self._live, None, 1
         try:
             if live is not None:
@@ -134,16 +134,16 @@ class Watch:
         finally:
             self._stack.close()
 
-    # --- what it is told --------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def on_loss(self, engine: Engine, outputs: Any) -> None:
-        """Take note of a loss before it is scaled."""
+        """Note a loss before it is scaled."""
         if self._engine in (None, engine) and self._is_here():
             self._is_scaled = True
             self._note_losses(outputs)
 
     def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
-        """Look at the outcomes of an iteration, and diagnose it if it went bad."""
+        """Check the outcomes of an iteration, and diagnose it if it went bad."""
         if not outcomes or self._engine not in (None, engine) or not self._is_here():
             return
         losses, self._losses = self._losses, []
@@ -167,7 +167,7 @@ class Watch:
         del self._losses[:-MOST_LOSSES]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Diagnose a step that no scaler has a part in, before it is taken."""
+        """Diagnose a step without a scaler, before it is taken."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
         if _torch.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
@@ -183,7 +183,7 @@ class Watch:
         return self._engine is None and not self._is_scaled and self._is_here()
 
     def _is_here(self) -> bool:
-        """Whether this is the process and the thread that is watched, and no replay."""
+        """Return whether this is the watched process and thread, and not a replay."""
         is_mine = os.getpid() == self._pid and threading.get_ident() == self._thread
         return is_mine and self in OBSERVERS
 
@@ -209,10 +209,10 @@ class Watch:
         if model is not None:
             why_not = across_ranks.why_together(model) or capture.why_not()
         if model is not None and why_not is None:
-            with replaying():  # the scaler that it makes is not the script's either
+            with replaying():  # hides its own scaler too
                 found = self._replayed(model, scale)
             if found is not None:
-                self._say(found)
+                self._report(found)
                 return
             why_not = capture.gap or "its replay was finite"
         self._bad_step = self._num_steps
@@ -220,57 +220,60 @@ class Watch:
         self._num_live = MOST_LIVE
         self._trace(model)
 
-    def _go_on(self, live: Live, found: Diagnosis | None) -> None:
-        """Say what was found live, or trace the next step too."""
+    def _go_on(self, live: LiveTrace, found: Diagnosis | None) -> None:
+        """Report the diagnosis of a traced step, or trace the next step too."""
         self._num_live -= 1
         if found is not None:
-            self._say(found)
+            self._report(found)
         elif live.came_from_elsewhere:
-            self.notes.append(f"what was bad in step {self._num_steps} came from another rank")
+            self.notes.append(f"the bad values in step {self._num_steps} came from another rank")
             self._came_from_elsewhere = True
         elif self._num_live:
             self._trace(live.model)
         elif not (self.found or self._came_from_elsewhere):
             note = f"steps {self._bad_step + 1} to {self._num_steps} were traced, and none went bad"
-            self._say(Diagnosis("unknown", notes=(note,)), self._bad_step)
+            self._report(Diagnosis("unknown", notes=(note,)), self._bad_step)
 
     def _trace(self, model: nn.Module | None) -> None:
         if model is not None and across_ranks.is_compiled_together(model):
-            self.notes.append("nothing is traced live where compiled code talks to other ranks")
+            self.notes.append(
+                "steps were not traced live, since compiled code communicates with other ranks"
+            )
             return
-        live = Live(model)
+        live = LiveTrace(model)
         if live.begin():
             self._live = live
         else:
-            self.notes.append("nothing is traced live inside of another dispatch mode")
+            self.notes.append("steps were not traced live, since another dispatch mode is active")
 
     def _replayed(self, model: nn.Module, scale: float | None) -> Diagnosis | None:
-        """Return the diagnosis of a replay, None if that was finite or could not be made."""
+        """Return the diagnosis of a replay, None if it was finite or failed."""
         at = 1.0 if scale is None else scale
-        multiply: Callable[[Tensor], Tensor] = _as_it_is
+        multiply: Callable[[Tensor], Tensor] = _unchanged
         if scale is not None:
             scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
 
-            def multiply(loss: Tensor) -> Tensor:  # looked up in each replay, which patches it
+            def multiply(loss: Tensor) -> Tensor:  # looked up at each call, since replays patch it
                 scaled: Tensor = scaler.scale(loss)
                 return scaled
 
         try:
-            found = Diagnosing(self._capture.step(multiply, at), model).answer(with_underflow=False)
+            step = self._capture.step(multiply, at)
+            found = diagnosis_of(step, model, with_underflow=False)
         except RanksError:
             self._capture.gap = "the model or the loss waits for other ranks"
             return None
-        except Exception as error:  # of the user's code, out of its place
+        except Exception as error:  # raised by the user's code
             self.notes.append(f"a replay raised {type(error).__name__}: {error}")
             return None
         if self._capture.gap is not None and found.verdict == "data":
             named = replicated(model)
-            # What was computed in the gap is as it was, and looks like data.
+            # Values computed in the gap are not computed again, and look like data.
             known = {name for name, _ in (*named.named_parameters(), *named.named_buffers())}
             return found if found.tensor in known else None
         return None if found.verdict == "none" else found
 
-    def _say(self, found: Diagnosis, step: int | None = None) -> None:
+    def _report(self, found: Diagnosis, step: int | None = None) -> None:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, f"the loss of step {self._num_steps - 1} was finite")
@@ -281,15 +284,15 @@ class Watch:
             self._tell(found, self._num_steps if step is None else step)
 
 
-class _Start:
-    """Tells skips that are part of dynamic scaling from others."""
+class _ExpectedSkips:
+    """Distinguishes skips that are part of dynamic scaling from others."""
 
     def __init__(self) -> None:
         self._num_steps = self._num_skips = 0
         self._last_taken: Outcome | None = None
 
     def is_bad(self, outcome: Outcome) -> bool:
-        """Say whether a step that has ended went bad. Sync: one for a fused optimizer."""
+        """Return whether a finished step went bad. Sync: one for a fused optimizer."""
         self._num_steps += 1
         if outcome.taken:
             self._last_taken = outcome  # its scale is read only if a skip follows
@@ -313,7 +316,7 @@ def _place(found: Diagnosis) -> tuple[object, ...]:
     return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
 
 
-def _as_it_is(loss: Tensor) -> Tensor:
+def _unchanged(loss: Tensor) -> Tensor:
     return loss
 
 

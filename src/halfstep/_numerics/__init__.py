@@ -1,1 +1,1 @@
-"""What numbers look like in a format, and what there is in a tensor."""
+"""Number formats, and the statistics of tensors."""

@@ -1,4 +1,4 @@
-"""The formats that values are judged by: where each ends, above and below.
+"""Number formats: where each ends, above and below, and rounding to one.
 
 Sources: IEEE 754-2019 (binary16); P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
 arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in casts of PyTorch. The
@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -20,8 +26,8 @@ class Format:
     """A floating-point format.
 
     Attributes:
-        name: What the record calls it.
-        dtype_name: What PyTorch calls it, ``"float16"``.
+        name: The name in a record, ``"fp16"``.
+        dtype_name: PyTorch's name, ``"float16"``.
         largest: The largest finite value.
         smallest_normal: The smallest value with full precision.
         smallest_subnormal: The smallest value above zero.
@@ -56,16 +62,16 @@ def _format(
     """Return a format.
 
     Args:
-        name: What the record calls it.
-        dtype_name: What PyTorch calls it.
+        name: The name in a record.
+        dtype_name: PyTorch's name.
         largest: The largest finite value.
         first: The exponent of the smallest normal value.
         digits: The stored bits of the significand.
         has_inf: Whether it has inf.
     """
     last = math.floor(math.log2(largest))
-    # Halfway to the value that would come next. With inf that tie is rounded to inf, since the
-    # largest finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
+    # The tie with the value that would come next. With inf it is rounded to inf, since the largest
+    # finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
     tie = largest + 2.0 ** (last - digits) / 2
     last_held = tie - 2.0 ** (last - 23) if has_inf else tie
     return Format(name, dtype_name, largest, 2.0**first, 2.0 ** (first - digits), last_held)
@@ -80,7 +86,42 @@ FORMATS = {
         _format("e5m2", "float8_e5m2", 57344.0, -14, 2),
     )
 }
-"""The formats by the names that the record gives them."""
+"""The formats, by their names in a record."""
 
 FORMATS_BY_DTYPE = {format.dtype_name: format for format in FORMATS.values()}
-"""The same by the names of their dtypes, such as ``"float16"``."""
+"""The formats, by the names of their dtypes, such as ``"float16"``."""
+
+
+def rounded(tensor: Tensor, format: Format, *, saturate: bool) -> Tensor:
+    """Return the values of a tensor as a format holds them: to nearest, ties to even.
+
+    PyTorch casts the values that the format can hold, there and back. All machines agree on those,
+    subnormals included: the casts are instructions of IEEE 754, or operations on the bits. Values
+    that are too large are never cast, since versions of PyTorch treat them differently in float8.
+
+    Args:
+        tensor: Real floating-point values of any shape.
+        format: The format to round to.
+        saturate: Whether values that are too large, inf included, become the largest value of the
+            format, as in the float8 casts of hardware. Otherwise they become inf, or NaN in e4m3,
+            which has no inf.
+
+    Returns:
+        A float32 tensor of the same shape on the same device. NaN stays NaN.
+
+    Sync: none.
+
+    Example:
+        >>> from halfstep._numerics.formats import FORMATS
+        >>> values = torch.tensor([1.06, 3e-4, 500.0])
+        >>> rounded(values, FORMATS["e4m3"], saturate=True).tolist()
+        [1.0, 0.0, 448.0]
+        >>> rounded(values, FORMATS["e4m3"], saturate=False).tolist()
+        [1.0, 0.0, nan]
+    """
+    values = tensor.float()
+    held = values.clamp(-format.largest, format.largest).to(format.dtype).float()
+    if saturate:
+        return held
+    beyond = values * (math.nan if format.name == "e4m3" else math.inf)
+    return beyond.where(values.abs() > format.last_held, held)

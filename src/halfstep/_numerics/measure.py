@@ -1,13 +1,14 @@
-"""Looking at a tensor: what :class:`halfstep._numerics.statistics.Statistics` holds, in few passes.
+"""Measurement of a tensor: its statistics in few passes, and whether its values are finite.
 
-Magnitudes are taken as bit patterns of float32, which are ordered as the numbers are. Almost all
-counts follow from one histogram of their exponents; entries are compared with a limit only if some
-lie in the bin that the limit cuts. A large tensor is read once for its extremes, and the rest is
-counted in a sample of its rows, and of their entries where rows are long.
+Magnitudes are compared as bit patterns of float32, which have the order of the numbers. One
+histogram of their exponents gives almost all counts; entries are compared with a limit only if the
+bin that contains it is not empty. A large tensor is read once for its extremes; the rest is counted
+in a sample of its rows, and of the entries of long rows.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 
@@ -20,12 +21,12 @@ from halfstep._numerics.formats import FORMATS
 from halfstep._numerics.statistics import Statistics, binned
 
 LARGE = {"cpu": 2**16}
-"""More entries than this are sampled, by device type: counting is slow on a CPU."""
+"""The most entries that are all counted, by device type: counting is slow on a CPU."""
 LARGE_ELSEWHERE = 2**24
 NUM_ROWS = 16
-"""A sample has at least so many rows."""
+"""The fewest rows in a sample."""
 ROW = 1024
-"""What has no rows is cut into rows of this length."""
+"""The length of the rows into which a vector is cut."""
 
 _INF = 0x7F800000  # the bits of inf; those of NaN are above
 _NUM_BINS = 257  # zero, 255 exponents, NaN
@@ -34,14 +35,13 @@ _FIRST, _LAST = -126, 128  # exponents of the second bin, magnitudes up to 2**-1
 
 @torch.no_grad()
 def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
-    """Look at the values of a tensor.
+    """Return the statistics of a tensor.
 
     Args:
-        tensor: Of any shape, dtype and layout. float64 is looked at in float32.
-        is_gradient: Also take the norm, and count the zeros that underflow has made, if the values
-            have passed through float16: those in rows and columns that are not all zero, since a
-            whole row or column of zeros is what an unused embedding or a dead unit leaves. Of a
-            vector none can be told.
+        tensor: Of any shape, dtype and layout. float64 is measured in float32.
+        is_gradient: Also compute the norm and, if the values have passed through float16, count
+            the zeros that underflow has made. Rows and columns of zeros only do not count: an
+            unused embedding or a dead unit leaves them. For the same reason a vector has none.
 
     Returns:
         None for a tensor that holds no floating-point numbers of its own, such as one inside of
@@ -71,8 +71,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 def float_values(tensor: Tensor) -> Tensor | None:
     """Return the floating-point numbers that a tensor of any layout holds, None if it has none.
 
-    So it is with whole numbers, inside of ``torch.func.vmap``, and where there are no values. Of a
-    DTensor it is the part that this rank has: no other rank is asked.
+    A tensor of integers has none, nor has one inside of ``torch.func.vmap`` or one without data. Of
+    a DTensor it is the local part; no communication takes place.
     """
     values = tensor.detach()
     values = _torch.local_part(values)
@@ -90,17 +90,17 @@ def _limit(values: Tensor) -> int:
 
 
 def _rows_of(values: Tensor) -> Tensor:
-    """Return rows at equal distances, with about as many entries as are counted."""
+    """Return rows at equal distances, with about as many entries as the limit allows."""
     if values.ndim < 2:
         flat = values.reshape(-1)
         rows = flat[: flat.numel() // ROW * ROW].view(-1, ROW)
     else:
-        # Of the weights of a convolution the last dimension is a few entries of a row.
+        # In the weights of a convolution the last dimension is only a part of a row.
         is_matrix_of_rows = values.shape[-1] > 7
         rows = values.reshape(-1, values.shape[-1]) if is_matrix_of_rows else values.flatten(1)
     limit = _limit(values)
     sample = rows[:: max(rows.shape[0] // max(limit // rows.shape[1], NUM_ROWS), 1)]
-    return sample[:, :: max(sample.numel() // (NUM_ROWS * limit), 1)]  # of rows that are too long
+    return sample[:, :: max(sample.numel() // (NUM_ROWS * limit), 1)]  # shortens long rows
 
 
 def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
@@ -108,11 +108,11 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
     if not bits.numel():
         none = dict.fromkeys(FORMATS, 0)
         return Statistics(size, 0, 0, 0, 0, 0.0, None, 0, [], none, none)
-    # One less, so that a power of two counts with what is smaller: it ends a bin.
+    # One less, so that a power of two is the last number of its bin.
     bins = torch.bincount(((bits - 1) >> 23) + 1, minlength=_NUM_BINS)
     zeros, *counts, nan, low, high = torch.cat([bins, torch.stack(torch.aminmax(bits))]).tolist()
     inf = int((bits == _INF).sum()) if counts[-1] else 0
-    counts[-1] -= inf  # they stood with the largest finite numbers
+    counts[-1] -= inf  # the last bin counted them too
     histogram = {exponent: n for exponent, n in enumerate(counts, start=_FIRST) if n}
     if high >= _INF:
         high = int(torch.where(bits < _INF, bits, 0).max())
@@ -140,7 +140,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
 
 
 def _count_above(bits: Tensor, histogram: dict[int, int], limit: float) -> int:
-    """Return how many finite magnitudes are larger; looks at them only if it has to."""
+    """Return how many finite magnitudes are above a limit, from the histogram if possible."""
     limit_bits = _bits(limit)
     cut = max(((limit_bits - 1) >> 23) + _FIRST, _FIRST)
     above = sum(count for exponent, count in histogram.items() if exponent > cut)
@@ -152,14 +152,14 @@ def _count_above(bits: Tensor, histogram: dict[int, int], limit: float) -> int:
 
 
 def _is_from_float16(values: Tensor, sample: Tensor, amin: float | None) -> bool:
-    """Say whether the values have passed through float16, which may have flushed some of them."""
+    """Return whether the values have passed through float16, which may have flushed some."""
     if values.dtype is torch.float16:
         return True
-    # Where there is nothing small nothing was flushed; and down to there bfloat16's values, with
-    # their 8 bits, are values of float16 too.
+    # Without small values nothing was flushed. And above this limit the values of bfloat16, which
+    # have 8 bits, are values of float16 too.
     if amin is None or amin >= FORMATS["fp16"].smallest_subnormal * 2**7:
         return False
-    # Those of float16 are multiples of its smallest one, and so are their sums.
+    # Values of float16 are multiples of its smallest one, and so are their sums.
     multiples = sample / FORMATS["fp16"].smallest_subnormal
     return bool(((multiples == multiples.round()) | ~multiples.isfinite()).all())
 
@@ -177,3 +177,51 @@ def _bits(value: float) -> int:
 def _float(bits: int) -> float:
     values: Sequence[float] = struct.unpack(">f", bits.to_bytes(4, "big"))
     return values[0]
+
+
+def extremes(tensor: Tensor) -> tuple[float, float] | None:
+    """Return the smallest and the largest value, NaN if there is one. Sync: one.
+
+    None for a tensor without floating-point numbers, or without memory of its own.
+    """
+    values = float_values(tensor)
+    if values is None or not values.numel():
+        return None
+    if values.element_size() == 1:  # PyTorch cannot compare float8
+        values = values.float()
+    try:
+        low, high = torch.stack(torch.aminmax(values)).tolist()
+    except RuntimeError:  # the zeros of forward-mode AD have no data
+        return None
+    return low, high
+
+
+MINUS_INF, INF, NAN = range(3)
+"""How bad a value is: NaN and inf spread; -inf alone may come from a mask."""
+
+
+def badness(values: Tensor) -> int | None:
+    """Return how bad the worst value is: MINUS_INF, INF or NAN; None for finite. Sync: one."""
+    found = extremes(values)
+    if found is None or all(map(math.isfinite, found)):
+        return None
+    if math.isnan(found[1]):
+        return NAN
+    return INF if found[1] == math.inf else MINUS_INF
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor contains no inf and no NaN. Sync: one."""
+    return badness(tensor) is None
+
+
+def is_mask(tensor: Tensor) -> bool:
+    """Return whether a tensor is an additive mask: it contains -inf and one other number."""
+    values = float_values(tensor)
+    if values is None:
+        return False
+    is_inf = values == -math.inf
+    rest = values[~is_inf]
+    if not rest.numel():
+        return values.ndim == 0
+    return bool(is_inf.any()) and bool((rest == rest[0]).all()) and math.isfinite(rest[0].item())

@@ -1,4 +1,4 @@
-"""What is known of the values of a tensor: counts, extremes and a histogram, as plain numbers."""
+"""Statistics of the values of a tensor: counts, extremes and a histogram, as plain numbers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _Number = TypeVar("_Number", int, float)
 class Statistics(Struct, frozen=True, gc=False):
     """Counts, extremes and a histogram of magnitudes.
 
-    Everything adds up: what several ranks, or several calls of a module, have seen is combined
-    exactly by :meth:`merged`.
+    Statistics add up: :func:`merged` combines those of several ranks, or of several calls of a
+    module, exactly.
 
     Attributes:
         size: Number of entries.
-        measured: How many of them the counts and the histogram are of: all, or a sample.
+        measured: Number of entries that were counted: all, or a sample.
         zeros: Entries that are zero.
         nan: Entries that are NaN.
         inf: Entries that are inf or -inf.
@@ -33,10 +33,10 @@ class Statistics(Struct, frozen=True, gc=False):
         histogram: Finite entries by exponent: ``e`` stands for magnitudes in (2**(e-1), 2**e].
         underflow: By the name of a format, the entries above zero that it rounds to zero.
         overflow: By the name of a format, the finite entries that it cannot hold.
-        flushed: Of a gradient that has passed through float16: the zeros that underflow has made,
-            as :func:`halfstep._numerics.measure.measure` tells them. None if it has not, or if it
-            holds nothing so small that it could be told, and for anything else.
-        square_sum: Sum of the squares of all entries; None if it was not asked for.
+        flushed: The zeros that underflow has made in a gradient that has passed through float16,
+            as :func:`halfstep._numerics.measure.measure` finds them. None for a gradient that has
+            not, or that has no values small enough to tell, and for other tensors.
+        square_sum: Sum of the squares of all entries; None if it was not computed.
     """
 
     size: Count
@@ -54,7 +54,7 @@ class Statistics(Struct, frozen=True, gc=False):
     square_sum: float | None = None
 
     def share(self, count: int) -> float:
-        """Return a count as a share of what was measured, 0 to 1."""
+        """Return a count as a share of the measured entries, 0 to 1."""
         return count / self.measured if self.measured else 0.0
 
     def lost(self, format: Format = FORMATS["fp16"]) -> int:
@@ -65,7 +65,7 @@ class Statistics(Struct, frozen=True, gc=False):
         """Return how many measured entries would underflow if all were multiplied by a factor.
 
         Exact for a power of two (float32 subnormals count as one bin); between two powers it is the
-        count at the smaller one. What has been flushed already is not known any more.
+        count at the smaller one. Entries that are zero already are not counted.
         """
         last = math.floor(math.log2(format.flushed_below / factor))
         return sum(self.histogram[: max(last + 1 - self.first, 0)])
@@ -80,20 +80,20 @@ class Statistics(Struct, frozen=True, gc=False):
 
 
 def binned(by_exponent: Mapping[int, int]) -> tuple[int, list[int]]:
-    """Return the exponent of the first bin of a histogram, and the counts of all."""
+    """Return the exponent of the first bin of a histogram, and the counts of all bins."""
     first = min(by_exponent, default=0)
     return first, [by_exponent.get(e, 0) for e in range(first, max(by_exponent, default=-1) + 1)]
 
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
-    """Return the statistics of all together.
+    """Return the statistics of several parts together.
 
     Raises:
-        TypeError: There are none.
+        TypeError: There are no parts.
     """
     parts = tuple(statistics)
     if not parts:
-        raise TypeError("there are no statistics to put together")
+        raise TypeError("there are no statistics to merge")
     first, histogram = _sum_of_bins([part for part in parts if part.histogram])
     return Statistics(
         size=sum([part.size for part in parts]),

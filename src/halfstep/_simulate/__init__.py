@@ -1,4 +1,4 @@
-"""Running a model as if in a lower precision, on a machine that need not have it."""
+"""Simulation of a lower precision, on a machine that need not have it."""
 
 from halfstep._simulate.simulate import simulate
 

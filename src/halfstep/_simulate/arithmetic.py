@@ -1,32 +1,38 @@
-"""How the ops of a block compute: what the two ways to simulate a format have in common."""
+"""Arithmetic of simulated formats: how an op computes in sixteen bits, and in float8."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from halfstep._simulate.counts import Counts
+from halfstep import _torch
+from halfstep._autocast.casts import tensors_in
+from halfstep._numerics.formats import Format, dtype_name, rounded
+from halfstep._simulate.counts import RoundingCounts
+from halfstep._trace.ops import casts_to, op_name, written_to
 from halfstep._trace.rows import Phase
 
 
 @dataclass(frozen=True)
-class Where:
-    """Where an op runs.
+class OpContext:
+    """Module, phase and rule of an op, and the counts of its values.
 
     Attributes:
-        module: The path of the module that it belongs to.
+        module: The path of the module that the op belongs to.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         is_lowered: Whether it is part of an op that the policy lowers, or of its gradient.
-        counts: What counts the values that are rounded.
+        counts: The counts to which rounded values are added.
     """
 
     module: str
     phase: Phase
     is_lowered: bool
-    counts: Counts
+    counts: RoundingCounts
 
     def note(self, values: Tensor) -> None:
         """Count values just before they are rounded. Sync: none."""
@@ -34,22 +40,24 @@ class Where:
 
 
 class Arithmetic(Protocol):
-    """Runs an op below autograd as it would run on hardware that has the format."""
+    """Way to run an op below autograd as hardware with the format would run it."""
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: Where) -> Any:
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
+    ) -> Any:
         """Run an op and return its result.
 
         Args:
             func: The op.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            where: Where it runs.
+            context: Its module, phase and rule.
         """
         ...
 
 
 def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a value with ``function`` of each tensor in it and in its lists, tuples and dicts."""
+    """Return a value with ``function`` applied to the tensors in it and in its containers."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -57,3 +65,241 @@ def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: each_tensor(item, function) for key, item in value.items()}
     return value
+
+
+# Their results are their inputs in another order, or not computed.
+_MOVE = {
+    *("clone", "_to_copy", "copy_", "cat", "stack", "index", "index_select", "gather", "embedding"),
+    *("where", "masked_fill", "masked_fill_", "constant_pad_nd", "repeat", "flip", "roll", "sort"),
+    *("slice_backward", "select_backward", "masked_select", "max_pool2d_with_indices", "topk"),
+    *("slice_scatter", "select_scatter", "tril", "triu", "fill_", "zero_", "lift_fresh"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones"),
+    *("new_full", "new_empty_strided"),
+}
+
+
+class HalfArithmetic:
+    """Arithmetic of float16 and bfloat16: ops compute in float32 and round each result once.
+
+    Autocast itself makes the tensors, so PyTorch's own rules decide which are in lower precision.
+    Only the arithmetic differs from that of the machine: it is that of matrix units, which
+    accumulate in float32 and round once.
+
+    Args:
+        format: fp16 or bf16.
+    """
+
+    def __init__(self, format: Format) -> None:
+        self._low = format.dtype
+        self._name = dtype_name(format.dtype)
+        self._dtypes = ResultDtypes()
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
+    ) -> Any:
+        """Run an op; see :class:`halfstep._simulate.arithmetic.Arithmetic`."""
+        if casts_to(func, args, kwargs) == self._name:
+            context.note(args[1] if op_name(func) == "copy_" else args[0])
+        elif self._computes_in_place(func, args, kwargs):
+            return self._run_in_place(func, args, kwargs, context)
+        elif self._computes(func, args, kwargs):
+            dtypes = self._dtypes.of(func, args, kwargs)
+            if self._low in dtypes:
+                return self._run_wide(func, args, kwargs, dtypes, context)
+        return func(*args, **kwargs)
+
+    def _computes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        name = op_name(func)
+        if func.is_view or func._schema.is_mutable or name in _MOVE or func.namespace != "aten":
+            return False
+        if not any(t.dtype is self._low for t in tensors_in((args, kwargs))):
+            return False
+        if "attention" in name:  # on CUDA the fused ops have no float32 form
+            return "_for_cpu" in name or "efficient" in name
+        if "batch_norm" in name:  # it writes to its running statistics, which must not be copies
+            return args[3] is None or args[3].dtype is not self._low
+        if name in (
+            "_softmax",
+            "_log_softmax",
+        ):  # the argument asks for float32, invalid for float32 inputs
+            return not args[2]
+        return torch.Tag.nondeterministic_seeded not in func.tags  # they would draw other numbers
+
+    def _computes_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether an op computes and writes to a tensor in lower precision."""
+        name = op_name(func)
+        if not func._schema.is_mutable or name in _MOVE or func.namespace != "aten":
+            return False
+        if not (torch.Tag.pointwise in func.tags or name in ("addmm_", "baddbmm_", "addmv_")):
+            return False
+        written = written_to(func, args, kwargs)
+        is_first = len(written) == 1 and bool(args) and written[0] is args[0]
+        return is_first and isinstance(args[0], Tensor) and args[0].dtype is self._low
+
+    def _wide(self, values: Any) -> Any:
+        return each_tensor(values, lambda t: t.float() if t.dtype is self._low else t)
+
+    def _run_in_place(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
+    ) -> Any:
+        wide = self._wide(args)
+        func(*wide, **self._wide(kwargs))
+        context.note(wide[0])
+        args[0].copy_(wide[0])
+        return args[0]
+
+    def _run_wide(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtypes: tuple[torch.dtype, ...],
+        context: OpContext,
+    ) -> Any:
+        asked = [torch.float32 if arg is self._low else arg for arg in args]
+        named = {k: torch.float32 if arg is self._low else arg for k, arg in kwargs.items()}
+        result = func(*self._wide(asked), **self._wide(named))
+        left = iter(dtypes)
+
+        def narrowed(tensor: Tensor) -> Tensor:
+            if next(left) is not self._low:
+                return tensor
+            context.note(tensor)
+            return tensor.to(self._low)
+
+        return each_tensor(result, narrowed)
+
+
+class ResultDtypes:
+    """Dtypes of the tensors that an op returns, found with tensors without values."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[torch.dtype, ...]] = {}
+
+    def of(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[torch.dtype, ...]:
+        """Return them in order; an empty tuple for an op that cannot run without values."""
+        key = (func, _kind(args), _kind(kwargs))
+        if key not in self._known:
+            self._known[key] = _found(func, args, kwargs)
+        return self._known[key]
+
+
+def _kind(value: Any) -> Any:
+    """Return a key with all that the dtypes of results may depend on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim() == 0
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((key, _kind(item)) for key, item in sorted(value.items()))
+    return value if isinstance(value, (bool, torch.dtype)) else type(value)
+
+
+def _found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype, ...]:
+    def empty(tensor: Tensor) -> Tensor:
+        size, stride = tensor.size(), tensor.stride()
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+
+    named = {k: "meta" if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+    try:
+        with _torch.unseen_by_modes():
+            result = func(*each_tensor(args, empty), **each_tensor(named, empty))
+    except (NotImplementedError, RuntimeError):  # its result may depend on values
+        return ()
+    return tuple(tensor.dtype for tensor in tensors_in((result,)))
+
+
+# The positions of the operands that matrix units multiply. The others, such as the bias, are added
+# to the sums of the products, in float32.
+_OPERANDS: dict[str, tuple[int, ...]] = {
+    "mm": (0, 1),
+    "bmm": (0, 1),
+    "mv": (0, 1),
+    "dot": (0, 1),
+    "vdot": (0, 1),
+    "addmm": (1, 2),
+    "_addmm_activation": (1, 2),
+    "addbmm": (1, 2),
+    "baddbmm": (1, 2),
+    "addmv": (1, 2),
+    "addr": (1, 2),
+    "conv_tbc": (0, 1),
+    "conv_tbc_backward": (0, 1, 2),
+    "convolution": (0, 1),
+    "convolution_backward": (0, 1, 2),
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
+    "_scaled_dot_product_efficient_attention": (0, 1, 2),
+    "_scaled_dot_product_efficient_attention_backward": (0, 1, 2, 3),
+}
+
+
+class Float8Arithmetic:
+    """Arithmetic of float8: the operands of lowered products are clipped and rounded.
+
+    Results are not rounded. Operands are counted in the forward pass. In the backward pass they are
+    rounded again, and only the incoming gradients are counted, each once.
+
+    Args:
+        format: An eight bit format.
+        scale_by_amax: Whether each operand is scaled for the rounding by the power of two that
+            brings its largest magnitude just below the largest value of the format.
+    """
+
+    def __init__(self, format: Format, *, scale_by_amax: bool) -> None:
+        self._format = format
+        self._scale_by_amax = scale_by_amax
+        self._counted: dict[tuple[str, int], Any] = {}  # with a reference that keeps the key unique
+        self._is_behind = False
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
+    ) -> Any:
+        """Run an op; see :class:`halfstep._simulate.arithmetic.Arithmetic`."""
+        places = _OPERANDS.get(op_name(func), ()) if context.is_lowered else ()
+        if not places or any(args[place].dtype is not torch.float32 for place in places):
+            return func(*args, **kwargs)
+        operands = list(args)
+        for place in places:
+            operands[place] = self._rounded(args[place], context)
+        return func(*operands, **kwargs)
+
+    def _rounded(self, operand: Tensor, context: OpContext) -> Tensor:
+        scale = _scale(operand, self._format) if self._scale_by_amax else None
+        values = operand if scale is None else operand * scale
+        if self._is_to_count(operand, context):
+            context.note(_without_repeats(values))
+        held = rounded(values, self._format, saturate=True)
+        return held if scale is None else held / scale
+
+    def _is_to_count(self, operand: Tensor, context: OpContext) -> bool:
+        is_backward = context.phase == "backward"
+        if self._is_behind and context.phase == "forward":  # a new step
+            self._counted.clear()
+        self._is_behind = is_backward
+        reference = _torch.memory_of(operand)
+        key = (context.module, reference.cdata)
+        is_new = key not in self._counted
+        self._counted[key] = reference
+        return is_new or not is_backward
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """Return an expanded tensor with each value once."""
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
+    return tensor
+
+
+def _scale(values: Tensor, format: Format) -> Tensor:
+    """Return the largest power of two by which all finite values can be multiplied."""
+    sizes = values.abs()
+    amax = torch.where(sizes < math.inf, sizes, 0.0).amax() if values.numel() else sizes.sum()
+    _, exponent = torch.frexp(amax)  # amax < 2 ** exponent
+    _, of_largest = math.frexp(format.largest)
+    # The bits of a float32 power of two that is neither subnormal nor inf.
+    bits = ((of_largest - 1 - exponent).clamp(-126, 126) + 127) << 23
+    scale: Tensor = bits.to(torch.int32).view(torch.float32)
+    return scale

@@ -1,9 +1,10 @@
-"""What rounding does to the values of a model, by module and phase."""
+"""Counts of the values that rounding loses, by module and phase; and their text."""
 
 from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +14,20 @@ from torch import Tensor
 from halfstep import _torch
 from halfstep._numerics.formats import Format
 from halfstep._trace.rows import Phase
+from halfstep._trace.text import TableLine, aligned
 
 
 @dataclass(frozen=True)
-class Count:
-    """What became of the values that were rounded in a module.
+class RoundingCount:
+    """Counts of the values that were rounded in a module.
 
     Attributes:
-        module: Its path; empty for the model itself and for what runs outside of it.
+        module: Its path; empty for the model itself and for ops outside of it.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         values: How many values were rounded.
-        saturated: Finite ones that the format cannot hold: they became inf or the largest value.
-        flushed: Ones above zero that became zero.
-        amax: The largest finite magnitude, as the format would have to hold it.
+        saturated: How many finite values were too large: they became inf or the largest value.
+        flushed: How many values that were not zero became zero.
+        amax: The largest finite magnitude before rounding.
     """
 
     module: str
@@ -37,7 +39,7 @@ class Count:
 
     @property
     def share(self) -> float:
-        """What was saturated or flushed as a share of all values, 0 to 1."""
+        """The share of values that were saturated or flushed, 0 to 1."""
         return (self.saturated + self.flushed) / self.values if self.values else 0.0
 
     def plain(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class Count:
 
 @dataclass
 class _Sum:
-    """Sums on a device, which nothing waits for until they are read."""
+    """Sums on a device, which are read only at the end."""
 
     values: int
     saturated: Tensor
@@ -63,18 +65,18 @@ class _Sum:
     amax: Tensor
 
     def add(self, other: _Sum) -> None:
-        # Not in place: a tensor of inference mode may be changed nowhere else.
+        # Not in place: a tensor made in inference mode must not be changed outside of it.
         self.values += other.values
         self.saturated = self.saturated + other.saturated
         self.flushed = self.flushed + other.flushed
         self.amax = torch.maximum(self.amax, other.amax)
 
 
-class Counts:
-    """Counts as they come in, from several threads.
+class RoundingCounts:
+    """Running counts, to which several threads add.
 
     Args:
-        format: The format that is rounded to.
+        format: The format to which values are rounded.
     """
 
     def __init__(self, format: Format) -> None:
@@ -95,14 +97,14 @@ class Counts:
                 else:
                     self._sums[key] = counted
 
-    def rows(self) -> list[Count]:
+    def rows(self) -> list[RoundingCount]:
         """Return the counts by module and phase. Sync: waits for the devices."""
         with self._lock:
             sums = dict(self._sums)
-        rows: dict[tuple[str, Phase], Count] = {}
+        rows: dict[tuple[str, Phase], RoundingCount] = {}
         for (module, phase, _), found in sums.items():
-            before = rows.get((module, phase), Count(module, phase, 0, 0, 0, 0.0))
-            rows[module, phase] = Count(
+            before = rows.get((module, phase), RoundingCount(module, phase, 0, 0, 0, 0.0))
+            rows[module, phase] = RoundingCount(
                 module,
                 phase,
                 before.values + found.values,
@@ -115,10 +117,76 @@ class Counts:
 
 def _counted(values: Tensor, format: Format) -> _Sum:
     sizes = values.detach().abs()
-    finite = torch.where(sizes < math.inf, sizes, 0.0)  # without NaN, too
+    finite = torch.where(sizes < math.inf, sizes, 0.0)  # without NaN too
     return _Sum(
         values.numel(),
         (finite > format.last_held).sum(),
         ((sizes > 0) & (sizes <= format.flushed_below)).sum(),
         finite.amax().float(),
     )
+
+
+_HEAD = ("module", "phase", "values", "saturated", "flushed", "share", "amax")
+
+
+def counts_text(
+    rows: Sequence[RoundingCount], format: Format, *, clips: bool, notes: Sequence[str]
+) -> str:
+    """Return the counts as a table between two lines of summary and the notes."""
+    lines: list[TableLine] = [_HEAD, *map(_cells, rows)]
+    body = aligned(lines, right=_HEAD[2:]) if rows else []
+    return "\n".join(
+        [summary_text(rows, format), worst_text(rows, format, clips=clips), *body, *notes]
+    )
+
+
+def summary_text(rows: Sequence[RoundingCount], format: Format) -> str:
+    """Return ``"fp16: 81,920 values rounded, 12 saturated, 3,004 flushed to zero"``."""
+    values, saturated, flushed = (
+        sum(getattr(row, name) for row in rows) for name in ("values", "saturated", "flushed")
+    )
+    return (
+        f"{format.name}: {values:,} values rounded, {saturated:,} saturated, "
+        f"{flushed:,} flushed to zero"
+    )
+
+
+def worst_text(rows: Sequence[RoundingCount], format: Format, *, clips: bool) -> str:
+    """Return a line about the first row, which is the worst."""
+    if not rows:
+        return "nothing was rounded: no product that the policy lowers ran in the block"
+    row = rows[0]
+    if not row.saturated + row.flushed:
+        return f"worst: none; every value is in the range of {format.name}"
+    parts = []
+    if row.saturated:
+        became = f"clipped to {format.largest:,g}" if clips else "became inf"
+        parts.append(f"{_percent(row.saturated, row.values)} of its values {became}")
+    if row.flushed:
+        of = "" if parts else " of its values"
+        parts.append(f"{_percent(row.flushed, row.values)}{of} became zero")
+    ends = f"{format.name} ends at {format.largest:,g} and {format.smallest_subnormal:.3g}"
+    lost = " and ".join(parts)
+    return f"worst: {_name(row)}, {row.phase}: {lost}; largest {row.amax:.3g}, {ends}"
+
+
+def _name(row: RoundingCount) -> str:
+    return row.module or "(in no submodule)"
+
+
+def _cells(row: RoundingCount) -> tuple[str, ...]:
+    lost = row.saturated + row.flushed
+    return (
+        _name(row),
+        row.phase,
+        f"{row.values:,}",
+        f"{row.saturated:,}",
+        f"{row.flushed:,}",
+        _percent(lost, row.values),
+        f"{row.amax:.3g}",
+    )
+
+
+def _percent(count: int, of: int) -> str:
+    share = 100 * count / of
+    return f"{share:.3g} %" if share < 99.95 or count == of else f"{share:.5g} %"

@@ -1,61 +1,117 @@
-"""The context manager that runs a model as if in a lower precision."""
+"""Simulation context: runs the block as if in a lower precision."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from halfstep import _torch
+from halfstep._autocast import kernels
 from halfstep._autocast.context import default_device
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy
+from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import did_you_mean
 from halfstep._common.force_eager import eager
 from halfstep._numerics.formats import FORMATS, Format
-from halfstep._simulate import text
-from halfstep._simulate.arithmetic import Arithmetic
-from halfstep._simulate.autocasting import autocast_forward, without_lowering
-from halfstep._simulate.counts import Count, Counts
-from halfstep._simulate.halves import Halves
-from halfstep._simulate.products import Products
-from halfstep._simulate.simulator import Simulator, rules_told
+from halfstep._simulate.arithmetic import Arithmetic, Float8Arithmetic, HalfArithmetic
+from halfstep._simulate.counts import RoundingCount, RoundingCounts, counts_text, summary_text
+from halfstep._simulate.simulator import Simulator, rules_observed
 from halfstep.errors import CallOrderError
 
-_EAGER = "compiled code ran eager: no op of it can be simulated when it runs compiled"
-_NOT_RUN = "no module of the model ran: is it the one that was called?"
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@contextmanager
+def autocast_forward(devices: list[str], dtype: torch.dtype, policy: Policy) -> Iterator[None]:
+    """Enter autocast for the forward passes of a block, even with a dtype the device lacks.
+
+    Casts of weights are not cached, so that each is counted and none outlives the block.
+
+    Args:
+        devices: The device types.
+        dtype: The lower precision.
+        policy: The policy.
+    """
+    with ExitStack() as stack:
+        for device in devices:
+            switches = _torch.Switches(device, dtype, True, False)
+            number = kernels.prepare(policy, device)
+            stack.enter_context(Region(Settings(switches, number, inherit=False)))
+        stack.enter_context(_OffInBackward(devices))
+        yield
+
+
+@cache
+def without_lowering(policy: Policy) -> Policy:
+    """Return a policy with rules for the same ops, but float32 where ``policy`` lowers.
+
+    Autocast cannot lower to float8. Lowering to float32 does not work either: checkpointed
+    functions would be recomputed without autocast.
+    """
+    return Policy(
+        replace(rule, action="fp32") if rule.action == "lower" else rule for rule in policy.rules
+    )
+
+
+class _OffInBackward(TorchFunctionMode):
+    """Switches autocast off in backward passes, where it would lower ops that ran in float32."""
+
+    def __init__(self, devices: list[str]) -> None:
+        super().__init__()
+        self._devices = devices
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        with ExitStack() as stack:
+            if func in _BACKWARD:
+                for device in self._devices:
+                    outside = _torch.autocast_switches(device)
+                    switches = outside._replace(enabled=False)
+                    stack.enter_context(Region(Settings(switches, None, inherit=False)))
+            return func(*args, **(kwargs or {}))
+
+
+_EAGER = "compiled code ran in eager mode: ops of compiled code cannot be simulated"
+_NOT_RUN = "no module of the model ran: is this the model that was called?"
 
 
 class simulate:
     """Run a block as if in a lower precision, and count the values that do not survive it.
 
-    What the policy lowers, and its gradients, have the values that they would have on hardware
-    with that format; nothing else changes, and nothing stays changed after the block. float16 and
-    bfloat16 are autocast, with results computed in float32 and rounded once. With the formats of
-    eight bits, the operands of matrix products and convolutions are rounded, clipped to the
-    largest value, and results stay wide. docs/simulate.md says what is simulated and what is not.
+    Ops that the policy lowers, and their gradients, have the values that they would have on
+    hardware with that format. Nothing else changes, and nothing stays changed after the block.
+    float16 and bfloat16 use autocast, with results computed in float32 and rounded once. In the
+    formats of eight bits, the operands of matrix products and convolutions are rounded, clipped to
+    the largest value, and results stay wide. docs/simulate.md lists what is simulated.
 
-    The forward pass, the loss and the backward pass belong in the block; autocast need not be
-    entered in it.
+    The forward pass, the loss and the backward pass belong in the block; it need not enter
+    autocast.
 
     Args:
-        model: The model, whose names the counts have.
+        model: The model; counts have the names of its modules.
         dtype: ``torch.float16``, ``torch.bfloat16``, ``torch.float8_e4m3fn``,
             ``torch.float8_e5m2``, or ``"fp16"``, ``"bf16"``, ``"e4m3"``, ``"e5m2"``.
         policy: A :class:`Policy` or its text: which ops are lowered.
-        scale_by_amax: For the formats of eight bits: round each operand as a multiple of a power
-            of two of its own, chosen so that its largest value just fits.
+        scale_by_amax: For the formats of eight bits: scale each operand by a power of two for the
+            rounding, chosen so that its largest value just fits.
 
     Raises:
-        TypeError: ``model`` is no module, or ``policy`` neither of the two.
-        ValueError: There is no such format; the policy is wrong; ``scale_by_amax`` with a format
-            of sixteen bits.
-        CallOrderError: A trace is running, this object has run before, or it is left in another
-            thread than it was entered in.
+        TypeError: ``model`` is not a module, or ``policy`` is neither a policy nor text.
+        ValueError: The format is unknown, the policy is invalid, or ``scale_by_amax`` is given for
+            a format of sixteen bits.
+        CallOrderError: A trace is running, this object has run before, or another thread leaves it
+            than entered it.
 
     Sync: none in the block; the methods wait for the device.
 
@@ -78,26 +134,26 @@ class simulate:
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"simulate({type(model).__name__}): pass the model, a torch.nn.Module: its names "
-                "tell where values are lost"
+                "show where values are lost"
             )
         self.format = _format(dtype)
         self.policy = _policy(policy)
         self._clips = self.format.dtype.itemsize == 1
         if scale_by_amax and not self._clips:
             raise ValueError(
-                f"simulate: scale_by_amax is for e4m3 and e5m2; {self.format.name} is used without "
-                "a scale for each tensor, with a GradScaler for the gradients"
+                f"simulate: scale_by_amax is for e4m3 and e5m2; {self.format.name} is used with a "
+                "GradScaler, without a scale for each tensor"
             )
-        # What autocast is told to do: for eight bits to leave what it lowers to the arithmetic.
+        # With eight bits autocast lowers nothing: the arithmetic rounds the operands.
         self._autocast = without_lowering(self.policy) if self._clips else self.policy
         if self._autocast.module_rules:
             name_modules(model, self._autocast)
         arithmetic: Arithmetic = (
-            Products(self.format, scale_by_amax=scale_by_amax)
+            Float8Arithmetic(self.format, scale_by_amax=scale_by_amax)
             if self._clips
-            else Halves(self.format)
+            else HalfArithmetic(self.format)
         )
-        self._counts = Counts(self.format)
+        self._counts = RoundingCounts(self.format)
         self._devices = _devices(model)
         self._is_compiled = any(map(_torch.is_compiled, model.modules()))
         self._simulator: Simulator | None = Simulator(model, self.policy, arithmetic, self._counts)
@@ -112,8 +168,8 @@ class simulate:
             )
         lower = torch.bfloat16 if self._clips else self.format.dtype
         with ExitStack() as stack:
-            stack.enter_context(rules_told())
-            stack.enter_context(self._simulator.modules.watched())
+            stack.enter_context(rules_observed())
+            stack.enter_context(self._simulator.modules.followed())
             if self._is_compiled:
                 stack.enter_context(eager(has_global_hooks=True))
             stack.enter_context(autocast_forward(self._devices, lower, self._autocast))
@@ -130,32 +186,32 @@ class simulate:
     ) -> None:
         if threading.get_ident() != self._thread:
             raise CallOrderError(
-                "a simulation is left in a thread that did not enter it, and runs on; leave it in "
-                "the thread that it was entered in"
+                "a simulation was left in a thread that did not enter it, and is still running; "
+                "leave it in the thread that entered it"
             )
         self._stack.close()
         assert self._simulator is not None
         notes = [_EAGER] if self._is_compiled else []
         self.notes = (*notes, *([] if self._simulator.modules.have_run else [_NOT_RUN]))
-        self._simulator = None  # and with it the model
+        self._simulator = None  # releases the model
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dictionary of plain values for each module and phase, the worst first.
 
-        Keys: ``module``, ``phase`` (``"forward"``, ``"recompute"``, ``"backward"``), ``values``
-        that were rounded, how many of them ``saturated`` (became inf, or the largest value in
+        Keys: ``module``, ``phase`` (``"forward"``, ``"recompute"``, ``"backward"``), the number of
+        rounded ``values``, how many of them ``saturated`` (became inf, or the largest value in
         eight bits) and ``flushed`` (became zero), the largest finite magnitude ``amax``, and the
         ``share`` that was saturated or flushed. Sync: waits for the device.
         """
         return [row.plain() for row in self._rows()]
 
     def table(self) -> str:
-        """Return the rows as text, under a line that names the worst. Sync: as :meth:`rows`."""
-        return text.table(self._rows(), self.format, clips=self._clips, notes=self.notes)
+        """Return the rows as text, after a summary and the worst row. Sync: as :meth:`rows`."""
+        return counts_text(self._rows(), self.format, clips=self._clips, notes=self.notes)
 
-    def _rows(self) -> list[Count]:
-        # An inf costs the whole step; what is clipped costs no more than what is flushed.
-        def badness(row: Count) -> tuple[float, float]:
+    def _rows(self) -> list[RoundingCount]:
+        # An inf costs the whole step; a clipped value costs no more than a flushed one.
+        def badness(row: RoundingCount) -> tuple[float, float]:
             lost = (row.saturated / row.values, row.flushed / row.values)
             return (sum(lost), lost[0]) if self._clips else lost
 
@@ -165,7 +221,7 @@ class simulate:
         return self.table()
 
     def __repr__(self) -> str:
-        return f"<simulate: {text.summary(self._rows(), self.format)}, policy {self.policy}>"
+        return f"<simulate: {summary_text(self._rows(), self.format)}, policy {self.policy}>"
 
 
 def _format(dtype: torch.dtype | str) -> Format:
@@ -174,7 +230,7 @@ def _format(dtype: torch.dtype | str) -> Format:
             return format
     known = ", ".join(f"{name!r} ({format.dtype})" for name, format in FORMATS.items())
     near = did_you_mean(dtype, FORMATS) if isinstance(dtype, str) else ""
-    raise ValueError(f"simulate knows no format {dtype!r}{near}; it knows {known}")
+    raise ValueError(f"simulate: unknown format {dtype!r}{near}; known are {known}")
 
 
 def _policy(policy: Policy | str) -> Policy:
@@ -182,14 +238,14 @@ def _policy(policy: Policy | str) -> Policy:
         return Policy.parse(policy)
     if not isinstance(policy, Policy):
         raise TypeError(
-            "simulate: policy is a Policy or its text, such as 'standard; softmax:lower', got "
-            f"{policy!r}"
+            "simulate: policy must be a Policy or its text, such as 'standard; softmax:lower', "
+            f"got {policy!r}"
         )
     return policy
 
 
 def _devices(model: nn.Module) -> list[str]:
-    """Return the device types that the model is on and autocast knows."""
+    """Return the device types of the model for which autocast exists."""
     tensors = (*model.parameters(), *model.buffers())
     types = dict.fromkeys(tensor.device.type for tensor in tensors)
     return [t for t in types if t in _torch.autocast_devices()] or [default_device()]

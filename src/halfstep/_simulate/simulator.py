@@ -1,4 +1,4 @@
-"""The dispatch mode that lets the ops of a block compute as if in a format."""
+"""Simulator: the dispatch mode that runs the ops of a block by a simulated arithmetic."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Rule
-from halfstep._simulate.arithmetic import Arithmetic, Where
-from halfstep._simulate.counts import Counts
-from halfstep._trace.modules import RunningModules
-from halfstep._trace.op_mode import OpMode
-from halfstep._trace.ops import op_name
-from halfstep._trace.places import Places
+from halfstep._simulate.arithmetic import Arithmetic, OpContext
+from halfstep._simulate.counts import RoundingCounts
+from halfstep._trace.ops import OpMode, op_name
+from halfstep._trace.places import OpPlaces, RunningModules
 from halfstep.errors import CallOrderError
 
 
@@ -29,32 +27,32 @@ class Simulator(OpMode):  # type: ignore[no-untyped-call]
     """Runs every op of a thread by an arithmetic, and counts what it rounds.
 
     Args:
-        model: The model, whose names the counts have.
-        policy: The policy, which says what is lowered.
+        model: The model; counts have the names of its modules.
+        policy: The policy, which decides what is lowered.
         arithmetic: How ops compute.
-        counts: Where to count.
+        counts: The counts to add to.
     """
 
     def __init__(
-        self, model: nn.Module, policy: Policy, arithmetic: Arithmetic, counts: Counts
+        self, model: nn.Module, policy: Policy, arithmetic: Arithmetic, counts: RoundingCounts
     ) -> None:
         self.policy = policy
         self.modules = RunningModules(model)
         names: dict[Tensor, str] = {
             leaf: without_wrappers(name) for name, leaf in model.named_parameters()
         }
-        self.places = Places(self.modules, lambda leaf: names.get(leaf, ""))
+        self.places = OpPlaces(self.modules, lambda leaf: names.get(leaf, ""))
         self._arithmetic, self._counts = arithmetic, counts
         self._numbers = count()
         super().__init__(self.places)
 
     def under(self, op: str, rule: Rule, active: PolicyOnDevice) -> AbstractContextManager[object]:
-        """Take what runs meanwhile for parts of ``op``.
+        """Count the ops of the block as parts of ``op``.
 
         Args:
             op: The op.
-            rule: The rule by which it runs: for float8 one that stands for another.
-            active: The policy in force.
+            rule: The rule by which it runs; for float8 the replacement of another one.
+            active: The active policy.
         """
         dtype = torch.get_autocast_dtype(active.device)
         meant = self.policy.rule(op, active.device, dtype, active.phase(), active.module)
@@ -66,35 +64,35 @@ class Simulator(OpMode):  # type: ignore[no-untyped-call]
         """Run an op and return its result."""
         place, phase = self.places.place(op_name(func), next(self._numbers), is_cast=False)
         lowered = place.rule is not None and place.rule.endswith(":lower")
-        where = Where(place.module, phase, lowered, self._counts)
+        where = OpContext(place.module, phase, lowered, self._counts)
         return self._arithmetic.run(func, args, kwargs, where)
 
 
 # --- rules ----------------------------------------------------------------------------------------
 
-# One observer of the rules at a time is all there is, for all threads. It is shared by the
-# simulations of all threads, and tells each op to the innermost one that sees it.
+# There is one observer of rules at a time, for all threads. The simulations of all threads share
+# it; it passes each op to the innermost simulation that sees it.
 _lock = threading.Lock()
 _num_running = 0
 _observation = ExitStack()
 
 
 @contextmanager
-def rules_told() -> Iterator[None]:
-    """Let the simulators of the block know the rule by which an op runs.
+def rules_observed() -> Iterator[None]:
+    """Pass the rule of each op to the simulators of the block.
 
     Raises:
-        CallOrderError: Somebody else is told of the rules, a trace.
+        CallOrderError: Another observer of rules is active, such as a trace.
     """
     global _num_running
     with _lock:
         if not _num_running:
             try:
-                _observation.enter_context(observed_by(_tell))
+                _observation.enter_context(observed_by(_observe))
             except CallOrderError as error:
                 raise CallOrderError(
-                    "simulate cannot run while ops are watched, by a trace for example; leave its "
-                    "block first"
+                    "simulate cannot run while a trace or another observer of ops is active; leave "
+                    "its block first"
                 ) from error
         _num_running += 1
     try:
@@ -107,8 +105,8 @@ def rules_told() -> Iterator[None]:
 
 
 @contextmanager
-def _tell(op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
-    # The modes of a thread are those of autograd's threads too, on CUDA.
+def _observe(op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
+    # On CUDA the threads of autograd have the modes of the thread that started them.
     modes = [mode for mode in _torch.dispatch_modes() if isinstance(mode, Simulator)]
     with modes[-1].under(op, rule, policy) if modes else nullcontext():
         yield

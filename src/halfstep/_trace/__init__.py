@@ -1,1 +1,1 @@
-"""What ran: every op with its module, dtypes, rule, casts and time; and what is wasted."""
+"""Trace: every op of a block with its module, dtypes, rule, casts and time; and what is wasted."""

@@ -1,18 +1,25 @@
-"""What an op that a dispatch mode is called for does."""
+"""Ops seen by a dispatch mode: what an op does, and the mode that calls a method for each."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep._trace.rows import Value, dtype_name
+from halfstep import _torch
+from halfstep._autocast import scopes
+from halfstep._autocast.casts import tensors_in
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.places import OpPlaces
+from halfstep._trace.rows import Value
 
-# What they return is not computed.
+# Their results are not computed.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
-# They write to buffers of batch norm, and their schemas (PyTorch 2.13) do not say so.
+# They write to buffers of batch norm; their schemas (PyTorch 2.13) do not say so.
 _BUFFERS = ("running_mean", "running_var")
 _WRITE_UNSAID = dict.fromkeys(
     (
@@ -63,12 +70,12 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def makes_no_values(func: Any) -> bool:
-    """Say whether an op only allocates, or returns another view of what it got."""
+    """Return whether an op only allocates, or returns another view of its input."""
     return func.is_view or op_name(func) in _ALLOCATE
 
 
 def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value, ...]) -> bool:
-    """Say whether an op only allocates, returns another view of what it got, or has no tensors."""
+    """Return whether an op only allocates, returns a view of its input, or has no tensors."""
     if makes_no_values(func) or not (inputs or outputs):
         return True
     memories = {value.storage for value in inputs}
@@ -77,3 +84,84 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
         and not func._schema.is_mutable
         and all(value.storage in memories for value in outputs)
     )
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the kernels for the device of a tensor are those that run on it."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+class _Thread(threading.local):
+    """Whether a kernel of autocast has cast the arguments of the composite that is decomposed."""
+
+    is_cast = False
+
+
+class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that calls :meth:`run` for every op that computes, and not for composites.
+
+    Args:
+        places: The places of ops, with the rules that are running.
+    """
+
+    def __init__(self, places: OpPlaces) -> None:
+        super().__init__()
+        self._places = places
+        self._decomposing = _Thread()
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run an op and return its result.
+
+        Args:
+            func: The op.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            given: The tensors among both.
+        """
+        raise NotImplementedError
+
+    @_torch.keep_out_of_graphs
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op."""
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        device = device_of(given, kwargs)
+        if _torch.is_made_of_others(func, device) and all(map(is_dense, given)):
+            return self._decompose(func, device, args, kwargs)
+        return self.run(func, args, kwargs, given)
+
+    def _decompose(
+        self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a composite as its parts: in inference mode no level above this mode decomposes it.
+
+        Autocast is off in a mode. It is switched on for the parts, unless one of its kernels has
+        cast the arguments of the whole.
+        """
+        here, before = self._decomposing, self._decomposing.is_cast
+        here.is_cast = before or self._is_cast_by_autocast(func, device)
+        is_on = not here.is_cast and autocast_of_caller(device)[0] is not None
+        try:
+            with _torch.autocast_again(device) if is_on else nullcontext(), self:
+                return _torch.decompose(func, args, kwargs)
+        finally:
+            here.is_cast = before
+
+    def _is_cast_by_autocast(self, func: Any, device: str) -> bool:
+        if device in scopes.current().policies:
+            ruled = self._places.ruled
+            return bool(ruled) and ruled[-1].rule.action != "leave"
+        name = f"{op_name(func)}.{func._overloadname}"
+        return name in _torch.overloads_with_autocast_kernel(device)
+
+
+def autocast_of_caller(device: str) -> tuple[str | None, bool]:
+    """Return the lower precision outside of the mode, None for autocast off, and if it caches."""
+    if device not in _torch.autocast_devices():
+        return None, False
+    switches = _torch.autocast_switches_of_caller(device)
+    return (dtype_name(switches.dtype) if switches.enabled else None), switches.cache

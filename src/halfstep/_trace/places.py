@@ -1,32 +1,184 @@
-"""Which module, phase and rule an op belongs to, seen from a dispatch mode.
+"""Places of ops: the module, phase and rule that an op belongs to, seen from a dispatch mode.
 
-An op of the forward pass belongs to the module that is running. One of the backward pass belongs to
-the op whose gradient it computes: autograd numbers its nodes in the order in which they are made,
-and what a node was made for is noted when it is.
+An op of the forward pass belongs to the module that is running. An op of the backward pass belongs
+to the op whose gradient it computes: autograd numbers its nodes in the order in which they are
+made, and the place of each node is noted when it is made.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from halfstep import _torch
 from halfstep._autocast.kernels import PolicyOnDevice
+from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.rule import Rule
-from halfstep._trace.modules import Call, RunningModules
-from halfstep._trace.rows import Phase, dtype_name
-from halfstep._trace.state import Place, Ruled, ThreadState
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.rows import Cast, Phase
 
 
-class Places:
+class ModuleCall(NamedTuple):
+    """Call of a module that has not returned yet.
+
+    Attributes:
+        module: The path of the module.
+        number: The number of the call, from 0.
+        in_backward: Whether it was called in a backward pass, to recompute something.
+    """
+
+    module: str
+    number: int
+    in_backward: bool
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[tuple[nn.Module, ModuleCall]] = []
+
+
+class RunningModules:
+    """Calls of a model's modules that have not returned yet, in this thread."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._names: dict[nn.Module, str] = {}
+        if model is not None:
+            self.add(model)
+        self._counts: Counter[nn.Module] = Counter()
+        self._stack = _Stack()
+
+    def add(self, model: nn.Module, name: str = "") -> None:
+        """Follow the modules of another model too.
+
+        Args:
+            model: The model.
+            name: Its own name, and the prefix of the names of its modules.
+        """
+        # A module with several names gets the first.
+        for path, module in model.named_modules():
+            names = (each for each in (name, without_wrappers(path)) if each)
+            self._names.setdefault(module, ".".join(names))
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return whether a module is followed."""
+        return module in self._names
+
+    @property
+    def have_run(self) -> bool:
+        """Whether any module was called."""
+        return bool(self._counts)
+
+    def innermost(self) -> ModuleCall | None:
+        """Return the innermost running call, None outside the model."""
+        return self._stack.calls[-1][1] if self._stack.calls else None
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the calls that are made in the block."""
+        # Global hooks, not hooks on each module: nn.TransformerEncoderLayer computes in another way
+        # if it has hooks, and tracing would change results.
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(module)
+        if name is not None:
+            in_backward = _torch.backward_number() >= 0
+            call = ModuleCall(name, self._counts[module], in_backward)
+            self._counts[module] += 1
+            self._stack.calls.append((module, call))
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        # Calls that a KeyboardInterrupt ended are still above it, since no hook ran for them. The
+        # module itself is missing if a hook before ours raised an error.
+        calls = self._stack.calls
+        if any(running is module for running, _ in calls):
+            while calls.pop()[0] is not module:
+                pass
+
+
+@dataclass
+class RuledOp:
+    """Op that runs by a rule.
+
+    Attributes:
+        op: Its name.
+        rule: The rule.
+        switches: The lower precision, and whether casts of weights are kept.
+        casts: The casts for the next op in it that computes something.
+    """
+
+    op: str
+    rule: Rule
+    switches: tuple[str | None, bool]
+    casts: list[Cast] = field(default_factory=list)
+
+
+class OpPlace(NamedTuple):
+    """Module, call and rule that an op belongs to.
+
+    Attributes:
+        module: The path of its module.
+        call: The number of the call of that module.
+        rule: The text of the rule that decided.
+        op: The op that the rule was looked up for.
+        cast: The number of the cast, if the op is one.
+        number: For a node of autograd, the number of the op that it was made for.
+    """
+
+    module: str = ""
+    call: int = 0
+    rule: str | None = None
+    op: str | None = None
+    cast: int | None = None
+    number: int = -1
+
+
+class ThreadState(threading.local):
+    """State of one thread.
+
+    Attributes:
+        ruled: The ops that run by a rule, each inside the one before it.
+        next_node: The number of the next node of autograd, when an op was last seen.
+        nodes: The places of the nodes of autograd made in this thread, by their numbers.
+        records: For each backward pass, whether gradients are recorded in it.
+        recomputed: The backward passes that began here after a recomputation.
+        phase: The phase of the last op.
+    """
+
+    def __init__(self) -> None:
+        self.ruled: list[RuledOp] = []
+        self.next_node = _torch.next_sequence_number()
+        self.nodes: dict[int, OpPlace] = {}
+        self.records: dict[int, bool] = {}
+        self.recomputed: set[int] = set()
+        self.phase: Phase = "forward"
+
+
+class OpPlaces:
     """Follows modules, rules and nodes of autograd, thread by thread.
 
     Args:
-        modules: Knows which module runs.
-        name_of: Returns the name of a parameter, empty if it is not known.
+        modules: The running modules.
+        name_of: Returns the name of a parameter, empty if it has none.
     """
 
     def __init__(self, modules: RunningModules, name_of: Callable[[Tensor], str]) -> None:
@@ -36,17 +188,17 @@ class Places:
         self._nodes = self._thread.nodes  # of the thread that runs the forward pass
 
     @property
-    def ruled(self) -> list[Ruled]:
+    def ruled(self) -> list[RuledOp]:
         """The ops of this thread that run by a rule, each inside the one before it."""
         return self._thread.ruled
 
     @contextmanager
-    def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[Ruled]:
-        """Take what runs meanwhile for parts of ``op``, for which ``rule`` decided."""
-        # Read here: the kernel may switch off PyTorch's cache for the casts that it makes.
+    def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[RuledOp]:
+        """Count the ops of the block as parts of ``op``, for which ``rule`` decided."""
+        # Read now: the kernel may switch off PyTorch's cache for its casts.
         switches = _torch.autocast_switches(policy.device)
         lower = dtype_name(switches.dtype)
-        ruled = Ruled(op.rpartition(".")[0], rule, (lower, switches.cache))
+        ruled = RuledOp(op.rpartition(".")[0], rule, (lower, switches.cache))
         self.ruled.append(ruled)
         try:
             yield ruled
@@ -54,23 +206,23 @@ class Places:
             self.ruled.pop()
 
     def backward_begins(self) -> bool:
-        """Say whether the op that comes is the first of its backward pass."""
+        """Return whether the next op is the first of its backward pass."""
         task = _torch.backward_number()
         return task >= 0 and task not in self._thread.records
 
-    def place(self, op: str, number: int, *, is_cast: bool) -> tuple[Place, Phase]:
-        """Return what an op belongs to, and note that for the nodes that were made for it.
+    def place(self, op: str, number: int, *, is_cast: bool) -> tuple[OpPlace, Phase]:
+        """Return the place of an op, and note it for the nodes of autograd made for that op.
 
         Args:
-            op: Its name.
-            number: Which op of all it is.
-            is_cast: Whether it casts.
+            op: The name of the op.
+            number: The number of the op among all.
+            is_cast: Whether the op casts.
         """
         here, task = self._thread, _torch.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
         if task < 0:
-            place = Place(call.module, call.number) if call else Place()
+            place = OpPlace(call.module, call.number) if call else OpPlace()
         else:
             place, phase = self._place_in_backward(task, call, op)
         if ruled is not None:
@@ -84,22 +236,24 @@ class Places:
         here.phase = phase
         return place, phase
 
-    def _place_in_backward(self, task: int, call: Call | None, op: str) -> tuple[Place, Phase]:
+    def _place_in_backward(
+        self, task: int, call: ModuleCall | None, op: str
+    ) -> tuple[OpPlace, Phase]:
         here = self._thread
         if task not in here.records and here.phase == "recompute":
             here.recomputed.add(task)
         records = here.records.setdefault(task, torch.is_grad_enabled())
-        # On CUDA the backward pass, and what it recomputes, runs in a thread of autograd.
+        # On CUDA the backward pass, with what it recomputes, runs in a thread of autograd.
         nodes = here.nodes if task in here.recomputed else self._nodes
         node = _torch.running_sequence_number()
-        place = nodes.get(-1 if node is None else node, Place())
+        place = nodes.get(-1 if node is None else node, OpPlace())
         if call is not None and call.in_backward:
-            return Place(call.module, call.number), "recompute"
-        if torch.is_grad_enabled() and not records:  # a function that is no module
-            return Place(place.module, place.call), "recompute"
+            return OpPlace(call.module, call.number), "recompute"
+        if torch.is_grad_enabled() and not records:  # a function, not a module
+            return OpPlace(place.module, place.call), "recompute"
         into = _torch.accumulated_into()
         if into is not None:
-            return Place(self._name_of(into).rpartition(".")[0]), "backward"
+            return OpPlace(self._name_of(into).rpartition(".")[0]), "backward"
         if op in ("add", "add_"):  # autograd's sum of gradients, by no rule
             place = place._replace(rule=None, op=None)
         return place, "backward"

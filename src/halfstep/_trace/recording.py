@@ -1,25 +1,27 @@
-"""What a trace has seen, and the questions it answers."""
+"""Recorded trace: its ops, its JSON, and the methods that answer questions about it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from halfstep._common.json import decoded
-from halfstep._trace import comparison, table
-from halfstep._trace.comparison import TraceDiff
-from halfstep._trace.findings import Waste
+from halfstep._trace.diff import TraceDiff, diff
 from halfstep._trace.rows import Row
+from halfstep._trace.text import trace_text
+
+if TYPE_CHECKING:
+    from halfstep._trace.waste import Waste
 
 SCHEMA = "halfstep.trace/1"
 
 
 class _Schema(Struct):
-    """The part of the JSON that is looked at first."""
+    """The part of the JSON that is read first."""
 
     schema: str | None = None
 
@@ -33,11 +35,11 @@ class _Whole(Struct):
 
 
 class Recording:
-    """Ops that ran, in order; read back from JSON, or one that is being traced.
+    """Ops that ran, in order: of a trace, or read from JSON.
 
     Attributes:
         environment: Versions, device and policy: ``halfstep``, ``torch``, ``device``, ``policy``.
-        notes: What a reader must know of how it was made.
+        notes: What a reader should know about how it was made.
     """
 
     def __init__(
@@ -56,12 +58,12 @@ class Recording:
 
     @property
     def ops(self) -> tuple[Row, ...]:
-        """The ops, each with the tensors it read and wrote as plain data."""
+        """The ops, each with the tensors that it read and wrote, as plain data."""
         return self._ops
 
     def table(self) -> str:
-        """Return the ops by phase and module as text; calls that are alike share a line."""
-        return table.table(self.ops, self.environment, self.notes)
+        """Return the ops by phase and module as text; equal calls share a line."""
+        return trace_text(self.ops, self.environment, self.notes)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dictionary of plain values for each op: ``pandas.DataFrame(t.rows())``.
@@ -82,10 +84,10 @@ class Recording:
 
     @staticmethod
     def from_json(text: str | bytes) -> Recording:
-        """Return the recording of a text that :meth:`to_json` made.
+        """Return the recording that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: It is no JSON, or of something else, or something is missing or of another
+            ValueError: The text is not JSON or not a trace, or a part is missing or of another
                 type.
         """
         try:
@@ -94,33 +96,35 @@ class Recording:
                 whole = decoded(_Whole, text)
                 return Recording(whole.ops, whole.environment, whole.notes)
         except ValueError as error:
-            raise ValueError(f"trace.from_json: it is no {SCHEMA}, or damaged: {error}") from None
+            raise ValueError(
+                f"trace.from_json: the text is not a {SCHEMA}, or is damaged: {error}"
+            ) from None
         raise ValueError(
             f"trace.from_json reads what t.to_json() of this version wrote, with the schema "
             f"{SCHEMA!r}; this text has {schema!r}"
         )
 
     def diff(self, other: Recording) -> TraceDiff:
-        """Return what ran otherwise in ``other``; it prints as a table.
+        """Return what ran differently in ``other``; it prints as a table.
 
         Args:
             other: A trace of the same model under another policy, on another device or with
                 another version (:meth:`from_json`).
 
         Raises:
-            TypeError: ``other`` is no trace.
+            TypeError: ``other`` is not a trace.
         """
         if not isinstance(other, Recording):
             raise TypeError(
                 f"diff({type(other).__name__}): pass another trace, or trace.from_json(text)"
             )
-        return comparison.diff(self.ops, other.ops)
+        return diff(self.ops, other.ops)
 
     def casts(self) -> Waste:
-        """Return the casts that a policy or a line of code would save, and what costs speed.
+        """Return the casts that a policy or a line of code would save, and other costs of speed.
 
-        A sequence of findings, the most bytes first; it prints as text.
+        The result is a sequence of findings, the most bytes first; it prints as text.
         """
-        from halfstep._trace import search  # PyTorch, which nothing else here needs
+        from halfstep._trace.waste import find_waste  # PyTorch, which nothing else here needs
 
-        return search.find(self.ops, self.environment.get("policy", "standard"))
+        return find_waste(self.ops, self.environment.get("policy", "standard"))

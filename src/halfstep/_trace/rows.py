@@ -1,4 +1,4 @@
-"""One op that ran, as plain data, which is read without PyTorch."""
+"""Rows of a trace: ops as plain data, which is read without PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec import Meta
 from halfstep._common.json import Count
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
@@ -30,18 +30,18 @@ _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that an op reads or writes, as it was then.
+    """Tensor that an op reads or writes, as it was at that time.
 
     Attributes:
-        storage: The number of its memory, which views share.
-        version: How often that was written to in place.
-        offset: Where in the memory it starts, in elements.
+        storage: The number of its storage, which views share.
+        version: How often the storage was written to in place.
+        offset: Where in the storage it starts, in elements.
         shape: Its shape.
         dtype: The name of its dtype, ``"bfloat16"``.
-        name: That of the parameter, or what it is the output of; empty if neither is known.
+        name: The name of the parameter, or of the op whose output it is; empty if unknown.
         requires_grad: Whether a gradient flows back to it.
-        is_weight: Whether the memory is that of a parameter of the model, or of its cast.
-        like: The number of the memory that it was modelled on (``empty_like``), if any.
+        is_weight: Whether the storage is that of a parameter of the model, or of its cast.
+        like: The number of the storage that it was modelled on (``empty_like``), if any.
     """
 
     storage: int
@@ -57,16 +57,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A tensor copied to another floating dtype.
+    """Copy of a tensor in another floating dtype.
 
     Attributes:
         number: Unique among casts and rows, in the order they ran.
-        source: What was cast.
+        source: The tensor that was cast.
         to: The dtype it was cast to.
-        result: The number of the memory of the result.
-        bytes: Read and written.
-        by_hand: Whether the program asked for it, and no rule.
-        gradient_of: In the backward pass: the number of the cast whose gradient it casts.
+        result: The number of the storage of the result.
+        bytes: The bytes read and written.
+        by_hand: Whether the program made the cast, and not a rule.
+        gradient_of: In the backward pass, the number of the cast whose gradient it casts.
         seconds: How long it took.
     """
 
@@ -85,7 +85,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One ATen op, or casts that no op followed (``op="_to_copy"``).
+    """ATen op that ran, or casts that no op followed (``op="_to_copy"``).
 
     Attributes:
         number: Unique among casts and rows, in the order they ran.
@@ -94,15 +94,15 @@ class Row:
         phase: ``"recompute"`` is the forward pass again, for activation checkpointing.
         op: The name of the op, ``"addmm"``.
         inputs: Its tensors, before the casts in ``casts``.
-        compute: The widest floating dtype among inputs (after casts) and first output. What a
-            kernel sums in may be wider still.
-        outputs: What it returned; what it wrote to if it returned nothing.
+        compute: The widest floating dtype among inputs (after casts) and first output. A kernel
+            may accumulate in a wider one.
+        outputs: The tensors it returned; those it wrote to if it returned none.
         rule: The rule that decided, ``"linear:lower"``; in the backward pass the one that decided
             in the forward pass. None if no rule of halfstep did.
-        ruled_op: The op that the rule was asked for, ``"linear"``.
-        autocast: The lower precision of autocast where it ran, None where that was off.
-        cache: Whether autocast kept casts of weights there.
-        casts: Made for this op.
+        ruled_op: The op that the rule was looked up for, ``"linear"``.
+        autocast: The lower precision of autocast for the op, None if autocast was off.
+        cache: Whether autocast cached casts of weights.
+        casts: The casts made for this op.
         device: The device type.
         seconds: How long it took, without the casts.
     """
@@ -130,24 +130,24 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What a rule about it names."""
+        """The name of the op in a rule."""
         return self.ruled_op or self.op
 
     @property
     def action(self) -> str | None:
-        """What its rule says, ``"lower"``."""
+        """The action of its rule, ``"lower"``."""
         return self.rule.rpartition(":")[2] if self.rule else None
 
     @property
     def output(self) -> str:
-        """The dtype of the first output; of casts alone, what they give."""
+        """The dtype of the first output; for casts alone, the dtype they cast to."""
         if self.outputs:
             return self.outputs[0].dtype
         return self.casts[-1].to if self.casts else ""
 
     @property
     def cast_bytes(self) -> int:
-        """Read and written by its casts."""
+        """The bytes that its casts read and write."""
         return sum(cast.bytes for cast in self.casts)
 
     @property
@@ -156,7 +156,7 @@ class Row:
         return sum(cast.seconds for cast in self.casts)
 
     def plain(self) -> dict[str, Any]:
-        """Return one line of a data frame."""
+        """Return plain values by name: one row of a data frame."""
         return {
             "module": self.module,
             "call": self.call,
@@ -189,22 +189,11 @@ class Row:
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Return items by what ``key`` gives for them, in the order in which they come."""
+    """Return items grouped by key, in order of first appearance."""
     groups: dict[_Key, list[_Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
-
-
-def pattern(module: str) -> str:
-    """Return the glob that a path shares with those that differ from it in an index only."""
-    return ".".join("*" if part.isdigit() else part for part in module.split("."))
-
-
-def folded(modules: Iterable[str]) -> list[str]:
-    """Return paths, with one glob for those that differ in an index only."""
-    alike = grouped(dict.fromkeys(modules), pattern)
-    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]
 
 
 # --- dtypes by name -------------------------------------------------------------------------------
@@ -216,12 +205,12 @@ def short(dtype: str) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Say whether a dtype is real floating point."""
+    """Return whether a dtype is real floating point."""
     return dtype.startswith(("float", "bfloat"))
 
 
 def is_lower(dtype: str) -> bool:
-    """Say whether a dtype is one that autocast lowers to."""
+    """Return whether autocast lowers to a dtype."""
     return dtype in ("float16", "bfloat16")
 
 
@@ -239,7 +228,7 @@ def cast_bytes(shape: tuple[int, ...], source: str, to: str) -> int:
 def promoted(values: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """Return the dtype in which PyTorch computes with floating tensors of these dtypes and shapes.
 
-    Empty if none of them is floating. A tensor without dimensions does not widen one with some.
+    Empty if none is floating. A tensor without dimensions does not widen one that has dimensions.
     PyTorch promotes no float8; the ops that take one with others compute in the wider dtype.
     """
     floats = [(dtype, shape) for dtype, shape in values if is_float(dtype)]
@@ -252,17 +241,12 @@ def promoted(values: Iterable[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
-    """Return the widest floating dtype among inputs and first output, else any dtype there is.
+    """Return the widest floating dtype among inputs and first output, otherwise any dtype.
 
-    Empty if there is no tensor at all.
+    Empty without tensors.
     """
     inputs = tuple(inputs)
     given = promoted((value.dtype, value.shape) for value in inputs)
-    # A sum without dimensions is computed in its own dtype all the same.
+    # An output without dimensions still counts, as that of a sum.
     widest = promoted((dtype, (1,)) for dtype in (given, *(v.dtype for v in outputs[:1])))
     return widest or next((value.dtype for value in (*outputs, *inputs)), "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The context manager that records what runs in its block."""
+"""Trace context: records what runs in its block."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from halfstep._trace.rows import Row
 from halfstep._trace.tracer import Tracer
 from halfstep.errors import CallOrderError
 
-_EAGER = "compiled code ran eager for the trace: no op of it can be seen when it runs compiled"
+_EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
 
 
 class trace(Recording):
     """Record every op of a block: its module, dtypes, rule, casts and time.
 
-    Autocast may be entered inside the block or around it, or not at all. Results and random numbers
-    are those without a trace, bit for bit; every op takes longer. One trace runs at a time in a
-    process. What a row is, what is not seen, and the findings: docs/trace.md.
+    Autocast may be entered inside the block or around it, or not at all. A trace changes no result
+    and no random number, bit for bit; every op takes longer. A process runs one trace at a time.
+    docs/trace.md explains the rows, the findings, and what is not seen.
 
     Args:
-        model: The model, whose names the rows give.
+        model: The model; rows have the names of its modules.
 
     Raises:
-        TypeError: ``model`` is no module.
-        CallOrderError: A trace is running already, this one has run before, or it is left in
-            another thread than it was entered in.
+        TypeError: ``model`` is not a module.
+        CallOrderError: A trace is running already, this one has run before, or another thread
+            leaves it than entered it.
 
     Sync: none in the block; the methods wait for the ops on CUDA.
 
@@ -59,7 +59,7 @@ class trace(Recording):
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(
-                f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names tell "
+                f"trace({type(model).__name__}): pass the model, a torch.nn.Module: its names show "
                 "where an op belongs"
             )
         super().__init__((), {})
@@ -76,7 +76,7 @@ class trace(Recording):
         tracer = Tracer(self._model)
         with ExitStack() as stack:
             stack.enter_context(observed_by(tracer.observe))
-            stack.enter_context(tracer.modules.watched())
+            stack.enter_context(tracer.modules.followed())
             stack.enter_context(eager(has_global_hooks=self._is_compiled))
             stack.enter_context(tracer)
             self._stack = stack.pop_all()
@@ -91,16 +91,16 @@ class trace(Recording):
     ) -> None:
         if threading.get_ident() != self._thread:
             raise CallOrderError(
-                "a trace is left in a thread that did not enter it, and runs on; leave it in the "
-                "thread that it was entered in"
+                "a trace was left in a thread that did not enter it, and is still running; leave "
+                "it in the thread that entered it"
             )
         self._stack.close()
         self._read()
-        self._tracer = None  # and with it the model
+        self._tracer = None  # releases the model
 
     @property
     def ops(self) -> tuple[Row, ...]:
-        """The ops, each with the tensors it read and wrote as plain data."""
+        """The ops, each with the tensors that it read and wrote, as plain data."""
         self._read()
         return self._ops
 
@@ -115,10 +115,10 @@ class trace(Recording):
         if self._is_compiled:
             yield _EAGER
         if self._ops and not model_has_run:
-            yield "no module of the model ran: is it the one that was called?"
+            yield "no module of the model ran: is this the model that was called?"
         if len(policies) > 1:
             others = " and ".join(policies[1:])
-            yield f"other policies decided too ({others}): casts() goes on from the first"
+            yield f"other policies were used too ({others}): casts() starts from the first"
 
 
 def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:

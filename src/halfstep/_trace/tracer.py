@@ -1,41 +1,142 @@
-"""Watching ops run: a dispatch mode that writes a :class:`Row` for each.
+"""Tracer: a dispatch mode that writes a :class:`Row` for each op.
 
-It sees ops where they compute, below autocast and autograd: the casts of autocast are ops of their
-own there. Which rule made them is told by the kernels of halfstep; which module an op of the
-backward pass belongs to, by the number of its node, noted in the forward pass.
+It sees ops where they compute, below autocast and autograd; there the casts of autocast are ops of
+their own. halfstep's kernels report which rule made them. An op of the backward pass belongs to the
+module for which its node of autograd was made in the forward pass.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import PolicyOnDevice
+from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.rule import Rule
-from halfstep._trace.clock import Clock
-from halfstep._trace.modules import RunningModules
-from halfstep._trace.op_mode import OpMode, autocast_of_caller
-from halfstep._trace.ops import casts_to, computes_nothing, device_of, op_name, written_to
-from halfstep._trace.places import Places
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.ops import (
+    OpMode,
+    autocast_of_caller,
+    casts_to,
+    computes_nothing,
+    device_of,
+    op_name,
+    written_to,
+)
+from halfstep._trace.places import OpPlaces, RunningModules
 from halfstep._trace.rows import Cast, Row, Value, cast_bytes, computed_in
-from halfstep._trace.tensors import Memories
+
+
+class StorageIds:
+    """Numbers and names of the storages of tensors. It keeps no tensor alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._numbers: dict[int, int] = {}
+        self._references: list[object] = []
+        self._count = count()
+        self._names: dict[int, str] = {}
+        self._models: dict[int, int] = {}
+        self._weights = {self.number(parameter) for parameter in model.parameters()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self.name(self.number(tensor), without_wrappers(name))
+
+    def number(self, tensor: Tensor) -> int:
+        """Return the number of the storage of a tensor; a new number if it has no storage."""
+        reference = _torch.memory_of(tensor)
+        if reference is None:
+            return next(self._count)
+        found = self._numbers.get(reference.cdata)
+        if found is None:
+            found = self._numbers[reference.cdata] = next(self._count)
+            self._references.append(reference)
+        return found
+
+    def name(self, number: int, name: str) -> None:
+        """Name a storage, unless it has a name."""
+        self._names.setdefault(number, name)
+
+    def note_cast(self, source: Value, result: int) -> None:
+        """Give the result of a cast the name of its source; it is a weight if that is one."""
+        self.name(result, source.name)
+        if source.is_weight:
+            self._weights.add(result)
+
+    def note_model(self, model: Value, result: Value) -> None:
+        """Note that a tensor was made like another one."""
+        if model.dtype == result.dtype:
+            self._models[result.storage] = model.storage
+
+    def value(self, tensor: Tensor) -> Value:
+        """Return a tensor as plain data."""
+        number = self.number(tensor)
+        return Value(
+            storage=number,
+            version=0 if tensor.is_inference() else tensor._version,
+            offset=int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor.dtype),
+            name=self._names.get(number, ""),
+            requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
+            is_weight=number in self._weights,
+            like=self._models.get(number),
+        )
+
+
+class Clock:
+    """Times of ops by their numbers: from the host clock on the CPU, from events on CUDA."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def timed(self, number: int, device: str) -> Iterator[None]:
+        """Time a block that runs on a device type. Sync: none."""
+        if device == "cuda":
+            begin, end = self._events[number] = _event(), _event()
+            begin.record()
+            try:
+                yield
+            finally:
+                end.record()
+        else:
+            begun = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._seconds[number] = time.perf_counter() - begun
+
+    def read(self) -> dict[int, float]:
+        """Return all times in seconds. Sync: waits for every event not read yet."""
+        for number, (begin, end) in self._events.items():
+            end.synchronize()
+            self._seconds[number] = begin.elapsed_time(end) / 1e3
+        self._events.clear()
+        return self._seconds
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _Thread(threading.local):
-    """What a trace keeps of a thread.
+    """State of a trace in one thread.
 
     Attributes:
-        casts: Made under plain ``torch.autocast``: by its kernels for the next op, or by hand.
-            Each with a row of its own.
-        of_cast: In the backward pass: the cast whose gradient the last op computed.
+        casts: The casts made under plain ``torch.autocast``, by its kernels for the next op or by
+            hand, each with a row of its own.
+        of_cast: In the backward pass, the cast whose gradient the last op computed.
     """
 
     def __init__(self) -> None:
@@ -44,21 +145,21 @@ class _Thread(threading.local):
 
 
 class Tracer(OpMode):  # type: ignore[no-untyped-call]
-    """Writes a row for every op of a thread. Changes no tensor and takes no random number."""
+    """Writes a row for every op of a thread. It changes no tensor and draws no random number."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = RunningModules(model)
         self.policies: dict[str, None] = {}  # in the order in which they decided first
-        self._memories = Memories(model)
+        self._ids = StorageIds(model)
         self._rows: list[Row] = []
         self._clock = Clock()
         self._numbers = count()
         self._by_hand: set[int] = set()
-        super().__init__(Places(self.modules, lambda leaf: self._memories.value(leaf).name))
+        super().__init__(OpPlaces(self.modules, lambda leaf: self._ids.value(leaf).name))
         self._thread = _Thread()
 
     def rows(self) -> tuple[Row, ...]:
-        """Return all rows up to now. Sync: waits for the ops on CUDA."""
+        """Return all rows so far. Sync: waits for the ops on CUDA."""
         self._write_by_hand(self._thread.casts)
         self._thread.casts = []
         seconds = self._clock.read()
@@ -77,7 +178,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
-        """Take what runs meanwhile for parts of ``op``, for which ``rule`` decided."""
+        """Count the ops of the block as parts of ``op``, for which ``rule`` decided."""
         self.policies[str(policy.policy)] = None
         with self._places.under(op, rule, policy) as ruled:
             try:
@@ -89,20 +190,20 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op and write it down."""
+        """Run an op and write its row."""
         device = device_of(given, kwargs)
         to = casts_to(func, args, kwargs)
-        row = self._row(op_name(func), tuple(map(self._memories.value, given)), device, to)
-        with self._clock.taken(row.number, device):
+        row = self._row(op_name(func), tuple(map(self._ids.value, given)), device, to)
+        with self._clock.timed(row.number, device):
             result = func(*args, **kwargs)
         found = list(tensors_in((result,))) or tensors_in(written_to(func, args, kwargs))
-        outputs = tuple(map(self._memories.value, found))
+        outputs = tuple(map(self._ids.value, found))
         if to is not None:
             self._note_cast(row, to, outputs[0].storage)
         elif not computes_nothing(func, row.inputs, outputs):
             self._note(row, outputs)
         elif row.op == "empty_like":
-            self._memories.note_model(row.inputs[0], outputs[0])
+            self._ids.note_model(row.inputs[0], outputs[0])
         return result
 
     # --- where ------------------------------------------------------------------------------------
@@ -136,7 +237,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         )
 
     def _note_seed(self) -> None:
-        """Take the gradient that a backward pass begins with for a part of that."""
+        """Count the gradient with which a backward pass begins as a part of that pass."""
         if self._rows and (self._rows[-1].op, self._rows[-1].phase) == ("ones_like", "forward"):
             self._rows[-1] = replace(self._rows[-1], phase="backward")
 
@@ -144,7 +245,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     def _note_cast(self, row: Row, to: str, result: int) -> None:
         source, ruled = row.inputs[-1], self._places.ruled
-        self._memories.note_cast(source, result)
+        self._ids.note_cast(source, result)
         size = cast_bytes(source.shape, source.dtype, to)
         cast = Cast(row.number, source, to, result, size, False, None)
         if ruled:
@@ -165,7 +266,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         )
         name = f"output of {row.module} {row.op}" if row.module else f"output of {row.op}"
         for value in outputs:
-            self._memories.name(value.storage, name)
+            self._ids.name(value.storage, name)
         ran = replace(row, inputs=inputs, compute=compute, outputs=outputs, casts=tuple(casts))
         self._rows.append(ran)
         casts.clear()
@@ -175,7 +276,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         here, ruled = self._thread, self._places.ruled
         if ruled:
             return ruled[-1].casts
-        # A kernel of PyTorch casts what the op then reads. Casts by hand may look the same.
+        # A kernel of PyTorch casts what the op reads next. A cast by hand may look the same.
         reads = {value.storage for value in row.inputs}
         pending, here.casts = here.casts, []
         self._write_by_hand([each for each in pending if each.casts[0].result not in reads])
@@ -201,5 +302,5 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
 
 def _is_under_pytorchs_autocast(row: Row) -> bool:
-    """Say whether autocast is that of PyTorch, with its own kernels."""
+    """Return whether autocast is PyTorch's own, with its own kernels."""
     return row.device not in scopes.current().policies and row.autocast is not None

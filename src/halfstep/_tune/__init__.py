@@ -1,4 +1,4 @@
-"""Lower precision beside float32, module by module: whether it does, and which islands it needs."""
+"""Tuning of lower precision against float32: self-checks of a model, and the islands it needs."""
 
 from halfstep._tune.check import SelfCheck, self_check
 from halfstep._tune.result import Tuned

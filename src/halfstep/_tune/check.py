@@ -1,4 +1,4 @@
-"""A model in lower precision beside the same model in float32, on one batch."""
+"""Self-check: a model in lower precision compared with float32, on one batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from torch import nn
 
 from halfstep._autocast import Policy
 from halfstep._common.numbers import power, things
-from halfstep._trace.table import aligned
-from halfstep._tune.passes import Comparison, Lowering, bench_for, compare, reference_of
-from halfstep._tune.row import Row, origins
+from halfstep._trace.text import aligned
+from halfstep._tune.module_check import (
+    HEAD,
+    OUTSIDE,
+    Comparison,
+    ModuleCheck,
+    check_cells,
+    origins,
+    short_dtype,
+)
+from halfstep._tune.passes import Lowering, compare, reference_of, step_runner
 from halfstep._tune.task import LossFn, Task
-from halfstep._tune.words import HEAD, OUTSIDE, cells, short
 
 MOST_PASSING = 12
-"""So many of the modules that have passed are printed."""
+"""The most passed modules that are printed."""
 
 
 def self_check(
@@ -32,29 +39,29 @@ def self_check(
 ) -> SelfCheck:
     """Run a model forward and backward in float32 and in lower precision, and compare.
 
-    Module by module: what it returns, the gradients of that, and the gradients of its parameters.
-    Errors are relative, norm by norm. Both passes start from the same weights, buffers and random
-    numbers (a fixed seed), and afterwards these, and all gradients, are what they were, bit for
-    bit. In float16 the loss is scaled, as in training. How tolerances are chosen, and what a
-    failure says, is in docs/tune.md.
+    Compared are, for each module, its outputs, their gradients, and the gradients of its
+    parameters. Errors are relative errors of norms. Both passes start from the same weights,
+    buffers and random numbers (a fixed seed). Afterwards these, and all gradients, are what they
+    were, bit for bit. In float16 the loss is scaled, as in training. docs/tune.md explains how
+    tolerances are chosen and what a failure means.
 
     Args:
-        model: Its parameters are float32. Training or evaluation mode stays as it is.
-        batch: Without ``loss_fn``, what the model is called with: a tensor, a tuple of arguments,
-            or a dictionary of keyword arguments. With it, anything that it takes.
-        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. None: the
-            ``loss`` that the output has; else the output, if it is one number; else the mean of
-            the squares of its floating-point tensors.
+        model: The model, with float32 parameters. Training or evaluation mode stays as it is.
+        batch: Without ``loss_fn``, the input of the model: a tensor, a tuple of arguments, or a
+            dictionary of keyword arguments. With ``loss_fn``, anything that it takes.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. If None, the
+            loss is the ``loss`` of the output; otherwise the output, if it is one number;
+            otherwise the mean of the squares of its floating-point tensors.
         dtype: The lower precision, float16 or bfloat16.
-        policy: Which op runs in which dtype: a :class:`halfstep.Policy`, or its text; None for
+        policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text; None for
             ``"standard"``.
         tolerance: The largest relative error that any module may have. None for tolerances that
             follow from the dtype and the number of ops in a row.
 
     Raises:
-        TypeError: An argument, or the loss, is of the wrong kind.
-        ValueError: ``dtype`` is no lower precision, a parameter is not float32, or the loss is not
-            one number.
+        TypeError: An argument, or the loss, is of the wrong type.
+        ValueError: ``dtype`` is not a lower precision, a parameter is not float32, or the loss is
+            not one number.
 
     Sync: many.
 
@@ -70,27 +77,27 @@ def self_check(
     """
     task = Task(model, loss_fn)
     lowering = lowering_of("self_check", dtype, policy or "standard", "tolerance", tolerance)
-    with bench_for(task, batch, lowering) as bench:
-        return SelfCheck.of(compare(bench, reference_of(bench)), lowering)
+    with step_runner(task, batch, lowering) as runner:
+        return SelfCheck.of(compare(runner, reference_of(runner)), lowering)
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What :func:`self_check` found; ``str()`` of it is a table.
+    """Result of :func:`self_check`; its ``str()`` is a table.
 
     Attributes:
-        rows: One for each module that ran, the worst first: where a failure begins, then by how
-            far errors are from what they may be.
-        origins: The names of the modules where failures begin: what goes in is within tolerance,
-            and what comes out is not. ``""`` is the model's own ``forward``, or the loss. Empty
-            too if no single module is to blame: errors grow little by little.
+        rows: One for each module that ran, the worst first: modules where a failure begins, then
+            those with the largest errors relative to their tolerances.
+        origins: The names of the modules where failures begin: their inputs are within tolerance,
+            and their outputs are not. ``""`` is the model's own ``forward``, or the loss. Also
+            empty if no single module is to blame because errors grow little by little.
         dtype: The lower precision.
-        scale: What the loss was multiplied by.
+        scale: The scale of the loss.
         loss: The loss.
         loss32: The loss in float32.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleCheck, ...]
     origins: tuple[str, ...]
     dtype: torch.dtype
     scale: float
@@ -99,7 +106,7 @@ class SelfCheck:
 
     @classmethod
     def of(cls, comparison: Comparison, lowering: Lowering) -> SelfCheck:
-        """Judge a comparison."""
+        """Return the result of a comparison."""
         begin = origins(comparison.rows)
         if not comparison.is_loss_good and not begin:
             begin = [""]
@@ -115,24 +122,26 @@ class SelfCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether all modules are within tolerance, and the loss is finite, in float32 too."""
+        """Whether all modules are within tolerance, and both losses are finite."""
         is_loss_good = math.isfinite(self.loss) and math.isfinite(self.loss32)
         return is_loss_good and all(row.passed for row in self.rows)
 
     def __str__(self) -> str:
         failed = [r for r in self.rows if not r.passed or r.module in self.origins]
         passed = [row for row in self.rows if row not in failed]
-        lines = [HEAD, *(cells(row, self.origins) for row in failed + passed[:MOST_PASSING])]
+        lines = [HEAD, *(check_cells(row, self.origins) for row in failed + passed[:MOST_PASSING])]
         left = passed[MOST_PASSING:]
-        rest = [f"and {things(len(left), 'module')} that passed, with less"] if left else []
+        rest = (
+            [f"and {things(len(left), 'module')} that passed, with smaller errors"] if left else []
+        )
         return "\n".join([*self._summary(failed), "", *aligned(lines, right=()), *rest])
 
-    def _summary(self, failed: Sequence[Row]) -> list[str]:
-        name, num = short(self.dtype), things(len(self.rows), "module")
+    def _summary(self, failed: Sequence[ModuleCheck]) -> list[str]:
+        name, num = short_dtype(self.dtype), things(len(self.rows), "module")
         scaled = f" (scaled by {power(self.scale)})" if self.scale != 1 else ""
         losses = f"loss {self.loss:.6g} in {name}{scaled}, {self.loss32:.6g} in fp32"
         if not any(row.output_gradient.size or row.parameters.size for row in self.rows):
-            losses += "; nothing requires a gradient, so there are none to compare"
+            losses += "; nothing requires a gradient, so no gradients were compared"
         if self.passed:
             return [f"passed: {num} in {name} agree with fp32; {losses}"]
         begin = ", ".join(origin or OUTSIDE for origin in self.origins) or "no single module"
@@ -148,19 +157,23 @@ class SelfCheck:
 def lowering_of(
     asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
 ) -> Lowering:
-    """Check what a user asks for.
+    """Return the settings that a user gave, after a check.
 
     Raises:
-        ValueError: The dtype is no lower precision, the error not above 0, the policy not one.
-        TypeError: One of them is of the wrong kind.
+        ValueError: The dtype is not a lower precision, the error not above 0, the policy invalid.
+        TypeError: One of them is of the wrong type.
     """
     if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{asker}: dtype is torch.float16 or torch.bfloat16, got {dtype!r}")
+        raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
     if error is not None:
         if isinstance(error, bool) or not isinstance(error, (int, float)):
-            raise TypeError(f"{asker}: {name} is a number such as 0.01, or None, got {error!r}")
+            raise TypeError(
+                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
+            )
         if not 0 < error < float("inf"):
-            raise ValueError(f"{asker}: {name} is above 0 and finite, such as 0.01, got {error}")
+            raise ValueError(
+                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
+            )
     if not isinstance(policy, (str, Policy)):
-        raise TypeError(f"{asker}: policy is a Policy or its text, got {policy!r}")
+        raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
     return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)

@@ -1,44 +1,151 @@
-"""One step in float32 and one in lower precision, module by module."""
+"""Passes of one step: in float32 and in lower precision, compared module by module."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep import _torch
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.force_eager import eager
-from halfstep._tune.depth import Depths
-from halfstep._tune.difference import Difference, amax, difference
-from halfstep._tune.rounding import rounding
-from halfstep._tune.row import Row
+from halfstep._tune.module_check import (
+    KINDS,
+    Comparison,
+    Difference,
+    ModuleCheck,
+    amax,
+    difference,
+)
+from halfstep._tune.snapshot import Snapshot
 from halfstep._tune.task import Task
-from halfstep._tune.tolerances import tolerance_for
-from halfstep._tune.untouched import Untouched
-from halfstep._tune.watching import Phase, Place, watching
+from halfstep._tune.tolerances import Depths, outputs_rounded, tolerance_for
+
+
+class TensorPlace(NamedTuple):
+    """Tensor of a module, known by where it was seen.
+
+    Attributes:
+        module: The name of the module.
+        call: The number of the call of it, from 0.
+        kind: ``"input"`` or ``"output"``; for their gradients ``"input_gradient"`` and
+            ``"output_gradient"``.
+        position: The position among its floating-point tensors.
+    """
+
+    module: str
+    call: int
+    kind: str
+    position: int
+
+
+See: TypeAlias = Callable[[TensorPlace, Tensor], None]
+Before: TypeAlias = Callable[[str, int, Any], None]
+After: TypeAlias = Callable[[str, int, Any], None]
+
+
+@dataclass
+class StepPhase:
+    """Part of a step that is running. In the backward pass only checkpointing calls modules."""
+
+    is_backward: bool = False
+
+
+@contextmanager
+def module_hooks(task: Task, before: Before, after: After) -> Iterator[StepPhase]:
+    """Call functions before and after each call of a module in the forward pass.
+
+    Args:
+        task: The task with the model.
+        before: Gets the module's name, the number of the call, and the arguments.
+        after: Gets the name, the number, and the output.
+
+    Yields:
+        The phase, which the caller sets when the backward pass begins.
+    """
+    phase, calls, running = StepPhase(), dict[str, int](), list[tuple[str, int]]()
+
+    def enter(name: str, args: Any, kwargs: Any) -> None:
+        if not phase.is_backward:
+            call = calls[name] = calls.get(name, -1) + 1
+            running.append((name, call))
+            before(name, call, (args, kwargs))
+
+    def leave(name: str, output: Any) -> None:
+        if not phase.is_backward:
+            opened, call = running.pop()
+            while opened != name:  # it raised an error that was caught
+                opened, call = running.pop()
+            after(name, call, output)
+
+    with ExitStack() as stack:
+        for name, module in task.named_modules():
+            hooks = (
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
+                ),
+                module.register_forward_hook(lambda _, __, output, name=name: leave(name, output)),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+        yield phase
+
+
+@contextmanager
+def tensor_hooks(task: Task, see: See) -> Iterator[StepPhase]:
+    """Call ``see`` with each floating-point input and output of a module, and with its gradient.
+
+    Recomputations of activation checkpointing are left out.
+    """
+    places_of: dict[tuple[int, int], list[TensorPlace]] = {}
+    held: list[Tensor] = []  # keeps their ids from being used again
+
+    def look(kind: str, name: str, call: int, values: Any) -> None:
+        found = [each for each in tensors_in([values]) if each.is_floating_point()]
+        for position, tensor in enumerate(found):
+            if _torch.is_inside_functorch(tensor):
+                continue
+            see(TensorPlace(name, call, kind, position), tensor)
+            if tensor.requires_grad:
+                key = id(tensor), tensor._version
+                if key not in places_of:
+                    held.append(tensor)
+                    places = places_of[key] = []
+                    hook = tensor.register_hook(partial(seen, places))  # type: ignore[no-untyped-call]
+                    stack.callback(hook.remove)
+                places_of[key].append(TensorPlace(name, call, f"{kind}_gradient", position))
+
+    def seen(places: list[TensorPlace], gradient: Tensor) -> None:
+        for place in places:
+            see(place, gradient)
+
+    with ExitStack() as stack:
+        before, after = partial(look, "input"), partial(look, "output")
+        yield stack.enter_context(module_hooks(task, before, after))
+
 
 HEADROOM = 8.0
-"""By how much the largest gradient stays below the largest number of float16."""
+"""The factor by which the largest gradient stays below the largest number of float16."""
 BACKOFF = 4.0
 LARGEST_SCALE = 2.0**40
 GRADIENTS = ("output_gradient", "parameters")
-KINDS = ("input", "output", "output_gradient", "input_gradient", "parameters")
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """How the step in lower precision is run.
+    """Settings of the step in lower precision.
 
     Attributes:
         dtype: The lower precision.
-        policy: Which op runs in which.
-        error: The error that holds for all modules, None for tolerances that follow from the dtype.
+        policy: The policy.
+        error: The tolerance of all modules, None for tolerances that follow from the dtype.
     """
 
     dtype: torch.dtype
@@ -48,20 +155,19 @@ class Lowering:
 
 @dataclass
 class Reference:
-    """What a step computes in float32.
+    """Values of a step in float32.
 
     Attributes:
-        values: What was seen where, in the order of the forward pass.
-        parameters: The gradients of parameters, by the name of the module that has them, and by
-            their own.
-        depths: Ops in a row from the beginning to the output of a module.
-        total_depth: The same to the loss.
-        largest_gradient: The largest magnitude in any of the gradients.
+        values: The tensors that were seen, in the order of the forward pass.
+        parameters: The gradients of parameters, by the name of the module and of the parameter.
+        depths: The number of ops in a row up to the output of each module.
+        total_depth: The number of ops in a row up to the loss.
+        largest_gradient: The largest magnitude of all gradients.
         loss: The loss.
-        unavoidable: The errors of the gradients of modules if outputs are rounded and nothing else.
+        unavoidable: The errors of the gradients of modules if only outputs are rounded.
     """
 
-    values: dict[Place, Tensor] = field(default_factory=dict)
+    values: dict[TensorPlace, Tensor] = field(default_factory=dict)
     parameters: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     depths: dict[str, int] = field(default_factory=dict)
     total_depth: int = 0
@@ -71,48 +177,28 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A step in lower precision, compared with float32.
+class StepRunner:
+    """Runner of steps of a task on one batch.
 
     Attributes:
-        rows: The modules that ran, in their order.
-        scale: What the loss was multiplied by.
-        loss: The loss.
-        loss32: The loss in float32.
-    """
-
-    rows: tuple[Row, ...]
-    scale: float
-    loss: float
-    loss32: float
-
-    @property
-    def is_loss_good(self) -> bool:
-        """Whether the loss is finite if it is in float32."""
-        return math.isfinite(self.loss) or not math.isfinite(self.loss32)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A task and a batch, ready to be run.
-
-    Attributes:
-        task: What is run.
-        batch: What it is run on.
-        lowering: How, in lower precision.
-        region: The context of that.
-        untouched: Brings everything back between the passes.
+        task: The task.
+        batch: The batch.
+        lowering: The settings of lower precision.
+        region: The autocast context of lower precision.
+        snapshot: Restores everything between the passes.
     """
 
     task: Task
     batch: Any
     lowering: Lowering
     region: AbstractContextManager[object]
-    untouched: Untouched
+    snapshot: Snapshot
 
-    def step(self, watch: AbstractContextManager[Phase], *, lowered: bool, scale: float) -> Tensor:
-        """Run one step from the same beginning and return the loss; the gradients are there."""
-        self.untouched.reset()
+    def step(
+        self, watch: AbstractContextManager[StepPhase], *, lowered: bool, scale: float
+    ) -> Tensor:
+        """Run one step from the same state and return the loss; the gradients are in place."""
+        self.snapshot.reset()
         with watch as phase:
             with self.region if lowered else nullcontext():
                 loss = self.task.loss(self.batch)
@@ -123,26 +209,26 @@ class Bench:
 
 
 @contextmanager
-def bench_for(task: Task, batch: Any, lowering: Lowering) -> Iterator[Bench]:
-    """Run steps in the block: eager, with gradients, and with nothing changed afterwards."""
+def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunner]:
+    """Run steps in the block: in eager mode, with gradients, and without lasting changes."""
     device = task.device(batch)
     with ExitStack() as stack:
         stack.enter_context(eager(has_global_hooks=False))
-        # Made first, for it may let modules know their names, which is to stay.
+        # Made first, since it may name modules, and the names are to stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
-        untouched = Untouched(task.model, tensors_in([batch]), {device})
-        stack.enter_context(untouched)
+        snapshot = Snapshot(task.model, tensors_in([batch]), {device})
+        stack.enter_context(snapshot)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(autocast(device, enabled=False))
-        yield Bench(task, batch, lowering, region, untouched)
+        yield StepRunner(task, batch, lowering, region, snapshot)
 
 
-def reference_of(bench: Bench) -> Reference:
+def reference_of(runner: StepRunner) -> Reference:
     """Run a step in float32. Sync: one for each tensor that is seen."""
     reference, depths, copies = Reference(), Depths(), _Copies()
 
-    def see(place: Place, tensor: Tensor) -> None:
+    def see(place: TensorPlace, tensor: Tensor) -> None:
         if place.kind == "output":
             known = reference.depths.get(place.module, 0)
             reference.depths[place.module] = max(known, depths.of(tensor))
@@ -150,13 +236,13 @@ def reference_of(bench: Bench) -> Reference:
             reference.largest_gradient = max(reference.largest_gradient, _finite(amax(tensor)))
         reference.values[place] = copies.of(tensor)
 
-    loss = bench.step(watching(bench.task, see), lowered=False, scale=1.0)
+    loss = runner.step(tensor_hooks(runner.task, see), lowered=False, scale=1.0)
     reference.loss, reference.total_depth = float(loss.detach()), depths.of(loss)
-    for key, gradient in _parameter_gradients(bench.task):
+    for key, gradient in _parameter_gradients(runner.task):
         reference.parameters[key] = gradient.detach().clone()
         reference.largest_gradient = max(reference.largest_gradient, _finite(amax(gradient)))
-    with rounding(bench.task, bench.lowering.dtype):
-        found, _ = _differences(bench, reference, lowered=False, scale=1.0)
+    with outputs_rounded(runner.task, runner.lowering.dtype):
+        found, _ = _differences(runner, reference, lowered=False, scale=1.0)
     for (module, kind), seen in found.items():
         if kind in GRADIENTS:
             known = reference.unavoidable.get(module, 0.0)
@@ -164,19 +250,19 @@ def reference_of(bench: Bench) -> Reference:
     return reference
 
 
-def compare(bench: Bench, reference: Reference) -> Comparison:
+def compare(runner: StepRunner, reference: Reference) -> Comparison:
     """Run a step in lower precision and compare it.
 
-    In float16 the loss is scaled, so that gradients suffer from their range only, and not from
-    where in it they lie: by the power of two at which float32's largest gradient is a factor of
-    HEADROOM below float16's largest number. If gradients overflow all the same, while the forward
-    pass does not, the step is run again at a quarter of it, as a scaler backs off, down to 1.
+    In float16 the loss is scaled by the power of two at which the largest gradient of float32 is a
+    factor of HEADROOM below the largest number of float16. So only the width of the range of
+    gradients counts, not its position. If gradients overflow but the forward pass does not, the
+    step is run again at a quarter of the scale, as a scaler backs off, down to 1.
 
     Sync: several for each tensor that is seen.
     """
-    scale = _first_scale(reference, bench.lowering.dtype)
+    scale = _first_scale(reference, runner.lowering.dtype)
     while True:
-        comparison = _compare_at(scale, bench, reference)
+        comparison = _compare_at(scale, runner, reference)
         rows = comparison.rows
         is_forward_good = comparison.is_loss_good and not any(r.output.overflow for r in rows)
         overflows = any(r.output_gradient.overflow or r.parameters.overflow for r in rows)
@@ -185,29 +271,29 @@ def compare(bench: Bench, reference: Reference) -> Comparison:
         scale = max(scale / BACKOFF, 1.0)
 
 
-def _compare_at(scale: float, bench: Bench, reference: Reference) -> Comparison:
-    found, loss = _differences(bench, reference, lowered=True, scale=scale)
-    return Comparison(tuple(_rows(bench, reference, found)), scale, loss, reference.loss)
+def _compare_at(scale: float, runner: StepRunner, reference: Reference) -> Comparison:
+    found, loss = _differences(runner, reference, lowered=True, scale=scale)
+    return Comparison(tuple(_rows(runner, reference, found)), scale, loss, reference.loss)
 
 
 def _differences(
-    bench: Bench, reference: Reference, *, lowered: bool, scale: float
+    runner: StepRunner, reference: Reference, *, lowered: bool, scale: float
 ) -> tuple[dict[tuple[str, str], Difference], float]:
-    """Run a step and return what differs, by module and kind, and the loss."""
+    """Run a step and return the differences, by module and kind, and the loss."""
     found: dict[tuple[str, str], Difference] = {}
 
     def add(module: str, kind: str, difference: Difference) -> None:
         found[module, kind] = found.get((module, kind), Difference()) + difference
 
-    def see(place: Place, tensor: Tensor) -> None:
+    def see(place: TensorPlace, tensor: Tensor) -> None:
         wanted = reference.values.get(place)
-        if wanted is not None:  # else the program took another way
+        if wanted is not None:  # else the program took another path
             of_gradient = place.kind.endswith("gradient")
             seen = difference(tensor, wanted, scale if of_gradient else 1.0)
             add(place.module, place.kind, seen)
 
-    loss = bench.step(watching(bench.task, see), lowered=lowered, scale=scale)
-    for key, gradient in _parameter_gradients(bench.task):
+    loss = runner.step(tensor_hooks(runner.task, see), lowered=lowered, scale=scale)
+    for key, gradient in _parameter_gradients(runner.task):
         wanted = reference.parameters.get(key)
         if wanted is not None:
             add(key[0], "parameters", difference(gradient, wanted, scale))
@@ -215,16 +301,16 @@ def _differences(
 
 
 def _rows(
-    bench: Bench, reference: Reference, found: Mapping[tuple[str, str], Difference]
-) -> Iterator[Row]:
-    modules, total = dict(bench.task.named_modules()), reference.total_depth
+    runner: StepRunner, reference: Reference, found: Mapping[tuple[str, str], Difference]
+) -> Iterator[ModuleCheck]:
+    modules, total = dict(runner.task.named_modules()), reference.total_depth
     for name in dict.fromkeys(place.module for place in reference.values):
         depth = reference.depths.get(name, total)
         unavoidable = reference.unavoidable.get(name, 0.0)
         tolerance = tolerance_for(
-            bench.lowering.dtype, depth, total, bench.lowering.error, unavoidable
+            runner.lowering.dtype, depth, total, runner.lowering.error, unavoidable
         )
-        yield Row(
+        yield ModuleCheck(
             name,
             type(modules[name]).__name__,
             not any(True for _ in modules[name].children()),
@@ -253,13 +339,13 @@ def _finite(value: float) -> float:
 
 
 class _Copies:
-    """Copies of tensors, one of each for as long as it is not written to."""
+    """Copies of tensors, one for each version of a tensor."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the copy; the tensor is held, so that no other gets its id."""
+        """Return the copy; the tensor is kept alive, so that its id is not used again."""
         key = id(tensor), tensor._version
         if key not in self._copies:
             self._copies[key] = tensor, tensor.detach().clone()

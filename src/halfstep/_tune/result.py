@@ -1,4 +1,4 @@
-"""What tuning has found, and how it is told."""
+"""Result of tuning, and its text."""
 
 from __future__ import annotations
 
@@ -10,41 +10,47 @@ import torch
 
 from halfstep._autocast import Policy
 from halfstep._common.numbers import listed, percent, things
-from halfstep._trace.table import aligned, bytes_text, seconds_text
-from halfstep._tune.row import Judged, Row, origins
-from halfstep._tune.timing import STEP
-from halfstep._tune.words import OUTSIDE, error_text, short
+from halfstep._trace.text import aligned, bytes_text, seconds_text
+from halfstep._tune.measurer import STEP
+from halfstep._tune.module_check import (
+    OUTSIDE,
+    BoundedError,
+    ModuleCheck,
+    error_text,
+    origins,
+    short_dtype,
+)
 
 GAIN = 0.95
-"""Lowering that leaves more than this of the time has given nothing that can be told from noise."""
+"""A gain that leaves more than this share of the time counts as noise."""
 SLOWER = 1.2
-"""A module is called slower if its forward pass takes so many times as long."""
+"""The factor of time from which the forward pass of a module is called slower."""
 MOST_SLOWER = 5
 MANY_ZEROS = 0.05
 
 
 @dataclass(frozen=True)
 class Island:
-    """What one island costs and saves.
+    """Cost and effect of one island.
 
     Attributes:
-        name: That of the module; of an op in a module, ``"softmax@blocks.0.attn"``; of an op
+        name: The name of the module; for an op in a module, ``"softmax@blocks.0.attn"``; for an op
             everywhere, ``"cross_entropy_loss@"``.
         kind: The class of the module; empty for an op everywhere.
-        loses_to: What goes wrong in it in lower precision.
-        error_without: The worst error of any module, by what it may be, with all but this one.
-        error_with: With all of them.
-        seconds_lowered: What the module's forward pass takes in lower precision.
-        seconds: As an island.
-        num_casts: How many casts a step makes more, or fewer if negative.
-        cast_bytes: How many bytes these read and write.
+        loses_to: The problem that it has in lower precision.
+        error_without: The worst error of any module without this island, but with the others.
+        error_with: The worst error with all islands.
+        seconds_lowered: The time of the module's forward pass in lower precision.
+        seconds: The same time as an island.
+        num_casts: The number of casts that a step makes more, or fewer if negative.
+        cast_bytes: The bytes that these casts read and write.
     """
 
     name: str
     kind: str
     loses_to: str
-    error_without: Judged
-    error_with: Judged
+    error_without: BoundedError
+    error_with: BoundedError
     seconds_lowered: float
     seconds: float
     num_casts: int
@@ -53,19 +59,19 @@ class Island:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What :func:`tune` found; ``str()`` of it tells all.
+    """Result of :func:`tune`; its ``str()`` is a report.
 
     Attributes:
-        policy: The policy to use: the one that was given, and a rule for each island.
-        islands: The names of the modules, and ops in modules, that are to stay in float32.
-        costs: One for each island.
-        is_met: Whether all modules are within bounds then.
+        policy: The policy to use: the given one, with a rule for each island.
+        islands: The names of the modules, and ops in modules, that stay in float32.
+        costs: The cost of each island.
+        is_met: Whether all modules are within bounds with the islands.
         dtype: The lower precision.
-        rows: Each module without islands, on the batch on which it is worst, compared with float32.
-        rows_after: The same with them.
-        seconds: Medians of the whole step, ``"(step)"``, and of the forward passes of modules, in
-            ``"fp32"``, in ``"lower"`` precision and, if there are some, with ``"islands"``.
-        machine: Where it was measured.
+        rows: The modules without islands, compared with float32 on their worst batches.
+        rows_after: The same with the islands.
+        seconds: Median times of the whole step, ``"(step)"``, and of the forward passes of modules,
+            in ``"fp32"``, in ``"lower"`` precision and, if there are any, with ``"islands"``.
+        machine: The machine on which it was measured.
     """
 
     policy: Policy
@@ -73,8 +79,8 @@ class Tuned:
     costs: tuple[Island, ...]
     is_met: bool
     dtype: torch.dtype
-    rows: tuple[Row, ...]
-    rows_after: tuple[Row, ...]
+    rows: tuple[ModuleCheck, ...]
+    rows_after: tuple[ModuleCheck, ...]
     seconds: Mapping[str, Mapping[str, float]]
     machine: str
 
@@ -89,10 +95,10 @@ class Tuned:
         self.policy.save(path)
 
     def table(self) -> str:
-        """Return a line for each island: what it costs and saves. Empty without islands."""
+        """Return a line of cost and effect for each island. Empty without islands."""
         if not self.costs:
             return ""
-        low = short(self.dtype)
+        low = short_dtype(self.dtype)
         head: tuple[str, ...] = ("island", "class", f"in {low}", "error without", "with")
         head += (f"forward in {low}", "in fp32", "casts", "cast bytes")
         return "\n".join(aligned([head, *map(_cells, self.costs)], right=()))
@@ -102,16 +108,17 @@ class Tuned:
         return "\n".join(part for part in parts if part)
 
     def __repr__(self) -> str:
-        return f"<Tuned {short(self.dtype)}, {things(len(self.islands), 'island')}, {self.policy}>"
+        low, islands = short_dtype(self.dtype), things(len(self.islands), "island")
+        return f"<Tuned {low}, {islands}, {self.policy}>"
 
     def _verdict(self) -> str:
-        low, num = short(self.dtype), things(len(self.rows), "module")
+        low, num = short_dtype(self.dtype), things(len(self.rows), "module")
         if not self.is_met:
             failing = [row for row in self.rows_after if not row.passed]
             begin = listed([name or OUTSIDE for name in origins(self.rows_after)]) or OUTSIDE
             return (
                 f"{low}: NOT within bounds, whichever modules are islands: {len(failing)} of {num} "
-                f"still fail, which begins in {begin}; these islands are of use all the same"
+                f"still fail, and it begins in {begin}; the islands found help all the same"
             )
         if not self.islands:
             return f"{low}: {num} within bounds, no island is needed"
@@ -119,22 +126,22 @@ class Tuned:
         return f"{low}: {things(len(self.islands), 'island')} in {num} {needed}"
 
     def _time(self) -> list[str]:
-        low, before = short(self.dtype), self.seconds["fp32"][STEP]
+        low, before = short_dtype(self.dtype), self.seconds["fp32"][STEP]
         after = self.seconds["lower"][STEP]
-        told = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
+        text = f"a step takes {seconds_text(before)} in fp32, {seconds_text(after)} in {low}"
         if self.islands:
             after = self.seconds["islands"][STEP]
-            told += f", {seconds_text(after)} with the islands"
+            text += f", {seconds_text(after)} with the islands"
         gain = f"{before / after:.2f} times as fast" if after < GAIN * before else ""
         verdict = gain or f"{low} gives no speed here ({self.machine})"
-        lines = [f"{told}: {verdict}"]
+        lines = [f"{text}: {verdict}"]
         slower = self.slower()
         if gain and slower:
             lines.append(f"slower in {low} than in fp32: {listed(slower)}")
         return lines
 
     def slower(self) -> list[str]:
-        """Return the modules that lowering makes slower, forward, the most time lost first."""
+        """Return the modules whose forward pass is slower in lower precision, worst first."""
         fp32, lower = self.seconds["fp32"], self.seconds["lower"]
         lost = {
             row.module: lower[row.module] - fp32[row.module]
@@ -144,8 +151,8 @@ class Tuned:
         return sorted(lost, key=lambda name: -lost[name])[:MOST_SLOWER]
 
 
-def loses_to(row: Row) -> str:
-    """Say what goes wrong in a module: overflow, zeros where float32 has none, or rounding."""
+def loses_to(row: ModuleCheck) -> str:
+    """Return the problem of a module: overflow, zeros that float32 does not have, or rounding."""
     parts = (row.output, row.input_gradient, row.parameters)
     overflow = max(part.overflow_share for part in parts)
     zeros = max(part.underflow_share for part in parts)
@@ -156,8 +163,8 @@ def loses_to(row: Row) -> str:
     return "rounding"
 
 
-def worst_error(rows: Sequence[Row]) -> Judged:
-    """Return the error of the module that is furthest from what it may be."""
+def worst_error(rows: Sequence[ModuleCheck]) -> BoundedError:
+    """Return the error of the module that is worst relative to its tolerance."""
     return max(rows, key=lambda row: row.severity).worst
 
 

@@ -1,4 +1,4 @@
-"""Finding the fewest islands. Names and numbers only: what is measured is the caller's."""
+"""Search for the fewest islands. It knows names and numbers only; the caller measures."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Islands: TypeAlias = tuple[str, ...]
 """
 
 MOST_OPS = 3
-"""An island is replaced by so many ops in it at most."""
+"""The most ops that replace an island."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a model is like with some islands.
+class IslandTrial:
+    """Result of a model with some islands.
 
     Attributes:
-        num_failing: How many modules are out of bounds.
-        origins: Where that begins; if it is not in a module, ops.
-        suspects: All that can be islands, what adds most to the error first.
+        num_failing: The number of modules that are out of bounds.
+        origins: The modules where that begins; ops if it begins outside of modules.
+        suspects: All possible islands, those that add most to the error first.
     """
 
     num_failing: int
@@ -31,70 +31,70 @@ class Found:
     suspects: tuple[str, ...]
 
 
-Look: TypeAlias = Callable[[Islands], Found]
-"""Measures the model with some islands; asked for the same again, it knows the answer."""
+Measure: TypeAlias = Callable[[Islands], IslandTrial]
+"""Measures the model with some islands; it remembers the results."""
 
 
-def smallest(look: Look) -> Islands:
-    """Return islands with which the fewest modules are out of bounds, none of which can be dropped.
+def smallest(measure: Measure) -> Islands:
+    """Return islands with which the fewest modules are out of bounds; each of them is needed.
 
-    Where a failure begins an island is made, until there is none; that may be too many, for a
-    failure can begin in one module and be cured in one before it. So then those are dropped that
-    are not needed, many at once as long as that works. It measures about twice for each island that
-    is needed, and once where none is.
+    An island is made where a failure begins, until no failure is left. That may be too many, since
+    a failure can begin in one module and be cured in an earlier one. So islands that are not needed
+    are dropped, many at once as long as that works. About two measurements are made for each island
+    that is needed, and one if none is.
 
     Args:
-        look: Measures.
+        measure: Measures the model with islands.
 
     Returns:
-        The islands, the ones that were found first in front.
+        The islands, in the order in which they were found.
     """
-    return pruned(look, grown(look))
+    return pruned(measure, grown(measure))
 
 
-def narrowed(look: Look, islands: Islands, ops: Mapping[str, Sequence[str]]) -> Islands:
-    """Replace islands by a few of the ops that run in them, where that is enough.
+def narrowed(measure: Measure, islands: Islands, ops: Mapping[str, Sequence[str]]) -> Islands:
+    """Replace islands by a few of their ops, if that is enough.
 
     Args:
-        look: Measures.
-        islands: What :func:`smallest` has found.
-        ops: What can be tried for an island instead, by its name.
+        measure: Measures the model with islands.
+        islands: The result of :func:`smallest`.
+        ops: The ops to try instead of an island, by its name.
     """
-    most = look(islands).num_failing
+    most = measure(islands).num_failing
     for name in islands:
         others = tuple(other for other in islands if other != name)
         instead = others + tuple(f"{op}@{name}" for op in ops.get(name, ()))
-        if instead != others and look(instead).num_failing <= most:
-            fewer = pruned(look, instead)
+        if instead != others and measure(instead).num_failing <= most:
+            fewer = pruned(measure, instead)
             if len(fewer) <= len(others) + MOST_OPS:
                 islands = fewer
     return islands
 
 
-def grown(look: Look) -> Islands:
-    """Return islands with which none is out of bounds; all there can be, if that is never so."""
+def grown(measure: Measure) -> Islands:
+    """Return islands with which no module is out of bounds, or all possible islands."""
     islands: Islands = ()
     num_new = 1
-    while (found := look(islands)).num_failing:
+    while (found := measure(islands)).num_failing:
         left = [name for name in found.suspects if name not in islands]
         if not left:
             break
         new = [name for name in left if name in found.origins]
-        if not new:  # an island does not help where the failure begins
+        if not new:  # an island where the failure begins does not help
             new, num_new = left[:num_new], 2 * num_new
         islands += tuple(new)
     return islands
 
 
-def pruned(look: Look, islands: Islands) -> Islands:
-    """Return islands of which none can be dropped without more modules out of bounds."""
-    most = look(islands).num_failing
+def pruned(measure: Measure, islands: Islands) -> Islands:
+    """Return islands without those that can be dropped with no more modules out of bounds."""
+    most = measure(islands).num_failing
     size = max(len(islands) // 2, 1)
     while islands:
         before = islands
-        for chunk in _chunks(islands[::-1], size):  # what was added last is needed least
+        for chunk in _chunks(islands[::-1], size):  # the last ones are needed least
             rest = tuple(name for name in islands if name not in chunk)
-            if look(rest).num_failing <= most:
+            if measure(rest).num_failing <= most:
                 islands = rest
         if size == 1 and islands == before:
             break

@@ -1,4 +1,4 @@
-"""What is run: a model, a batch and a loss, forward and backward."""
+"""Task of a check: a model and its loss, run on a batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import replicated, without_wrappers
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
-"""``loss_fn(model, batch)``: calls the model, in whichever way, and returns a scalar."""
+"""``loss_fn(model, batch)`` calls the model in any way and returns a scalar."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and how its loss is computed.
+    """Model and the function of its loss.
 
     Args:
-        model: Its floating-point parameters are float32.
+        model: The model, with float32 parameters.
         loss_fn: ``loss_fn(model, batch)``; None to call the model with the batch.
 
     Raises:
-        TypeError: ``model`` is no module, or ``loss_fn`` no function.
+        TypeError: ``model`` is not a module, or ``loss_fn`` not a function.
         ValueError: A parameter is in another dtype, or has no shape yet.
     """
 
@@ -35,9 +35,9 @@ class Task:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise TypeError(f"the model is a torch.nn.Module, got {type(self.model).__name__}")
+            raise TypeError(f"model must be a torch.nn.Module, got {type(self.model).__name__}")
         if self.loss_fn is not None and not callable(self.loss_fn):
-            raise TypeError(f"loss_fn(model, batch) is a function, got {self.loss_fn!r}")
+            raise TypeError(f"loss_fn(model, batch) must be a function, got {self.loss_fn!r}")
         for name, parameter in self.model.named_parameters():
             if is_lazy(parameter):
                 raise ValueError(f"parameter {name} has no shape yet: run the model on a batch")
@@ -48,7 +48,7 @@ class Task:
                 )
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield names, as policies have them, and modules; the model itself is ``""``."""
+        """Yield the names, as in policies, and the modules; the model itself is ``""``."""
         for name, module in replicated(self.model).named_modules():
             yield without_wrappers(name), module
 
@@ -61,17 +61,17 @@ class Task:
         """Run the model on a batch.
 
         Raises:
-            TypeError: What comes out is no loss.
-            ValueError: It is not a scalar.
+            TypeError: The result is not a loss.
+            ValueError: The loss is not a scalar.
         """
         if self.loss_fn is None:
             return _loss_of(_called(self.model, batch))
         loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            raise TypeError(f"loss_fn(model, batch) returns a tensor with the loss, got {loss!r}")
+            raise TypeError(f"loss_fn(model, batch) must return the loss as a tensor, got {loss!r}")
         if loss.numel() != 1:
             raise ValueError(
-                f"loss_fn(model, batch) returns one number, got shape {list(loss.shape)}: "
+                f"loss_fn(model, batch) must return one number, got shape {list(loss.shape)}: "
                 "take its mean()"
             )
         return loss
@@ -86,7 +86,7 @@ def _called(model: nn.Module, batch: Any) -> Any:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """Return the loss that the output has, or is; else the mean of its squares."""
+    """Return the loss of an output, the output itself, or the mean of its squares."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor) and found.numel() == 1:
         return found
@@ -95,10 +95,10 @@ def _loss_of(output: Any) -> Tensor:
         outputs = [each for each in tensors_in([vars(output)]) if each.is_floating_point()]
     if not outputs:
         raise TypeError(
-            f"the model returns {type(output).__name__}, in which no floating-point tensor is "
-            "found: pass loss_fn(model, batch)"
+            f"the model returns {type(output).__name__} without a floating-point tensor: pass "
+            "loss_fn(model, batch)"
         )
     if isinstance(output, Tensor) and output.numel() == 1:
         return output
-    # In float32: squares that leave float16 would be this function's fault.
+    # In float32, so that squares do not overflow float16.
     return torch.stack([each.float().square().mean() for each in outputs]).sum()

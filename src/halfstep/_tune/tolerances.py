@@ -1,35 +1,45 @@
-"""How large an error may be: from the precision and the number of roundings.
+"""Tolerances: how large an error may be, from the precision and the number of roundings.
 
-A value that is rounded to nearest is off by ``u = eps / 2`` of itself at most, and the errors of
-``n`` ops in a row, which point anywhere, add up as a random walk does: ``e = u * sqrt(n)``.
-(N. Higham, T. Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, doi
-10.1137/18M1226312, section 2.) An output may be off by 8 e: an op rounds its weights and its inputs
-too, and a layer makes errors larger than they came in. Gradients have more: where an entry is near
-the corner of a ReLU or near a tie of a max pool, which happens to a share of about e of them, the
-rounding error decides and changes that entry of the gradient wholly. In the norm that is sqrt(e).
-And a gradient may be off by 4 times what :mod:`halfstep._tune.rounding` finds unavoidable.
+A value rounded to nearest is off by at most ``u = eps / 2`` of itself. The errors of ``n`` ops in a
+row have random signs, so they add up as a random walk does: ``e = u * sqrt(n)``. (N. Higham,
+T. Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, doi 10.1137/18M1226312,
+section 2.) The tolerance of an output is 8 e: an op also rounds its weights and its inputs, and a
+layer amplifies the errors of its inputs. Gradients have larger errors. Near the corner of a ReLU,
+or near a tie of a max pool, the rounding error decides about the whole entry of the gradient; this
+happens to a share of about e of the entries, which is sqrt(e) in the norm. A gradient may also be
+off by 4 times the error that is unavoidable.
+
+The unavoidable error is measured by rounding the output of each module once, in float32. Near the
+end of training a gradient is the small difference of large parts: whatever rounds the activations
+changes it a lot, and no module is to blame.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from halfstep._tune.task import Task
 
 SPREAD = 8.0
 TIMES = 4.0
 MOST = 0.5
-"""Neither is larger by itself: beyond it there is little left of the value."""
+"""The largest tolerance by depth: beyond it little is left of the value."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What the relative errors of a module may be.
+    """Largest relative errors that a module may have.
 
     Attributes:
-        output: Of what it returns.
-        gradient: Of the gradients of its outputs and parameters.
+        output: That of its outputs.
+        gradient: That of the gradients of its outputs and parameters.
     """
 
     output: float
@@ -47,10 +57,10 @@ def tolerance_for(
 
     Args:
         dtype: The lower precision.
-        depth: Ops in a row from the beginning to its output.
-        total_depth: Those to the loss. A gradient has gone through all of them, and back.
-        given: An error that holds for all instead.
-        unavoidable: The error of its gradients if all is rounded a little.
+        depth: The number of ops in a row up to its output.
+        total_depth: The number up to the loss. A gradient goes through all of them, and back.
+        given: A tolerance for all modules instead.
+        unavoidable: The error of its gradients if only outputs are rounded.
 
     Example:
         >>> tolerance_for(torch.float16, 25, 100).output
@@ -63,3 +73,83 @@ def tolerance_for(
     gradient = unit * math.sqrt(max(2 * total_depth - depth, 1))
     of_gradient = min(SPREAD * gradient + 2 * math.sqrt(gradient), MOST)
     return Tolerance(min(SPREAD * output, MOST), max(of_gradient, TIMES * unavoidable))
+
+
+class Depths:
+    """Depths of tensors: the number of ops on the longest path to a tensor, as autograd knows them.
+
+    Ops without a gradient are not counted.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> Depths().of((x * 2).exp() + x)
+        3
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {None: 0}
+
+    def of(self, tensor: Tensor) -> int:
+        """Return the depth of a tensor; results of earlier calls are reused."""
+        pending = [tensor.grad_fn]
+        while pending:
+            node = pending[-1]
+            if node in self._known:
+                pending.pop()
+                continue
+            before = [each for each, _ in node.next_functions] if node is not None else []
+            unknown = [each for each in before if each not in self._known]
+            if unknown:
+                pending += unknown
+                continue
+            # The node of a leaf has none before it, and is not an op.
+            self._known[node] = 1 + max(self._known[each] for each in before) if before else 0
+            pending.pop()
+        return self._known[tensor.grad_fn]
+
+
+@contextmanager
+def outputs_rounded(task: Task, dtype: torch.dtype) -> Iterator[None]:
+    """Round the outputs of innermost modules to the digits of ``dtype``, not to its range.
+
+    Gradients pass through unchanged.
+    """
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return _mapped(output, dtype)
+
+    with ExitStack() as stack:
+        for _, module in task.named_modules():
+            if not any(True for _ in module.children()):
+                stack.callback(module.register_forward_hook(after).remove)
+        yield
+
+
+def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values rounded to nearest to the digits of a dtype, in float32.
+
+    (T. J. Dekker, "A floating-point technique for extending the available precision", 1971, doi
+    10.1007/BF01397083: the upper half of a split.)
+
+    Example:
+        >>> rounded_to_digits(torch.tensor([1.0006, 1e6 + 0.5]), torch.float16)
+        tensor([1.0010e+00, 9.9994e+05])
+    """
+    digits_less = math.log2(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
+    split = values * (2.0**digits_less + 1)
+    upper = split - (split - values)
+    return torch.where(upper.isfinite(), upper, values)
+
+
+def _mapped(value: Any, dtype: torch.dtype) -> Any:
+    """Return the output of a module with its tensors rounded, those in containers too."""
+    if isinstance(value, Tensor):
+        if value.dtype is not torch.float32:
+            return value
+        return value + (rounded_to_digits(value.detach(), dtype) - value.detach())
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(each, dtype) for each in value)
+    if type(value) is dict:
+        return {key: _mapped(each, dtype) for key, each in value.items()}
+    return value

@@ -1,4 +1,4 @@
-"""Finding the modules that lower precision hurts, and the fewest islands that cure it."""
+"""Tuning: finds the modules that lower precision harms, and the fewest islands that cure it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import nn
 from halfstep._autocast import Policy
 from halfstep._common.machine import device_name
 from halfstep._tune.check import lowering_of
-from halfstep._tune.measuring import Bencher, module_of, with_islands
+from halfstep._tune.measurements import Measurements, fingerprint
+from halfstep._tune.measurer import Measurer, module_of, show_progress, with_islands
 from halfstep._tune.passes import Lowering
-from halfstep._tune.progress import watcher
-from halfstep._tune.record import Measurements, fingerprint
 from halfstep._tune.result import Island, Tuned, loses_to, worst_error
 from halfstep._tune.search import Islands, narrowed, smallest
 from halfstep._tune.task import LossFn, Task
@@ -30,33 +29,32 @@ def tune(
     path: str | Path | None = None,
     policy: Policy | str = "standard",
 ) -> Tuned:
-    """Find the smallest set of float32 islands with which a model does well in lower precision.
+    """Find the smallest set of float32 islands that a model needs in lower precision.
 
-    Each step is compared with the same in float32, as :func:`self_check` does. Where a module goes
-    out of bounds and what it was given is within them, it becomes an island, until none is out of
-    bounds; islands that are not needed are dropped again, so that none of the rest can be. Where
-    a module has others in it, rules for a few ops of its own are tried instead. Then it is
-    measured what they cost. The model, its gradients and all random numbers are as before,
-    bit for bit. How it is done: docs/tune.md.
+    Each step is compared with float32, as in :func:`self_check`. A module that is out of bounds
+    although its inputs are not becomes an island, until no module is out of bounds. Islands that
+    are not needed are then dropped. For a module that contains modules, rules for a few of its ops
+    are tried instead. Then the cost of the islands is measured. The model, its gradients and all
+    random numbers are as before, bit for bit. docs/tune.md explains the method.
 
     Args:
-        model: Its parameters are float32; better trained for a while than fresh.
-        batches: Some batches, in the form in which ``loss_fn`` takes them.
+        model: The model, with float32 parameters; preferably one that was trained for a while.
+        batches: Some batches, in the form that ``loss_fn`` takes.
         loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. None to call the
             model with the batch, as in :func:`self_check`.
         dtype: The lower precision, float16 or bfloat16.
-        error: The bound: the largest relative error (norm by norm) that the outputs, the gradients
-            of the outputs and the gradients of the parameters of any module may have. None for
-            the tolerances of :func:`self_check`.
-        path: A file for the measurements (JSON Lines). If it exists, what is in it is not measured
-            again: after an interruption the same call goes on from there.
-        policy: Which op runs in which dtype, to which islands are added; or its text.
+        error: The bound: the largest relative error of norms that the outputs, their gradients
+            and the gradients of the parameters of any module may have. None for the tolerances of
+            :func:`self_check`.
+        path: A file for the measurements (JSON Lines). Measurements in an existing file are not
+            repeated: after an interruption the same call continues from there.
+        policy: The policy to which islands are added, or its text.
 
     Raises:
-        TypeError: An argument, or the loss, is of the wrong kind.
-        ValueError: There is no batch; ``dtype`` is no lower precision; a parameter is not float32;
-            the loss is not one number.
-        RecordError: The file holds measurements of something else; the message says what differs.
+        TypeError: An argument, or the loss, is of the wrong type.
+        ValueError: There is no batch, ``dtype`` is not a lower precision, a parameter is not
+            float32, or the loss is not one number.
+        RecordError: The file has measurements of something else; the message says what differs.
 
     Sync: many.
 
@@ -74,54 +72,56 @@ def tune(
     require_batches(batches)
     marks = fingerprint(task, batches, lowering) if path else {}
     known = Measurements(Path(path) if path else None, marks)
-    with watcher() as watching:
-        bencher = Bencher(task, batches, lowering, known, watching)
-        islands = smallest(bencher.look)
-        islands = narrowed(bencher.look, islands, bencher.ops() if islands else {})
-        return _told(bencher, lowering, islands)
+    with show_progress() as progress:
+        measurer = Measurer(task, batches, lowering, known, progress)
+        islands = smallest(measurer.measure)
+        islands = narrowed(measurer.measure, islands, measurer.ops() if islands else {})
+        return _tuned(measurer, lowering, islands)
 
 
 def require_batches(batches: object) -> None:
-    """Raise an error that says what is wrong, unless there are batches in a list.
+    """Check that there is a list of batches.
 
     Raises:
-        TypeError: It is no list, or a single batch.
+        TypeError: It is not a list, or a single batch.
         ValueError: It is empty.
     """
     if not isinstance(batches, Sequence) or isinstance(batches, str):
         kind = type(batches).__name__
-        raise TypeError(f"batches is a list of batches, got {kind}: write [batch], list(loader)")
+        raise TypeError(
+            f"batches must be a list of batches, got {kind}: write [batch], list(loader)"
+        )
     if not batches:
         raise ValueError("batches is empty: there is nothing to run the model on")
 
 
-def _told(bencher: Bencher, lowering: Lowering, islands: Islands) -> Tuned:
-    """Measure what islands cost, and put everything together."""
-    before, after = bencher.rows(()), bencher.rows(islands)
+def _tuned(measurer: Measurer, lowering: Lowering, islands: Islands) -> Tuned:
+    """Measure the cost of islands and return the result."""
+    before, after = measurer.rows(()), measurer.rows(islands)
     order = {row.module: number for number, row in enumerate(before)}
     islands = tuple(sorted(islands, key=lambda each: order[module_of(each)]))
-    seconds = bencher.times(islands)
+    seconds = measurer.times(islands)
     return Tuned(
         policy=with_islands(lowering.policy, islands),
         islands=islands,
-        costs=tuple(_cost(bencher, name, islands, seconds) for name in islands),
-        is_met=bencher.look(islands).num_failing == 0,
+        costs=tuple(_cost(measurer, name, islands, seconds) for name in islands),
+        is_met=measurer.measure(islands).num_failing == 0,
         dtype=lowering.dtype,
         rows=tuple(before),
         rows_after=tuple(after),
         seconds=seconds,
-        machine=device_name(bencher.task.device(bencher.batches[0])),
+        machine=device_name(measurer.task.device(measurer.batches[0])),
     )
 
 
 def _cost(
-    bencher: Bencher, name: str, islands: Islands, seconds: dict[str, dict[str, float]]
+    measurer: Measurer, name: str, islands: Islands, seconds: dict[str, dict[str, float]]
 ) -> Island:
     others = tuple(other for other in islands if other != name)
-    rows, rows_with = bencher.rows(others), bencher.rows(islands)
+    rows, rows_with = measurer.rows(others), measurer.rows(islands)
     module = module_of(name)
     row = next(row for row in rows if row.module == module)
-    (num, size), (num_without, size_without) = bencher.casts(islands), bencher.casts(others)
+    (num, size), (num_without, size_without) = measurer.casts(islands), measurer.casts(others)
     return Island(
         name=name,
         kind=row.kind if module else "",

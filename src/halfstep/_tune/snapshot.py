@@ -1,4 +1,4 @@
-"""Running a model so that nothing of it is changed afterwards."""
+"""Snapshot of a model: restored before each pass, and after the last."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from halfstep._autocast.casts import tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
 
 SEED = 0
-"""What every random number generator starts from in each pass."""
+"""The seed of all random number generators in each pass."""
 
 
-class Untouched:
-    """A block after which a model, other tensors and the random numbers are what they were.
+class Snapshot:
+    """Keeps a model, other tensors and the random numbers unchanged by a block.
 
-    Of the model: parameters, buffers, gradients, and its own and its modules' attributes (what is
-    inside of lists and dictionaries among these is not looked at). :meth:`reset` brings all of it
-    back within the block, without gradients, for another pass that is to see the same.
+    Of the model it keeps parameters, buffers, gradients, and the attributes of its modules; the
+    contents of lists and dictionaries among these are not kept. :meth:`reset` restores all of it
+    within the block, without gradients, so that another pass starts from the same state.
 
     Args:
         model: The model.
-        others: Tensors that the model may write to: those of the batch.
+        others: Other tensors that the model may write to, those of the batch.
         devices: The device types whose random numbers are kept, besides the CPU's.
     """
 
@@ -45,7 +45,7 @@ class Untouched:
         self._devices = sorted(devices - {"cpu"})
 
     def reset(self) -> None:
-        """Bring everything back to the beginning, gradients to None and random numbers to a seed.
+        """Restore everything, set gradients to None, and seed all random numbers.
 
         Sync: one for each tensor.
         """
@@ -86,14 +86,14 @@ class Untouched:
 
 
 class _Value:
-    """What a tensor holds."""
+    """Copy of the values of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._before = tensor, tensor.detach().clone()
         self._version = _version(tensor)
 
     def restore(self) -> None:
-        # A tensor that was not written to is not written to here: others may count its versions.
+        # A tensor that was not changed is not written to, so that its version stays.
         same_version = _version(self._tensor) == self._version
         if not (same_version and torch.equal(self._tensor.detach(), self._before)):
             self._tensor.detach().copy_(self._before)

@@ -1,4 +1,4 @@
-"""What differs between two traces."""
+"""Differences between two traces."""
 
 import pytest
 import torch

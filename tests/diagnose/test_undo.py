@@ -1,4 +1,4 @@
-"""Nothing that a diagnosis does changes the training: everything is bit for bit what it was."""
+"""The undo log: a diagnosis leaves the training bit for bit as it was."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
-from halfstep._diagnose.undo import Undo
+from halfstep._diagnose.undo import UndoLog
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A loop in the middle of its work, with everything that could be changed."""
+    """Training loop in progress, with all the state that could change."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -198,7 +198,7 @@ def test_accumulated_gradients_are_kept() -> None:
 def test_a_graph_from_before_can_still_be_used() -> None:
     weight = torch.ones(3, requires_grad=True)
     running = torch.zeros(3)
-    product = weight * running  # autograd has saved `running`, and looks at its version
+    product = weight * running  # autograd has saved `running`, and observer at its version
     model = nn.Linear(3, 3)
 
     def step() -> None:
@@ -230,7 +230,7 @@ def test_checkpointing_and_hooks_of_the_user_see_the_same() -> None:
 
 def test_undo_keeps_memory_and_not_only_the_view_that_was_written_to() -> None:
     whole = torch.arange(12.0).view(3, 4)
-    undo = Undo()
+    undo = UndoLog()
     undo.note_write(whole[1])
     whole[1] = 7
     whole.t()[0] = 9
@@ -238,7 +238,7 @@ def test_undo_keeps_memory_and_not_only_the_view_that_was_written_to() -> None:
     assert torch.equal(whole, torch.arange(12.0).view(3, 4))
 
 
-def test_what_the_function_can_reach_is_kept_though_nobody_called_it_yet() -> None:
+def test_objects_that_the_function_reaches_are_kept_before_they_are_called() -> None:
     class Trainer:
         def __init__(self) -> None:
             self.model, self.other = nn.Linear(4, 4), nn.Linear(4, 4).eval()

@@ -1,4 +1,4 @@
-"""Where two traces differ: by module, phase and op."""
+"""Differences between two traces: by module, phase and op."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from halfstep._trace.rows import Phase, Row, grouped
-from halfstep._trace.table import Line, aligned, bytes_text, cut, in_short, seconds_text, total
+from halfstep._trace.text import (
+    TableLine,
+    aligned,
+    bytes_text,
+    cut,
+    runs_text,
+    seconds_text,
+    total_text,
+)
 
 _HEAD = ("phase", "module", "op", "n", "compute", "rule", "casts", "cast bytes", "time")
 
 
 @dataclass(frozen=True)
-class Side:
-    """What one op did in one module and phase, all calls together.
+class OpTotal:
+    """All calls of one op in one module and phase, together.
 
     Attributes:
         num: How often it ran.
         compute: The dtypes it computed in.
-        rules: The rules that decided; empty where none did.
-        num_casts: How many casts were made for it.
-        cast_bytes: What they read and wrote.
+        rules: The rules that decided; empty if none did.
+        num_casts: The number of casts made for it.
+        cast_bytes: The bytes they read and wrote.
         seconds: How long it took, casts included.
     """
 
@@ -32,9 +40,9 @@ class Side:
     seconds: float
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> Side:
-        """Return what some rows did together."""
-        return Side(
+    def of(rows: Sequence[Row]) -> OpTotal:
+        """Return the total of some rows."""
+        return OpTotal(
             num=sum(not row.is_cast_only for row in rows),
             compute=tuple(sorted({row.compute for row in rows if row.compute})),
             rules=tuple(sorted({row.rule for row in rows if row.rule})),
@@ -44,41 +52,41 @@ class Side:
         )
 
     @property
-    def what(self) -> tuple[object, ...]:
-        """All but the time."""
+    def without_time(self) -> tuple[object, ...]:
+        """All fields but the time."""
         return self.num, self.compute, self.rules, self.num_casts, self.cast_bytes
 
 
 @dataclass(frozen=True)
 class TraceDifference:
-    """One op in one module and phase, in two traces.
+    """Op in one module and phase, in two traces.
 
     Attributes:
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         module: The path of the module.
         op: The op.
-        before: What it did in the first trace.
-        after: What it did in the second.
+        before: Its calls in the first trace.
+        after: Its calls in the second.
     """
 
     phase: Phase
     module: str
     op: str
-    before: Side
-    after: Side
+    before: OpTotal
+    after: OpTotal
 
     @property
     def only_time(self) -> bool:
-        """Whether the same ran, and only the time is another."""
-        return self.before.what == self.after.what
+        """Whether only the time differs."""
+        return self.before.without_time == self.after.without_time
 
     @property
     def seconds_apart(self) -> float:
-        """By how much the times differ."""
+        """The difference of the times."""
         return abs(self.after.seconds - self.before.seconds)
 
     def _cells(self) -> tuple[str, ...]:
-        def both(text: Callable[[Side], str]) -> str:
+        def both(text: Callable[[OpTotal], str]) -> str:
             one, other = text(self.before) or "-", text(self.after) or "-"
             return one if one == other else f"{one} -> {other}"
 
@@ -87,7 +95,7 @@ class TraceDifference:
             self.module or "-",
             "cast" if self.op == "_to_copy" else cut(self.op),
             both(lambda side: str(side.num or "")),
-            both(lambda side: in_short(side.compute)),
+            both(lambda side: runs_text(side.compute)),
             both(lambda side: ", ".join(side.rules)),
             both(lambda side: str(side.num_casts)),
             both(lambda side: bytes_text(side.cast_bytes)),
@@ -97,13 +105,13 @@ class TraceDifference:
 
 @dataclass(frozen=True)
 class TraceDiff:
-    """What :meth:`halfstep.trace.diff` returns; its ``str()`` is a table.
+    """Result of :meth:`halfstep.trace.diff`; its ``str()`` is a table.
 
     It is true if anything but times differs.
 
     Attributes:
         every: Every op in every module and phase, whether it differs or not.
-        totals: Both traces in a line each.
+        totals: One line of text for each trace.
     """
 
     every: tuple[TraceDifference, ...]
@@ -111,12 +119,12 @@ class TraceDiff:
 
     @property
     def differences(self) -> tuple[TraceDifference, ...]:
-        """Where dtype, rule, casts, bytes or the number of calls differ."""
+        """The ops whose dtype, rule, casts, bytes or number of calls differ."""
         return tuple(each for each in self.every if not each.only_time)
 
     @property
     def slower_or_faster(self) -> tuple[TraceDifference, ...]:
-        """The same ops in another time: over 1 % of all time apart, the largest first."""
+        """The ops of which only the time differs, by over 1 % of all time, the largest first."""
         alike = [each for each in self.every if each.only_time]
         all_time = max(
             sum(each.before.seconds for each in self.every),
@@ -132,7 +140,7 @@ class TraceDiff:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        lines: list[Line] = [_HEAD]
+        lines: list[TableLine] = [_HEAD]
         lines += [each._cells() for each in self.differences]
         if self.slower_or_faster:
             lines.append("only the time differs:")
@@ -145,15 +153,15 @@ class TraceDiff:
 
 def diff(before: Sequence[Row], after: Sequence[Row]) -> TraceDiff:
     """Compare two traces by phase, module and op."""
-    one, other = _sides(before), _sides(after)
-    nothing = Side.of(())
+    one, other = _totals(before), _totals(after)
+    nothing = OpTotal.of(())
     every = tuple(
         TraceDifference(*key, one.get(key, nothing), other.get(key, nothing))
         for key in dict.fromkeys([*one, *other])
     )
-    return TraceDiff(every, (total(before), total(after)))
+    return TraceDiff(every, (total_text(before), total_text(after)))
 
 
-def _sides(rows: Sequence[Row]) -> dict[tuple[Phase, str, str], Side]:
+def _totals(rows: Sequence[Row]) -> dict[tuple[Phase, str, str], OpTotal]:
     groups = grouped(rows, lambda row: (row.phase, row.module, row.op))
-    return {key: Side.of(group) for key, group in groups.items()}
+    return {key: OpTotal.of(group) for key, group in groups.items()}

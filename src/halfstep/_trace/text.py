@@ -1,23 +1,23 @@
-"""A trace as text."""
+"""Text of a trace: its table, and the formats of its cells."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from halfstep._trace.rows import PHASES, Phase, Row, folded, grouped, pattern, short
+from halfstep._trace.rows import PHASES, Phase, Row, grouped, short
 
 _HEAD = ("op", "n", "inputs", "compute", "rule", "bytes", "time")
 _LONGEST_OP, _LONGEST_RULE = 32, 26
 
-Line = str | tuple[str, ...]
+TableLine = str | tuple[str, ...]
 
 
-def table(ops: Sequence[Row], environment: Mapping[str, str], notes: Sequence[str]) -> str:
-    """Return the ops by phase and module; ops that are alike share a line, modules a block."""
-    lines: list[Line] = [_HEAD]
+def trace_text(ops: Sequence[Row], environment: Mapping[str, str], notes: Sequence[str]) -> str:
+    """Return the ops by phase and module; equal ops share a line, equal modules a block."""
+    lines: list[TableLine] = [_HEAD]
     for phase, of_phase in sorted(grouped(ops, lambda row: row.phase).items(), key=_order):
-        lines.append(f"{phase}: {total(of_phase)}")
+        lines.append(f"{phase}: {total_text(of_phase)}")
         modules = grouped(of_phase, lambda row: row.module)
         for alike in grouped(modules.items(), _content).values():
             paths = [path for path, _ in alike]
@@ -26,7 +26,7 @@ def table(ops: Sequence[Row], environment: Mapping[str, str], notes: Sequence[st
             rows = [row for _, of_module in alike for row in of_module]
             for same in grouped(rows, _alike).values():
                 lines += _cells(same)
-    footer = [f"total: {total(ops)}", *notes]
+    footer = [f"total: {total_text(ops)}", *notes]
     footer.append(", ".join(f"{key} {value}" for key, value in environment.items()))
     return "\n".join([*aligned(lines, indent=4), *footer])
 
@@ -36,7 +36,7 @@ def _order(group: tuple[Phase, object]) -> int:
 
 
 def _content(module: tuple[str, list[Row]]) -> Hashable:
-    """Return what modules have in common that differ in an index only and do the same."""
+    """Return a key that is equal for modules that differ only in an index and do the same."""
     path, rows = module
     return pattern(path), tuple((key, len(same)) for key, same in grouped(rows, _alike).items())
 
@@ -51,13 +51,13 @@ def _by_hand(row: Row) -> bool:
     return any(cast.by_hand for cast in row.casts)
 
 
-def _cells(rows: Sequence[Row]) -> Iterator[Line]:
-    """Yield a line for rows that are alike, and one for each kind of cast made for them."""
+def _cells(rows: Sequence[Row]) -> Iterator[TableLine]:
+    """Yield a line for equal rows, and one for each kind of cast made for them."""
     row = rows[0]
     rule = cut(row.rule, _LONGEST_RULE) if row.rule else "by hand" if _by_hand(row) else "-"
     dtypes = dict.fromkeys((row.compute, row.output or row.compute))
     computes = "->".join(map(short, dtypes))
-    inputs = in_short(sorted(value.dtype for value in row.inputs))
+    inputs = runs_text(sorted(value.dtype for value in row.inputs))
     if not row.is_cast_only:
         seconds = seconds_text(sum(row.seconds for row in rows))
         yield cut(row.op), str(len(rows)), inputs, computes, rule, "-", seconds
@@ -68,8 +68,8 @@ def _cells(rows: Sequence[Row]) -> Iterator[Line]:
         yield name, str(len(casts)), "-", "-", by, size, seconds
 
 
-def total(rows: Sequence[Row]) -> str:
-    """Return what some ops are and cost together."""
+def total_text(rows: Sequence[Row]) -> str:
+    """Return the number and the cost of some ops together."""
     num_ops = sum(not row.is_cast_only for row in rows)
     seconds = seconds_text(sum(row.seconds for row in rows))
     casts = f"{sum(len(row.casts) for row in rows)} casts"
@@ -83,12 +83,12 @@ def total(rows: Sequence[Row]) -> str:
 
 
 def aligned(
-    lines: Sequence[Line], indent: int = 0, right: Iterable[str] = ("n", "bytes", "time")
+    lines: Sequence[TableLine], indent: int = 0, right: Iterable[str] = ("n", "bytes", "time")
 ) -> list[str]:
-    """Return lines with the cells of each in columns; the first line is the head.
+    """Return lines with their cells in columns; the first line is the head.
 
-    Lines that are text stay as they are. Columns whose head is in ``right`` end in one line, those
-    without content are left out.
+    Lines that are text stay as they are. Columns whose head is in ``right`` are aligned to the
+    right; empty columns are left out.
     """
     columns = list(zip(*(line for line in lines if isinstance(line, tuple)), strict=True))
     shown = [index for index, (_, *cells) in enumerate(columns) if set(cells) - {"-"}]
@@ -96,7 +96,7 @@ def aligned(
         f"{'>' if columns[i][0] in right else '<'}{max(map(len, columns[i]))}" for i in shown
     ]
 
-    def text(line: Line) -> str:
+    def text(line: TableLine) -> str:
         if isinstance(line, str):
             return line
         cells = (f"{line[i]:{form}}" for i, form in zip(shown, formats, strict=True))
@@ -106,13 +106,13 @@ def aligned(
 
 
 def cut(name: str, longest: int = _LONGEST_OP) -> str:
-    """Return the name of an op or rule, without its middle if it is long."""
+    """Return the name of an op or rule; a long one without its middle."""
     half = longest // 2 - 1
     return name if len(name) <= longest else f"{name[:half]}..{name[-half:]}"
 
 
-def in_short(words: Iterable[str]) -> str:
-    """Return words with those that follow each other counted: ``"2 bf16, int64"``."""
+def runs_text(words: Iterable[str]) -> str:
+    """Return words with repetitions counted: ``"2 bf16, int64"``."""
     runs = [(word, len(list(run))) for word, run in groupby(map(short, words))]
     return ", ".join(word if num == 1 else f"{num} {word}" for word, num in runs)
 
@@ -131,3 +131,14 @@ def seconds_text(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.1f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def pattern(module: str) -> str:
+    """Return a path with ``*`` for each index in it."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def folded(modules: Iterable[str]) -> list[str]:
+    """Return paths, with one glob for those that differ only in an index."""
+    alike = grouped(dict.fromkeys(modules), pattern)
+    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]

@@ -1,4 +1,4 @@
-"""The dispatch mode of a replay: shows every op to a witness, and keeps what ops write to."""
+"""Observers of the ops of a replay, and the dispatch mode that shows ops to them."""
 
 from __future__ import annotations
 
@@ -18,39 +18,36 @@ from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._autocast.rule import Rule
 from halfstep._diagnose import across_ranks
-from halfstep._diagnose.undo import Undo
-from halfstep._trace.modules import RunningModules
-from halfstep._trace.op_mode import OpMode
-from halfstep._trace.ops import casts_to, op_name, written_to
-from halfstep._trace.places import Places
+from halfstep._diagnose.undo import UndoLog
+from halfstep._trace.ops import OpMode, casts_to, op_name, written_to
+from halfstep._trace.places import OpPlace, OpPlaces, RunningModules
 from halfstep._trace.rows import Phase
-from halfstep._trace.state import Place
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Where PyTorch has the ops by which ranks talk."""
+"""The namespaces of PyTorch's collectives."""
 _MADE_OF_OTHERS = ("DTensor", "AsyncCollectiveTensor")
-"""The tensors in which ``torch.distributed`` hides what this rank has."""
+"""The classes of tensors in which ``torch.distributed`` wraps the local part."""
 _FOR_COLLECTIVES = ("fsdp::all_gather_copy_in",)
-"""What returns the memory for one, in which there is nothing yet."""
+"""Ops that return memory for a collective, in which there are no values yet."""
 OpKey = tuple[str, Phase, str, int, str | None, int]
-"""Name, phase, module, call, the op that the rule was asked for, and which of those alike it is."""
+"""Name, phase, module, call, the op that the rule was looked up for, and a running number."""
 
 
 @dataclass(eq=False, slots=True)
 class OpCall:
-    """One call of an ATen op.
+    """Call of an ATen op.
 
     Attributes:
-        number: Which one of the replay it is, from 0.
-        key: What it is known by in other replays, in which there may be other ops besides.
+        number: The number of the op in the replay, from 0.
+        key: Identifies the op in other replays, which may have more or fewer ops.
         func: The op.
         name: Its name, ``"addmm"``.
         args: Its arguments.
         kwargs: Its keyword arguments.
         given: The tensors among both.
-        written: Those of them that it writes to.
-        place: What it belongs to.
-        phase: When it runs.
+        written: The tensors among them that it writes to.
+        place: The place that it belongs to.
+        phase: The phase in which it runs.
     """
 
     number: int
@@ -61,51 +58,51 @@ class OpCall:
     kwargs: dict[str, Any]
     given: list[Tensor]
     written: list[Tensor]
-    place: Place
+    place: OpPlace
     phase: Phase
 
 
-class Witness:
-    """What looks at the ops of a replay. Nothing that it does is seen by itself."""
+class OpObserver:
+    """Observer of the ops of a replay. Ops that it calls itself are not observed."""
 
     def before(self, call: OpCall) -> None:
-        """Look at an op that is about to run."""
+        """Observe an op before it runs."""
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Look at what an op has returned or, if it returns no tensors, has written to."""
+        """Observe the outputs of an op or, if it returns no tensors, those that it wrote to."""
 
-    def sends(self, call: OpCall) -> None:
-        """Look at an op that is about to send what it reads to other ranks."""
+    def before_collective(self, call: OpCall) -> None:
+        """Observe a collective before it sends its inputs to other ranks."""
 
-    def receives(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Take note of where its result will be; it need not have come yet."""
+    def after_collective(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Note the outputs of a collective, which may not have arrived yet."""
 
     def see_loss(self, loss: Tensor) -> None:
-        """Look at what ``scale`` is given, and what ``backward`` begins with."""
+        """Observe a loss that is given to ``scale`` or ``backward``."""
 
     def see_result(self, result: Tensor) -> None:
-        """Look at what the step returns."""
+        """Observe a tensor that the step returns."""
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Look at the gradient of a leaf when ``backward`` returns."""
+        """Observe the gradient of a leaf when ``backward`` returns."""
 
 
 class FoundModules(RunningModules):
-    """The modules that run in a replay: those of the model, and others as they are called.
+    """Modules that run in a replay: those of the model, and others when they are called.
 
-    The first module with parameters that is called outside of any other is the model if none is
-    named. Each further one has its class before its names.
+    If no model is given, it is the first module with parameters that is called outside of others.
+    The names of other modules begin with their class.
 
     Args:
         model: The model, if it is known.
-        undo: Keeps what is in them.
+        undo: The undo log, in which modules are noted.
 
     Attributes:
-        outermost: The model as it is called, None before that.
-        model: The same without what replicates it: that which has the names.
+        outermost: The model as it is called, None before its first call.
+        model: The same without its wrapper for replication; its names are used.
     """
 
-    def __init__(self, model: nn.Module | None, undo: Undo) -> None:
+    def __init__(self, model: nn.Module | None, undo: UndoLog) -> None:
         super().__init__(None)
         self.model: nn.Module | None = None
         self.outermost: nn.Module | None = None
@@ -114,7 +111,7 @@ class FoundModules(RunningModules):
             self._take(model)
 
     def _enter(self, module: nn.Module, given: Any) -> None:
-        # The hooks are those of all threads, and another one may train another model.
+        # The hooks run in all threads, and another thread may train another model.
         is_here = threading.get_ident() == self._thread
         if is_here and not self.knows(module) and self.innermost() is None:
             if self.model is None and any(True for _ in module.parameters()):
@@ -131,38 +128,38 @@ class FoundModules(RunningModules):
         self.add(model)
 
 
-class Watcher(OpMode):  # type: ignore[no-untyped-call]
-    """Shows every op to a witness.
+class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that shows every op to an observer.
 
     Args:
-        modules: Knows which module runs.
-        undo: Keeps what is written to.
-        witness: Looks.
-        is_alone: Whether the other ranks do not run the same: what waits for them is refused.
+        modules: The running modules.
+        undo: The undo log, in which writes are noted.
+        observer: The observer.
+        is_alone: Whether other ranks do not run the same ops, so that collectives are refused.
 
     Attributes:
-        num_ops: How many ops have run.
+        num_ops: The number of ops that have run.
     """
 
     def __init__(
-        self, modules: FoundModules, undo: Undo, witness: Witness, *, is_alone: bool = False
+        self, modules: FoundModules, undo: UndoLog, observer: OpObserver, *, is_alone: bool = False
     ) -> None:
-        super().__init__(Places(modules, self._name_of))
-        self._modules, self._undo, self.witness = modules, undo, witness
+        super().__init__(OpPlaces(modules, self._name_of))
+        self._modules, self._undo, self.observer = modules, undo, observer
         self._is_alone = is_alone
         self.num_ops = 0
         self._counts: Counter[tuple[str, Phase, str, int, str | None]] = Counter()
         self._names: dict[int, str] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the ops of this thread, and of its backward passes; rules, if told of them."""
-        with self._modules.watched(), self:
+    def active(self) -> Iterator[None]:
+        """Show the ops of this thread and of its backward passes while the block runs."""
+        with self._modules.followed(), self:
             yield
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
-        """Take what runs meanwhile for parts of an op, for which a rule decided."""
+        """Count the ops of the block as parts of an op, for which a rule decided."""
         with self._places.under(op, rule, policy):
             yield
 
@@ -170,18 +167,18 @@ class Watcher(OpMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an op; of DTensors it is seen as what it does to the part that this rank has."""
+        """Run an op; an op on DTensors is observed as ops on their local parts."""
         if any(cls.__name__ in _MADE_OF_OTHERS for cls in types):
-            return NotImplemented  # they run it themselves then, by ops that come here
+            return NotImplemented  # the class runs it by ops that come here
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op between two looks of the witness.
+        """Run an op, and show it to the observer before and after.
 
         Raises:
-            RanksError: It would wait for other ranks, and they do not run it.
+            RanksError: The op would wait for other ranks that do not run it.
         """
         number, name = self.num_ops, op_name(func)
         is_collective = func.namespace in _COLLECTIVES
@@ -199,9 +196,9 @@ class Watcher(OpMode):  # type: ignore[no-untyped-call]
         self._counts[alike] += 1
         call = OpCall(number, key, func, name, args, kwargs, given, written, place, phase)
         if is_collective or name in _FOR_COLLECTIVES:
-            before, after = self.witness.sends, self.witness.receives
+            before, after = self.observer.before_collective, self.observer.after_collective
         else:
-            before, after = self.witness.before, self.witness.after
+            before, after = self.observer.before, self.observer.after
         before(call)
         result = func(*args, **kwargs)
         outputs = list(tensors_in((result,)))

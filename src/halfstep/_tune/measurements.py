@@ -1,7 +1,7 @@
-"""The measurements of a tuning, in a file from which it goes on.
+"""Measurements of a tuning, in a file from which a later call continues.
 
-JSON Lines: the first line is a fingerprint of what is measured, each other one a measurement. What
-a line that is cut or damaged said is measured again.
+The file is JSON Lines: the first line is a fingerprint of what is measured, each other line a
+measurement. Measurements on a cut or damaged line are made again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import halfstep
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
+from halfstep._numerics.formats import dtype_name
 from halfstep._record.files import has_checksum, line_of
 from halfstep._tune.passes import Lowering
 from halfstep._tune.task import Task
@@ -33,7 +34,7 @@ Fingerprint: TypeAlias = dict[str, str]
 
 
 def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Fingerprint:
-    """Return what has to be the same for measurements to hold: names, and short texts."""
+    """Return all that must stay the same for measurements to be valid, as short texts by name."""
     modules = [(name, type(module).__name__) for name, module in task.named_modules()]
     state = [*task.model.parameters(), *task.model.buffers()]
     shapes = [[_described(tensor) for tensor in tensors_in([batch])] for batch in batches]
@@ -43,7 +44,7 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Finge
         "halfstep": halfstep.__version__,
         "torch": torch.__version__,
         "machine": device_name(device),
-        "dtype": str(lowering.dtype).removeprefix("torch."),
+        "dtype": dtype_name(lowering.dtype),
         "policy": str(lowering.policy),
         "error": str(lowering.error or "by dtype and depth"),
         "model": f"{type(task.model).__name__} {_hash(str(modules))}",
@@ -55,23 +56,23 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Finge
     }
 
 
-class _Measured(Struct, tag_field="event", tag="measured"):
-    """A line with a measurement."""
+class _Measurement(Struct, tag_field="event", tag="measured"):
+    """Line with a measurement."""
 
     key: list[Any]
     value: Any
 
 
 class Measurements:
-    """Measurements by their keys: remembered, and written to a file if there is one.
+    """Measurements by their keys, kept in memory and in a file if there is one.
 
     Args:
-        path: The file, None for none. If it exists, what is in it is known.
-        fingerprint: Of what is measured.
+        path: The file, or None. Measurements in an existing file are read.
+        fingerprint: The fingerprint of what is measured.
 
     Raises:
-        RecordError: The file is that of something else; the message names what differs.
-        OSError: It cannot be read or written.
+        RecordError: The file has measurements of something else; the message says what differs.
+        OSError: The file cannot be read or written.
     """
 
     def __init__(self, path: Path | None, fingerprint: Fingerprint) -> None:
@@ -86,11 +87,11 @@ class Measurements:
             self._write({"event": "tune", **fingerprint})
 
     def get(self, key: list[Any]) -> Any:
-        """Return a measurement, None if it was not made."""
+        """Return a measurement, None if it was not made yet."""
         return self._known.get(json.dumps(key))
 
     def add(self, key: list[Any], value: Any) -> None:
-        """Remember a measurement, plain values, and write it."""
+        """Add a measurement of plain values, and write it."""
         plain = to_plain(value)
         self._known[json.dumps(key)] = plain
         if self._path is not None:
@@ -113,14 +114,14 @@ class Measurements:
         except ValueError:
             header = {}
         if header.get("event") != "tune":
-            raise RecordError(f"{path} is no record of a tuning: give another file")
+            raise RecordError(f"{path} is not a record of a tuning: give another file")
         _require_same(path, header, fingerprint)
         if whole != data:  # the last line was cut
             path.write_bytes(whole)
         for line in lines:
-            with suppress(ValueError):  # what is damaged is measured again
+            with suppress(ValueError):  # a damaged line is measured again
                 has_checksum(line)
-                event = decoded(_Measured, line)
+                event = decoded(_Measurement, line)
                 self._known[json.dumps(event.key)] = event.value
 
 
@@ -132,13 +133,13 @@ def _require_same(path: Path, header: Mapping[str, str], fingerprint: Fingerprin
     ]
     if differs:
         raise RecordError(
-            f"{path} holds measurements of something else ({'; '.join(differs)}): give another "
-            "file, or make it the same again (torch.manual_seed before the model is built)"
+            f"{path} has measurements of something else ({'; '.join(differs)}): give another file, "
+            "or restore the same conditions (torch.manual_seed before the model is built)"
         )
 
 
 def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 def _hash(*values: str | Tensor) -> str:
@@ -147,7 +148,7 @@ def _hash(*values: str | Tensor) -> str:
         if isinstance(value, Tensor):
             digest.update(_described(value).encode())
             held = value.detach().to("cpu").contiguous()
-            digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))  # NumPy may be missing
+            digest.update(ctypes.string_at(held.data_ptr(), held.nbytes))  # works without NumPy
         else:
             digest.update(value.encode())
     return digest.hexdigest()[:16]

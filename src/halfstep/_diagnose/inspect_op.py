@@ -1,10 +1,14 @@
-"""A closer look at one op of a replay: where it stands, what it reads, what it would need."""
+"""Inspection of ops in a replay: the values of one op, and the values that ops flush to zero.
+
+Both compute an op in a wider dtype too, from the same inputs. Inputs that were flushed earlier
+count for the op that flushed them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,31 +17,32 @@ from torch import Tensor, nn
 from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import without_wrappers
-from halfstep._diagnose import across_ranks
 from halfstep._diagnose.blame import Blame
-from halfstep._diagnose.diagnosis import BadOp, Line, Operand
-from halfstep._diagnose.lines import called_by_user, user_line
-from halfstep._diagnose.watcher import OpCall, OpKey, Witness
+from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
+from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
+from halfstep._diagnose.user_code import called_by_user, user_line
+from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
-from halfstep._trace.rows import dtype_name
+from halfstep._trace.ops import makes_no_values
+from halfstep._trace.rows import Phase
 
-# The argument that lets them return float32 for float16, which float64 does not have.
+# Their third argument asks for float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
-# Arguments that hold what a forward pass left in memory in a layout of its own, which depends on
-# the dtype: an op that takes it for that of another dtype reads past its end.
+# Arguments with memory of the forward pass in a layout that depends on the dtype: an op of another
+# dtype would read past its end.
 _OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
 
 
-class Look(Witness):
-    """Looks at the op that is to blame, and at the one whose gradient it computes.
+class OpInspection(OpObserver):
+    """Observer of the op that is to blame, and of the op whose gradient it computes.
 
     Args:
-        blame: What is to blame.
-        model: Whose parameters have names.
+        blame: The blame.
+        model: The model, for the names of parameters.
 
     Attributes:
-        has_seen: Whether the op was met, if there is one.
-        tensor: What the tensor from outside is called.
+        has_seen: Whether the op ran, if there is one.
+        tensor: The name of the tensor from outside.
     """
 
     def __init__(self, blame: Blame, model: nn.Module | None) -> None:
@@ -52,7 +57,7 @@ class Look(Witness):
         self.tensor: str | None = None
 
     def before(self, call: OpCall) -> None:
-        """Look at what the op reads, and compute it in float64."""
+        """Describe the inputs of the op, and compute it in float64."""
         if call.key not in (self._key, self._of):
             return
         self._lines[call.key] = user_line()
@@ -66,13 +71,13 @@ class Look(Witness):
                 self.tensor = name_of_bad(call, self._inputs, self._blame.tensor)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Look at what it returned."""
+        """Describe its bad output."""
         if call.key == self._key:
             bad = [t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all())]
             self._output = self._operand(bad[0]) if bad else None
 
     def bad_op(self) -> BadOp:
-        """Return what was seen."""
+        """Return the description of the op."""
         line, forward_line = self._lines.get(self._key), self._lines.get(self._of)
         bad = described(self._blame, line, self._inputs, self._output, self._needs)
         if self._blame.phase == "backward":
@@ -90,7 +95,7 @@ def described(
     output: Operand | None,
     needs: float | None,
 ) -> BadOp:
-    """Return what is to blame, with what is known of it."""
+    """Return the description of the op to blame."""
     limit = None if output is None else torch.finfo(getattr(torch, output.dtype)).max
     place = blame.place
     return BadOp(
@@ -111,7 +116,7 @@ def described(
 
 
 def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
-    """Return what the user calls a tensor that an op reads and that is not finite."""
+    """Return the user's name of the bad tensor among the inputs of an op."""
     floats = [tensor for tensor in call.given if tensor.is_floating_point()]
     for tensor, read in zip(floats, inputs, strict=True):
         if _key(tensor) == _key(bad) and (read.nan or read.inf):
@@ -122,7 +127,7 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
 
 
 def operand(tensor: Tensor, name: str) -> Operand:
-    """Return what there is in a tensor. Sync: one or two."""
+    """Return a description of the values of a tensor. Sync: one or two."""
     values = float_values(tensor)
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
     if values is None or not values.numel():
@@ -137,9 +142,9 @@ def operand(tensor: Tensor, name: str) -> Operand:
 
 
 def needs(call: OpCall) -> float | None:
-    """Return the largest magnitude of the result of an op if computed in float64.
+    """Return the largest magnitude of the result of an op computed in float64.
 
-    None if that is not finite, or if the op cannot be run so. Changes nothing.
+    None if that is not finite, or if the op cannot run in float64. No tensor is changed.
     """
     if call.name == "copy_":
         return _amax(call.args[1])
@@ -147,17 +152,17 @@ def needs(call: OpCall) -> float | None:
         return None
     try:
         result = in_wider(call, torch.float64)
-    except (RuntimeError, TypeError, NotImplementedError):  # no kernel of it for float64
+    except (RuntimeError, TypeError, NotImplementedError):  # it has no kernel for float64
         return None
     found = [_amax(t) for t in tensors_in([result]) if t.is_floating_point()]
     return None if not found or None in found else max(amax for amax in found if amax is not None)
 
 
 def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
-    """Return what an op returns if all that it reads is cast to a wider dtype.
+    """Return the result of an op with its inputs cast to a wider dtype.
 
     Raises:
-        RuntimeError: There is no kernel for it, or it reads what only the dtype of the call can.
+        RuntimeError: It has no kernel for the dtype, or reads memory whose layout depends on it.
     """
     if any(argument.name in _OPAQUE for argument in call.func._schema.arguments):
         raise RuntimeError(f"{call.name} reads memory whose layout depends on the dtype")
@@ -169,7 +174,7 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
 
 def _widened(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        # A clone, since the op may write to it.
+        # A copy, since the op may write to it.
         return value.detach().to(dtype, copy=True) if value.is_floating_point() else value.clone()
     if isinstance(value, torch.dtype):
         return dtype if value.is_floating_point else value
@@ -186,14 +191,14 @@ def _amax(tensor: Tensor) -> float | None:
 
 
 def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
-    """Return what gives the name of a parameter or buffer, or of a view or gradient of one."""
+    """Return a function that names parameters and buffers, and views and gradients of them."""
     if model is None:
         return lambda _: ""
     before = _names_by_memory(model)
 
     def name_of(tensor: Tensor) -> str:
         key = _key(tensor)
-        # FSDP puts gathered parameters in the place of the others while a module runs.
+        # FSDP replaces parameters by gathered ones while a module runs.
         found = before.get(key) or _names_by_memory(model).get(key) or {}
         return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
 
@@ -201,7 +206,7 @@ def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
 
 
 def _names_by_memory(model: nn.Module) -> dict[int, dict[int, str]]:
-    """Return the names of what lies in a piece of memory, by where it begins."""
+    """Return the names of tensors by their memory and by their offset in it."""
     names: dict[int, dict[int, str]] = {}
     gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
     for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
@@ -212,12 +217,107 @@ def _names_by_memory(model: nn.Module) -> dict[int, dict[int, str]]:
 
 
 def _offset(tensor: Tensor) -> int:
-    """Return where a tensor begins in its memory; gradients may lie in one buffer."""
+    """Return the offset of a tensor in its memory; gradients may share one buffer."""
     if tensor.layout is not torch.strided:
         return 0
-    return int(across_ranks.local_part(tensor).storage_offset())
+    return int(_torch.local_part(tensor.detach()).storage_offset())
 
 
 def _key(tensor: Tensor) -> int:
-    memory = _torch.memory_of(across_ranks.local_part(tensor))
+    memory = _torch.memory_of(_torch.local_part(tensor.detach()))
     return id(tensor) if memory is None else int(memory.cdata)
+
+
+# --- underflow ------------------------------------------------------------------------------------
+
+SCALE_FACTORS = (2.0**-8, 2.0**-4, 2.0**4, 2.0**8)
+"""Other scales, as multiples of the present one."""
+
+_LARGEST_SCALE = 2.0**24
+_Key = tuple[str, str, Phase, str, Line | None]
+
+
+@dataclass
+class _Counts:
+    values: int = 0
+    flushed: int = 0
+    at_scales: dict[float, int] = field(default_factory=dict)
+
+
+class FlushCounter(OpObserver):
+    """Observer that counts the values that each op flushes to zero.
+
+    Args:
+        scale: The scale of the loss, None without one.
+
+    Sync: one for each op that returns lower precision.
+    """
+
+    def __init__(self, scale: float | None) -> None:
+        factors = () if scale is None else SCALE_FACTORS
+        self._scales = {f * scale: f for f in factors if scale and 1 <= f * scale <= _LARGEST_SCALE}
+        self._counts: dict[_Key, _Counts] = {}
+        self._lines: dict[int, Line | None] = {}
+        self._wide: list[Tensor] | None = None
+
+    def before(self, call: OpCall) -> None:
+        """Compute the op in float32, before it can write to its inputs."""
+        if call.phase != "backward":
+            self._lines[call.number] = user_line()
+        self._wide = _in_float32(call)
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Count the zeros that are not zero in float32."""
+        wide, self._wide = self._wide, None
+        if wide is None or len(wide) != len(outputs):
+            return
+        number = call.place.number if call.phase == "backward" else call.number
+        line = self._lines.get(number)
+        for result, exact in zip(outputs, wide, strict=True):
+            format = FORMATS_BY_DTYPE.get(dtype_name(result.dtype))
+            if format is None or result.shape != exact.shape:
+                continue
+            key = (call.name, call.place.module, call.phase, dtype_name(result.dtype), line)
+            counts = self._counts.setdefault(key, _Counts())
+            is_value = exact != 0
+            scaled = self._scales if call.phase == "backward" else {}
+            magnitudes = exact.abs()
+            found = [is_value.sum(), ((result == 0) & is_value).sum()]
+            found += [
+                ((magnitudes <= format.flushed_below / factor) & is_value).sum()
+                for factor in scaled.values()
+            ]
+            values, flushed, *others = torch.stack(found).tolist()
+            counts.values += values
+            counts.flushed += flushed
+            for scale, count in zip(scaled, others, strict=True):
+                counts.at_scales[scale] = counts.at_scales.get(scale, 0) + count
+
+    def found(self) -> tuple[Flush, ...]:
+        """Return the ops that flush values, the largest shares first."""
+        flushes = [
+            Flush(*key, counts.values, counts.flushed, tuple(counts.at_scales.items()))
+            for key, counts in self._counts.items()
+            if counts.flushed
+        ]
+        return tuple(sorted(flushes, key=lambda flush: -flush.share))
+
+
+def _in_float32(call: OpCall) -> list[Tensor] | None:
+    """Return the result of an op in float32, None if it needs none or cannot compute it."""
+    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+    if makes_no_values(call.func) or is_random or not _may_flush(call):
+        return None
+    if call.name == "copy_":
+        return [call.args[1].detach().float()]
+    try:
+        result = in_wider(call, torch.float32)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    return list(tensors_in([result]))
+
+
+def _may_flush(call: OpCall) -> bool:
+    lower = (torch.float16, torch.bfloat16)
+    asked = call.kwargs.get("dtype")
+    return asked in lower or any(tensor.dtype in lower for tensor in call.given)

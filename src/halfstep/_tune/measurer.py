@@ -1,0 +1,340 @@
+"""Measurer of a model with islands: errors, times, casts and ops, each measured once."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from halfstep._autocast import Policy, keep
+from halfstep._autocast.modules import Wrapped, unwrap
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.trace import trace
+from halfstep._tune.measurements import Measurements
+from halfstep._tune.module_check import Comparison, ModuleCheck, origins, worst_of
+from halfstep._tune.passes import (
+    Lowering,
+    Reference,
+    StepPhase,
+    StepRunner,
+    compare,
+    module_hooks,
+    reference_of,
+    step_runner,
+)
+from halfstep._tune.search import Islands, IslandTrial
+from halfstep._tune.task import Task
+
+
+class ProgressDisplay(Protocol):
+    """Display of the measurements that were made."""
+
+    def measured(self, what: str, num_done: int) -> None:
+        """Show the measurement that begins, and how many are done."""
+
+
+class NoDisplay:
+    """Display that shows nothing."""
+
+    def measured(self, what: str, num_done: int) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def show_progress() -> Iterator[ProgressDisplay]:
+    """Show a line on a terminal while the block runs, if rich is installed."""
+    if not sys.stderr.isatty():
+        yield NoDisplay()
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    except ModuleNotFoundError:
+        yield NoDisplay()
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    # Drawn only between measurements: a thread that draws would slow them down.
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("measuring", total=None)
+
+        class Line:
+            def measured(self, what: str, num_done: int) -> None:
+                progress.update(task, description=f"{num_done} measured: {what}", refresh=True)
+
+        yield Line()
+
+
+STEP = "(step)"
+"""The name of the whole step among the names of modules."""
+
+
+def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, float]:
+    """Run a step and return its seconds, and those of the forward passes of its modules.
+
+    Sync: several for each module, on an accelerator.
+    """
+    now = _clock(runner.task.device(runner.batch))
+    seconds: dict[str, float] = {}
+    begin = now()
+    runner.step(_stopwatch(runner.task, seconds, now), lowered=lowered, scale=scale)
+    return {STEP: now() - begin, **seconds}
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each number over several runs.
+
+    Example:
+        >>> medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}])
+        {'a': 2.0}
+    """
+    return {name: median(run[name] for run in runs if name in run) for name in runs[0]}
+
+
+def casts_of(runner: StepRunner, scale: float) -> tuple[int, int]:
+    """Run a step in lower precision and return the number of casts, and their bytes."""
+    with trace(runner.task.model) as traced:
+        runner.step(_stopwatch(runner.task, {}, time.perf_counter), lowered=True, scale=scale)
+    casts = [cast for row in traced.ops for cast in row.casts]
+    return len(casts), sum(cast.bytes for cast in casts)
+
+
+def ops_of(runner: StepRunner, scale: float) -> dict[str, list[str]]:
+    """Run a step in lower precision and return the ops that computed in it in the forward pass.
+
+    They are grouped by the innermost module, with the names that rules use. Lowered ops outside of
+    all modules are left out: a rule that keeps them in float32 would apply in all modules.
+    """
+    with trace(runner.task.model) as traced:
+        runner.step(_stopwatch(runner.task, {}, time.perf_counter), lowered=True, scale=scale)
+    found: dict[str, dict[str, None]] = {}
+    low = dtype_name(runner.lowering.dtype)
+    for row in traced.ops:
+        is_meant = row.phase == "forward" and row.compute == low
+        if is_meant and (row.module or row.action != "lower"):
+            found.setdefault(row.module, {})[row.name] = None
+    return {module: list(names) for module, names in found.items()}
+
+
+@contextmanager
+def _stopwatch(
+    task: Task, seconds: dict[str, float], now: Callable[[], float]
+) -> Iterator[StepPhase]:
+    begun: dict[tuple[str, int], float] = {}
+
+    def before(name: str, call: int, _: Any) -> None:
+        begun[name, call] = now()
+
+    def after(name: str, call: int, _: Any) -> None:
+        seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
+
+    watch: AbstractContextManager[StepPhase] = module_hooks(task, before, after)
+    with watch as phase:
+        yield phase
+
+
+def _clock(device: str) -> Callable[[], float]:
+    """Return a clock that waits for the device."""
+    if device == "cpu":
+        return time.perf_counter
+
+    def now() -> float:
+        torch.get_device_module(device).synchronize()
+        return time.perf_counter()
+
+    return now
+
+
+ROUNDS = 5
+"""The number of timed steps of each kind, after one warm-up in this process."""
+
+_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the names that a rule can have
+
+
+@dataclass
+class Measurer:
+    """Measures a task with islands.
+
+    Attributes:
+        task: The model and its loss.
+        batches: The batches.
+        lowering: The settings of lower precision.
+        known: The measurements made so far.
+        progress: The display of progress.
+    """
+
+    task: Task
+    batches: Sequence[Any]
+    lowering: Lowering
+    known: Measurements
+    progress: ProgressDisplay
+    _reference: tuple[int, Reference] | None = field(default=None, init=False)
+    _is_warm: bool = field(default=False, init=False)
+
+    def measure(self, islands: Islands) -> IslandTrial:
+        """Compare the model with some islands, for the search."""
+        comparisons = self.comparisons(islands)
+        rows = worst_of([comparison.rows for comparison in comparisons])
+        is_loss_good = all(comparison.is_loss_good for comparison in comparisons)
+        num_failing = sum(not row.passed for row in rows) + (not is_loss_good)
+        if not num_failing:
+            return IslandTrial(0, (), ())
+        begin = dict.fromkeys(name for each in comparisons for name in origins(each.rows))
+        outside = tuple(f"{op}@" for op in self.ops().get("", ()))
+        if "" in begin or not (begin or is_loss_good):
+            begin |= dict.fromkeys(outside)
+        return IslandTrial(num_failing, tuple(begin), (*outside, *_suspects(rows)))
+
+    def rows(self, islands: Islands) -> list[ModuleCheck]:
+        """Return the worst check of each module over the batches."""
+        return worst_of([comparison.rows for comparison in self.comparisons(islands)])
+
+    def comparisons(self, islands: Islands) -> list[Comparison]:
+        """Return the comparisons with float32, one for each batch."""
+        return [self._comparison(islands, number) for number in range(len(self.batches))]
+
+    def _comparison(self, islands: Islands, number: int) -> Comparison:
+        def measure() -> Any:
+            reference = self._reference_of(number)
+            with self._runner(islands, number) as runner:
+                return (compare(runner, reference)).to_plain()
+
+        what = f"batch {number + 1} of {len(self.batches)} with {_islands_text(islands)}"
+        values = self._once(["compare", sorted(islands), number], what, measure)
+        return Comparison.from_plain(values)
+
+    def times(self, islands: Islands) -> dict[str, dict[str, float]]:
+        """Return median times for ``"fp32"``, ``"lower"`` and, if there are any, ``"islands"``.
+
+        They are seconds of a step on the first batch, and of the forward pass of each module. The
+        kinds take turns, so that other load on the machine affects all of them.
+        """
+        kinds: dict[str, tuple[Islands, bool]] = {"fp32": ((), False), "lower": ((), True)}
+        if islands:
+            kinds["islands"] = (islands, True)
+
+        def measure() -> dict[str, dict[str, float]]:
+            seconds = {}
+            for kind, (kept, lowered) in kinds.items():
+                scale = self._scale(kept)
+                with self._runner(kept, 0) as runner:
+                    seconds[kind] = timed_step(runner, scale, lowered=lowered)
+            return seconds
+
+        rounds = []
+        for number in range(ROUNDS):
+            key = ["time", sorted(islands), number]
+            if self.known.get(key) is None and not self._is_warm:
+                self._is_warm = bool(measure())
+            rounds.append(self._once(key, f"time, {number + 1} of {ROUNDS}", measure))
+        return {kind: medians([each[kind] for each in rounds]) for kind in kinds}
+
+    def casts(self, islands: Islands) -> tuple[int, int]:
+        """Return the number and the bytes of the casts in a step on the first batch."""
+
+        def measure() -> Any:
+            scale = self._scale(islands)
+            with self._runner(islands, 0) as runner:
+                return list(casts_of(runner, scale))
+
+        num, size = self._once(["casts", sorted(islands)], "casts", measure)
+        return num, size
+
+    def ops(self) -> dict[str, list[str]]:
+        """Return the ops that rules could keep in float32, for modules that contain modules."""
+
+        def measure() -> Any:
+            scale = self._scale(())
+            with self._runner((), 0) as runner:
+                return ops_of(runner, scale)
+
+        ops: dict[str, list[str]] = self._once(["ops"], "ops", measure)
+        containers = [row.module for row in self.rows(()) if not (row.is_leaf and row.module)]
+        return {name: list(filter(_is_nameable, ops.get(name, []))) for name in containers}
+
+    def _once(self, key: list[Any], what: str, measure: Callable[[], Any]) -> Any:
+        if self.known.get(key) is None:
+            self.progress.measured(what, len(self.known))
+            self.known.add(key, measure())
+        return self.known.get(key)
+
+    def _scale(self, islands: Islands) -> float:
+        return self._comparison(islands, 0).scale
+
+    def _reference_of(self, number: int) -> Reference:
+        """Return the values in float32. Those of one batch are kept, since they may be large."""
+        if self._reference is None or self._reference[0] != number:
+            self._reference = None
+            with self._runner((), number) as runner:
+                self._reference = number, reference_of(runner)
+        return self._reference[1]
+
+    @contextmanager
+    def _runner(self, islands: Islands, number: int) -> Iterator[StepRunner]:
+        modules = [each for each in islands if "@" not in each]
+        ops = [each for each in islands if "@" in each]
+        kept = keep(self.task.model, *modules) if modules else nullcontext()
+        lowering = replace(self.lowering, policy=with_islands(self.lowering.policy, ops))
+        with (
+            _names_removed(self.task.model if ops else None),
+            kept,
+            step_runner(self.task, self.batches[number], lowering) as runner,
+        ):
+            yield runner
+
+
+def module_of(island: str) -> str:
+    """Return the name of the module that is the island, or that contains the op."""
+    return island.rpartition("@")[2]
+
+
+def with_islands(policy: Policy, islands: Sequence[str]) -> Policy:
+    """Return a policy with rules that keep modules, and ops in modules, in float32."""
+    rules = [f"{each.removesuffix('@') if '@' in each else '@' + each}:fp32" for each in islands]
+    return policy | "; ".join(rules) if rules else policy
+
+
+@contextmanager
+def _names_removed(model: nn.Module | None) -> Iterator[None]:
+    """Remove the names that a policy gives to modules in the block."""
+    modules = [] if model is None else [m for m in model.modules() if not isinstance(m, Wrapped)]
+    try:
+        yield
+    finally:
+        for module in modules:
+            if isinstance(module, Wrapped):
+                module._path = ""
+                unwrap(module)
+
+
+def _is_nameable(op: str) -> bool:
+    """Return whether a policy can have a rule for an op."""
+    try:
+        Policy(()) | f"{op}:fp32"
+    except ValueError:
+        return False
+    return True
+
+
+def _suspects(rows: Sequence[ModuleCheck]) -> tuple[str, ...]:
+    """Return the possible islands: leaves first, then the modules around them, inner ones first."""
+
+    def order(row: ModuleCheck) -> tuple[bool, int, float]:
+        depth = 0 if row.is_leaf else -row.module.count(".")
+        return not row.is_leaf, depth, -row.added
+
+    return tuple(row.module for row in sorted(rows, key=order) if _NAME.fullmatch(row.module))
+
+
+def _islands_text(islands: Islands) -> str:
+    if len(islands) > 3:
+        return f"{len(islands)} islands"
+    return ", ".join(islands) + " in fp32" if islands else "no islands"

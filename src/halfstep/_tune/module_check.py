@@ -1,0 +1,355 @@
+"""Module checks: the errors of a module against float32, what they may be, and their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep._common.numbers import percent
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.rows import short
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference of one or more tensors from float32; differences add up with ``+``.
+
+    Attributes:
+        size: Number of entries.
+        square_error: Sum of the squares of the errors, where both are finite.
+        square_norm: Sum of the squares of the float32 values there.
+        overflow: Number of entries that are inf or NaN, but finite in float32.
+        flushed: Number of entries that are zero, but not in float32.
+        nonzero: Number of entries that are not zero in float32.
+    """
+
+    size: int = 0
+    square_error: float = 0.0
+    square_norm: float = 0.0
+    overflow: int = 0
+    flushed: int = 0
+    nonzero: int = 0
+
+    def __add__(self, other: Difference) -> Difference:
+        return Difference(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def error(self) -> float:
+        """The norm of the error, relative to that of the float32 values; inf after an overflow.
+
+        1 if float32 has only zeros and the values differ from them.
+
+        Example:
+            >>> Difference(size=2, square_error=1e-4, square_norm=4.0, nonzero=2).error
+            0.005
+        """
+        if self.overflow:
+            return math.inf
+        if not self.square_norm:
+            return 1.0 if self.square_error else 0.0
+        return math.sqrt(self.square_error / self.square_norm)
+
+    @property
+    def overflow_share(self) -> float:
+        """The share of entries that are inf or NaN, but finite in float32."""
+        return self.overflow / self.size if self.size else 0.0
+
+    @property
+    def underflow_share(self) -> float:
+        """The share of zeros among the entries that are not zero in float32."""
+        return self.flushed / self.nonzero if self.nonzero else 0.0
+
+
+UNCOMPARABLE = Difference(size=1, square_error=1.0, square_norm=1.0)
+"""An error of 1, for tensors whose shapes differ since the program took another path."""
+
+
+@torch.no_grad()
+def difference(seen: Tensor, wanted: Tensor, scale: float = 1.0) -> Difference:
+    """Compare a tensor with its float32 value.
+
+    Args:
+        seen: A tensor of any floating dtype, multiplied by ``scale``.
+        wanted: The value in float32 or float64. Entries that are not finite in it, as in a mask
+            with -inf, are not compared.
+        scale: A power of two.
+
+    Sync: several.
+    """
+    if seen.shape != wanted.shape:
+        return UNCOMPARABLE
+    # Sums of squares of float32 fit into float64. Apple's GPUs do not have it.
+    accurate = torch.float32 if wanted.device.type == "mps" else torch.float64
+    seen, wanted = _dense(seen).to(accurate) / scale, _dense(wanted).to(accurate)
+    square_norm, square_error = _square_sum(wanted), _square_sum(seen - wanted)
+    overflow = 0
+    if not math.isfinite(square_norm + square_error):
+        is_wanted = wanted.isfinite()
+        overflow = int((is_wanted & ~seen.isfinite()).sum())
+        is_held = is_wanted & seen.isfinite()
+        seen, wanted = seen[is_held], wanted[is_held]
+        square_norm, square_error = _square_sum(wanted), _square_sum(seen - wanted)
+    is_nonzero = wanted != 0
+    return Difference(
+        size=seen.numel() + overflow,
+        square_error=square_error,
+        square_norm=square_norm,
+        overflow=overflow,
+        flushed=int((is_nonzero & (seen == 0)).sum()),
+        nonzero=int(is_nonzero.sum()),
+    )
+
+
+def amax(tensor: Tensor) -> float:
+    """Return the largest magnitude, 0 for an empty tensor. Sync: one."""
+    return float(_dense(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _square_sum(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) ** 2
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+KINDS = ("input", "output", "output_gradient", "input_gradient", "parameters")
+"""The tensors of a module that are compared."""
+
+
+class BoundedError(NamedTuple):
+    """Error and its tolerance."""
+
+    error: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class ModuleCheck:
+    """Module of a model, compared with float32.
+
+    Attributes:
+        module: Its name, empty for the model itself.
+        kind: Its class.
+        is_leaf: Whether it contains no modules.
+        output_tolerance: The largest output error that it may have.
+        gradient_tolerance: The largest gradient error that it may have.
+        input: The difference of its inputs.
+        output: The difference of its outputs.
+        output_gradient: The difference of the gradients of its outputs.
+        input_gradient: The difference of the gradients of its inputs. Other modules that use these
+            inputs contribute to it.
+        parameters: The difference of the gradients of its own parameters, all together.
+    """
+
+    module: str
+    kind: str
+    is_leaf: bool
+    output_tolerance: float
+    gradient_tolerance: float
+    input: Difference
+    output: Difference
+    output_gradient: Difference
+    input_gradient: Difference
+    parameters: Difference
+
+    @property
+    def is_output_good(self) -> bool:
+        """Whether its outputs are within tolerance."""
+        return self.output.error <= self.output_tolerance
+
+    @property
+    def are_gradients_good(self) -> bool:
+        """Whether the gradients of its outputs and parameters are within tolerance."""
+        worst = max(self.output_gradient.error, self.parameters.error)
+        return worst <= self.gradient_tolerance
+
+    @property
+    def passed(self) -> bool:
+        """Whether its outputs and gradients are within tolerance."""
+        return self.is_output_good and self.are_gradients_good
+
+    @property
+    def gradient_error(self) -> float:
+        """The larger of the errors of the gradients of outputs and parameters."""
+        return max(self.output_gradient.error, self.parameters.error)
+
+    @property
+    def severity(self) -> float:
+        """Its worst error, relative to the tolerance: above 1 it has failed."""
+        return self.worst.error / self.worst.tolerance
+
+    @property
+    def worst(self) -> BoundedError:
+        """The error that is largest relative to its tolerance."""
+        output = BoundedError(self.output.error, self.output_tolerance)
+        gradient = BoundedError(self.gradient_error, self.gradient_tolerance)
+        return max(output, gradient, key=lambda each: each.error / each.tolerance)
+
+    @property
+    def overflow_share(self) -> float:
+        """The largest share of new inf and NaN, in outputs or gradients."""
+        parts = (self.output, self.output_gradient, self.parameters)
+        return max(part.overflow_share for part in parts)
+
+    @property
+    def underflow_share(self) -> float:
+        """The largest share of new zeros in gradients."""
+        return max(self.output_gradient.underflow_share, self.parameters.underflow_share)
+
+    @property
+    def added(self) -> float:
+        """The error that this module adds, forward or backward; inf if an overflow begins here."""
+        gradients = max(self.input_gradient.error, self.parameters.error)
+        return max(
+            _more(self.output.error, self.input.error) / self.output_tolerance,
+            _more(gradients, self.output_gradient.error) / self.gradient_tolerance,
+        )
+
+
+def _more(after: float, before: float) -> float:
+    """Return what is added to an error; errors add up by their squares."""
+    if math.isinf(before):
+        return 0.0
+    return math.sqrt(max(after**2 - before**2, 0.0))
+
+
+def origins(rows: Iterable[ModuleCheck]) -> list[str]:
+    """Return the names of the modules where a failure begins.
+
+    The inputs of such a module are within tolerance, and its outputs are not. If the forward pass
+    fails, gradients do not count. Of nested modules the innermost one is named. ``""`` stands for
+    the model's own ops and for the loss, as when the gradient from the loss is bad already.
+    """
+    rows = list(rows)
+    if all(row.passed for row in rows):
+        return []
+    if any(not row.is_output_good for row in rows):
+        begin = [r for r in rows if not r.is_output_good and r.input.error <= r.output_tolerance]
+    else:
+        handed = [r for r in rows if not r.module and _is_handed_bad_gradients(r)]
+        begin = handed or [row for row in rows if _spoils_gradients(row)]
+    names = [row.module for row in begin]
+    return [name for name in names if not any(is_within(other, name) for other in names)]
+
+
+def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
+    return row.output_gradient.error > row.gradient_tolerance
+
+
+def _spoils_gradients(row: ModuleCheck) -> bool:
+    if _is_handed_bad_gradients(row):
+        return False
+    return max(row.input_gradient.error, row.parameters.error) > row.gradient_tolerance
+
+
+def is_within(name: str, other: str) -> bool:
+    """Return whether a module is inside another."""
+    return name != other and (not other or name.startswith(other + "."))
+
+
+def worst_of(batches: Sequence[Sequence[ModuleCheck]]) -> list[ModuleCheck]:
+    """Return the check of each module on the batch on which it is worst."""
+    by_name: dict[str, list[ModuleCheck]] = {}
+    for rows in batches:
+        for row in rows:
+            by_name.setdefault(row.module, []).append(row)
+    return [max(rows, key=lambda row: row.severity) for rows in by_name.values()]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Step in lower precision, compared with float32.
+
+    Attributes:
+        rows: The modules that ran, in order.
+        scale: The scale of the loss.
+        loss: The loss.
+        loss32: The loss in float32.
+    """
+
+    rows: tuple[ModuleCheck, ...]
+    scale: float
+    loss: float
+    loss32: float
+
+    @property
+    def is_loss_good(self) -> bool:
+        """Whether the loss is finite, or not finite in float32 either."""
+        return math.isfinite(self.loss) or not math.isfinite(self.loss32)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return all of it as plain values, for a file."""
+        return {
+            "scale": self.scale,
+            "loss": self.loss,
+            "loss32": self.loss32,
+            "rows": [
+                {
+                    "module": row.module,
+                    "kind": row.kind,
+                    "is_leaf": row.is_leaf,
+                    "output_tolerance": row.output_tolerance,
+                    "gradient_tolerance": row.gradient_tolerance,
+                    **{kind: list(astuple(getattr(row, kind))) for kind in KINDS},
+                }
+                for row in self.rows
+            ],
+        }
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> Comparison:
+        """Return the comparison of plain values, in which non-finite numbers may be strings."""
+        rows = tuple(
+            ModuleCheck(**{**row, **{kind: _difference(row[kind]) for kind in KINDS}})
+            for row in values["rows"]
+        )
+        scale, loss, loss32 = (float(values[name]) for name in ("scale", "loss", "loss32"))
+        return cls(rows, scale, loss, loss32)
+
+
+def _difference(numbers: list[Any]) -> Difference:
+    size, square_error, square_norm, *counts = numbers
+    return Difference(size, float(square_error), float(square_norm), *counts)
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+MODEL = "(the model)"
+OUTSIDE = "ops outside of its modules, or the loss"
+HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """Return ``"fp16"`` or ``"bf16"``."""
+    return short(dtype_name(dtype))
+
+
+def name_of(module: str) -> str:
+    """Return the name of a module, ``"(the model)"`` for the model itself."""
+    return module or MODEL
+
+
+def error_text(error: float, tolerance: float | None = None) -> str:
+    """Return an error and its tolerance: ``"0.0012 of 0.01"``, ``"inf"``."""
+    text = "inf" if math.isinf(error) else f"{error:.2g}"
+    return text if tolerance is None else f"{text} of {tolerance:.2g}"
+
+
+def check_cells(row: ModuleCheck, origins: Collection[str]) -> tuple[str, ...]:
+    """Return the cells of a line of the table."""
+    result = "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
+    return (
+        name_of(row.module),
+        row.kind,
+        error_text(row.output.error, row.output_tolerance),
+        error_text(row.gradient_error, row.gradient_tolerance),
+        percent(row.overflow_share) if row.overflow_share else "-",
+        percent(row.underflow_share) if row.underflow_share else "-",
+        result,
+    )
