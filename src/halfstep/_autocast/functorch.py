@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.op_names import overload
+from halfstep._pytorch import compiler, dispatch, library
 
 
 def register(ops: Iterable[str]) -> None:
     """Register our kernels for overloads at the keys of functorch, each once and for good."""
     for op in sorted(ops):
-        if not _torch.takes_numbers(overload(op)):
-            for key in _torch.FUNCTORCH_KEYS:
+        if not dispatch.takes_numbers(overload(op)):
+            for key in dispatch.FUNCTORCH_KEYS:
                 _register(op, key)
 
 
@@ -35,9 +35,9 @@ def register(ops: Iterable[str]) -> None:
 def _register(name: str, key: torch._C.DispatchKey) -> None:
     op = overload(name)
     pytorch = torch.library.get_kernel(op, key).call_boxed
-    is_composite = _torch.is_composite(op)
+    is_composite = dispatch.is_composite(op)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
@@ -48,10 +48,10 @@ def _register(name: str, key: torch._C.DispatchKey) -> None:
         if is_composite:  # the ops it is made of have rules of their own
             return pytorch(keys, *args, **kwargs)
         # Its batched form has none: matmul in the place of a mm that is left alone.
-        with _torch.exclude_keys(_torch.key_set(_torch.autocast_key(device))):
+        with dispatch.exclude_keys(dispatch.key_set(dispatch.autocast_key(device))):
             return pytorch(keys, *args, **kwargs)
 
-    _torch.register_kernel(op, key, kernel)
+    library.register_kernel(op, key, kernel)
 
 
 def _device_of(args: Iterable[Any]) -> str | None:

@@ -8,7 +8,7 @@ fingerprint into the tag that is part of every key.
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from halfstep import _torch
+from halfstep._pytorch import compiler
 
 if TYPE_CHECKING:
     from halfstep._autocast.scopes import Policies
@@ -22,13 +22,13 @@ class _Mark(NamedTuple):
         tag: in the keys of caches; the same in every process.
     """
 
-    guard: _torch.CompileGuard
+    guard: compiler.CompileGuard
     tag: str
 
 
 class _Thread(threading.local):
     followed: "Policies | None" = None
-    outside = _torch.compile_guard()  # as it was before there were policies
+    outside = compiler.compile_guard()  # as it was before there were policies
 
 
 _thread = _Thread()
@@ -46,20 +46,20 @@ def follow(policies: "Policies") -> None:
     if policies is followed:
         return
     if not followed:
-        _thread.outside = _torch.compile_guard()
+        _thread.outside = compiler.compile_guard()
     if policies:
         guard, tag = _marks.get(policies.key) or _mark(policies)
     else:
         guard, tag = _thread.outside, ""
     _thread.followed = policies
-    _torch.set_compile_guard(guard)
-    _torch.set_compile_cache_tag(tag)
+    compiler.set_compile_guard(guard)
+    compiler.set_compile_cache_tag(tag)
 
 
 def _mark(policies: "Policies") -> _Mark:
     tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
     with _lock:
-        if len(_marks) == _torch.NUM_GUARD_VALUES:
-            _torch.forget_compiled_code()
+        if len(_marks) == compiler.NUM_GUARD_VALUES:
+            compiler.forget_compiled_code()
             _marks.clear()
-        return _marks.setdefault(policies.key, _Mark(_torch.numbered_guard(len(_marks)), tag))
+        return _marks.setdefault(policies.key, _Mark(compiler.numbered_guard(len(_marks)), tag))

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast import functorch, op_names, scopes
 from halfstep._autocast.actions import pytorch_kernel
 from halfstep._autocast.op_names import overload
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Rule
-from halfstep._torch import Kernel
+from halfstep._pytorch import autograd, compiler, dispatch, library
+from halfstep._pytorch.dispatch import Kernel
 from halfstep.errors import CallOrderError
 
 
@@ -74,7 +74,7 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
             for op in sorted(on_device.ops()):
                 _register(op, device)
             functorch.register(on_device.table())
-            _torch.wrap_recomputed(scopes.carry)
+            autograd.wrap_recomputed(scopes.carry)
             scopes.follow_weights()
             _prepared.append(on_device)
             _numbers[key] = number
@@ -104,7 +104,7 @@ def prepared(number: int) -> PolicyOnDevice:
 Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[None]]
 
 _observer: Observer | None = None
-_observed_kernels: _torch.TemporaryKernels | None = None
+_observed_kernels: library.TemporaryKernels | None = None
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
                 "a trace is running already, and there is one at a time in a process; leave its "
                 "block first"
             )
-        kernels = _torch.TemporaryKernels()
+        kernels = library.TemporaryKernels()
         _observer, _observed_kernels = observer, kernels
     try:
         with _lock:
@@ -137,8 +137,8 @@ def observed_by(observer: Observer) -> Iterator[None]:
             _observer = _observed_kernels = None
 
 
-def _register_observed(policy: PolicyOnDevice, kernels: _torch.TemporaryKernels) -> None:
-    key = _torch.autocast_key(policy.device)
+def _register_observed(policy: PolicyOnDevice, kernels: library.TemporaryKernels) -> None:
+    key = dispatch.autocast_key(policy.device)
     for op in sorted(policy.observed.ruled_ops()):
         kernels.register(overload(op), key, _kernel(op, policy.device))
 
@@ -167,7 +167,7 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
 @cache
 def _register(name: str, device: str) -> None:
     """Register our kernel for one overload at the Autocast key of ``device``, once."""
-    _torch.register_kernel(overload(name), _torch.autocast_key(device), _kernel(name, device))
+    library.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
 
 
 @cache
@@ -175,7 +175,7 @@ def _kernel(name: str, device: str) -> Kernel:
     """Return our kernel for one overload; first called before any is registered for it."""
     pytorch = pytorch_kernel(name, device)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = scopes.current().policies.get(device)
         if policy is None:

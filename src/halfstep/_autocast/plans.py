@@ -4,12 +4,12 @@ from functools import cached_property
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast import op_names
 from halfstep._autocast.actions import carry_out, lower_with_pytorch
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
-from halfstep._torch import Kernel
+from halfstep._pytorch import dispatch
+from halfstep._pytorch.dispatch import Kernel
 
 # What a policy does to each op, where PyTorch's autocast does something else.
 Plan = dict[str, Kernel]
@@ -78,7 +78,7 @@ class PolicyOnDevice:
 
     def table(self) -> frozenset[str]:
         """Return the overloads that the policy rules or PyTorch casts."""
-        return _torch.overloads_with_autocast_kernel(self.device) | self._ruled
+        return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
 
     def _all_casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
         rules = {
@@ -107,7 +107,7 @@ class PolicyOnDevice:
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         plan: Plan = {}
-        by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
+        by_pytorch = dispatch.overloads_with_autocast_kernel(self.device)
         for op in sorted(self.table()):
             rule = self.policy.rule(op, self.device, dtype, phase, self.module) or Rule(op, "leave")
             theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"

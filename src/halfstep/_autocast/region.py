@@ -9,9 +9,9 @@ from typing import NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep import _torch
 from halfstep._autocast import kernels, scopes
 from halfstep._autocast.policy import Policy, preset
+from halfstep._pytorch import amp, compiler, modes
 from halfstep.errors import CallOrderError
 
 
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
         inherit: whether the policy of a context outside this one goes before it.
     """
 
-    switches: _torch.Switches
+    switches: amp.Switches
     policy: int | None
     inherit: bool
 
@@ -44,10 +44,10 @@ class Region:
         self._settings = settings
         self._traced: list[AbstractContextManager[None]] = []
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __enter__(self) -> Self:
         settings = self._settings
-        if settings.switches.enabled and _torch.is_exporting():
+        if settings.switches.enabled and compiler.is_exporting():
             raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
         if torch.compiler.is_compiling():
             context = in_graph(settings)
@@ -59,7 +59,7 @@ class Region:
             _enter(self, settings)
         return self
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -113,7 +113,7 @@ def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
         _thread.change = before
 
 
-def outside_of(context: Region) -> _torch.Switches:
+def outside_of(context: Region) -> amp.Switches:
     """Return PyTorch's switches as they were where ``context`` was entered in this thread.
 
     Raises:
@@ -136,18 +136,18 @@ def current_policy(device_type: str) -> Policy | None:
     return None if active is None else active.policy
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def current_settings(device_type: str) -> Settings:
     """Return what a :class:`Region` must be given to run a block as it would run now."""
     active = scopes.current().policies.get(device_type)
-    switches = _torch.autocast_switches(device_type)
+    switches = amp.autocast_switches(device_type)
     if active is not None:
         return Settings(switches, active.number, inherit=False)
     number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
     return Settings(switches, number, inherit=False)
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def settings_within(module: str, device_type: str) -> Settings | None:
     """Return how a module is to run under the policy of this thread, None for as what is around it.
 
@@ -161,7 +161,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     number = kernels.number_within(active, module, torch.get_autocast_dtype(device_type))
     if number == active.number:
         return None
-    switches = _torch.autocast_switches(device_type)
+    switches = amp.autocast_switches(device_type)
     return Settings(switches._replace(enabled=number is not None), number, inherit=False)
 
 
@@ -170,11 +170,11 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 
 def _enter(context: Region, settings: Settings) -> None:
     switches, policy, inherit = settings
-    outside = _torch.autocast_switches(switches.device)
+    outside = amp.autocast_switches(switches.device)
     outer = scopes.current()
     policies = _policies(outer.policies, switches.device, policy, inherit)
     scopes.enter(outer, policies, context, settings, outside)
-    _torch.set_autocast_switches(switches)
+    amp.set_autocast_switches(switches)
     torch.autocast_increment_nesting()
 
 
@@ -184,7 +184,7 @@ def _exit(scope: scopes.Scope) -> None:
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
     assert scope.switches is not None
-    _torch.set_autocast_switches(scope.switches)
+    amp.set_autocast_switches(scope.switches)
 
 
 def _exit_below_others(context: Region) -> CallOrderError | None:
@@ -230,7 +230,7 @@ def _policies(
     """Return what is to be active inside: what is active outside, and the policy of ``device``."""
     if number is None:
         return outside
-    if _torch.is_tracing_before_autocast():
+    if modes.is_tracing_before_autocast():
         raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
     if inherit and device in outside:
         return outside
@@ -262,6 +262,6 @@ def _leave_scope() -> None:
     scopes.leave(scopes.current())
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def _allow_in_graph() -> None:
-    _torch.allow_in_graph(_enter_scope, _leave_scope)
+    compiler.allow_in_graph(_enter_scope, _leave_scope)

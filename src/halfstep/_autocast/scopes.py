@@ -14,9 +14,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfstep import _torch
 from halfstep._autocast import guards, weight_cache
 from halfstep._autocast.weight_cache import ContextCasts
+from halfstep._pytorch import amp, compiler
 
 if TYPE_CHECKING:
     from halfstep._autocast.plans import PolicyOnDevice
@@ -62,7 +62,7 @@ class Scope(NamedTuple):
     outer: "Scope | None" = None
     context: "Region | None" = None
     settings: "Settings | None" = None
-    switches: _torch.Switches | None = None
+    switches: amp.Switches | None = None
     nesting: int | None = None
     casts: ContextCasts | None = None
 
@@ -91,7 +91,7 @@ def enter(
     policies: Policies,
     context: "Region | None" = None,
     settings: "Settings | None" = None,
-    switches: _torch.Switches | None = None,
+    switches: amp.Switches | None = None,
 ) -> None:
     """Make ``policies`` the active ones of this thread; :func:`leave` undoes it.
 
@@ -124,7 +124,7 @@ def leave(scope: Scope) -> None:
 @functools.cache
 def follow_weights() -> None:
     """Let casts of weights be forgotten when PyTorch's are, and after steps; once and for good."""
-    _torch.call_when_cache_is_cleared(_forget_casts)
+    amp.call_when_cache_is_cleared(_forget_casts)
     register_optimizer_step_post_hook(_forget_stepped)
 
 
@@ -159,7 +159,7 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             leave(current())
 
-    return _torch.do_not_compile_alone(under_the_same_policies, nor_below=False)
+    return compiler.do_not_compile_alone(under_the_same_policies, nor_below=False)
 
 
 def _nesting() -> int:

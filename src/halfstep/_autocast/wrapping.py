@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.gathered import has_ranks
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
+from halfstep._pytorch import amp, distributed
 
 
 class Island(NamedTuple):
@@ -136,7 +136,7 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` if fully_shard gathers parameters of an island in another dtype."""
     for name, module in island.named_modules():
         # The parameters of a module that is sharded by itself are not gathered yet.
-        gathered = _torch.gathered_dtype(module)
+        gathered = distributed.gathered_dtype(module)
         dtypes = {param.dtype for param in module.parameters(recurse=False)} | {gathered}
         wrong = [each for each in dtypes if each not in (None, dtype) and each.is_floating_point]
         if wrong:
@@ -150,7 +150,7 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _off(device: str) -> Settings:
-    switches = _torch.autocast_switches(device)._replace(enabled=False)
+    switches = amp.autocast_switches(device)._replace(enabled=False)
     return Settings(switches, policy=None, inherit=False)
 
 

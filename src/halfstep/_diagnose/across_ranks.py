@@ -9,8 +9,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import compiler, distributed
 from halfstep.errors import RanksError
 
 PATIENCE = timedelta(seconds=60)
@@ -26,7 +26,7 @@ def merged(found: Diagnosis) -> Diagnosis:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return found
-    number, store = next(_numbers), _torch.default_store()
+    number, store = next(_numbers), distributed.default_store()
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = replace(found, rank=rank)
     if rank != 0:
@@ -76,17 +76,17 @@ def is_compiled_together(model: nn.Module) -> bool:
 
     If one rank runs it as it is written, the ranks may wait for different things.
     """
-    return any(map(_torch.is_compiled, model.modules())) and why_together(model) is not None
+    return any(map(compiler.is_compiled, model.modules())) and why_together(model) is not None
 
 
 def _is_of_several_ranks(tensor: Tensor) -> bool:
-    return _torch.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
+    return distributed.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor, detached. Sync: none."""
     tensor = tensor.detach()
-    return _torch.local_part(tensor)
+    return distributed.local_part(tensor)
 
 
 def waits_for_others(why: str) -> RanksError:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._diagnose.finite import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep._diagnose.undo import Undo
 from halfstep._diagnose.watcher import OpCall, OpKey, Witness
+from halfstep._pytorch import storages
 from halfstep._trace.ops import makes_no_values
 from halfstep._trace.rows import Phase
 from halfstep._trace.state import Place
@@ -146,7 +146,7 @@ class Blames(Witness):
         if call.name not in _WAITS:
             for tensor in outputs:
                 self._put(tensor, self._sent)
-                reference = _torch.memory_of(tensor)
+                reference = storages.memory_of(tensor)
                 if reference is not None:
                     self._awaited[reference.cdata] = reference
 
@@ -248,7 +248,7 @@ class Blames(Witness):
         )
 
     def _is_awaited(self, tensor: Tensor) -> bool:
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         return reference is not None and reference.cdata in self._awaited
 
     def _known(self, call: OpCall) -> tuple[OpKey, OpKey | None]:
@@ -268,7 +268,7 @@ class Blames(Witness):
         if not all(map(math.isfinite, found)):
             return False
         if self._blames:
-            memory = _torch.memory_of(tensor)
+            memory = storages.memory_of(tensor)
             known = memory is not None and memory.cdata in self._blames
             if known and _is_all_of_its_memory(tensor):
                 del self._blames[memory.cdata]
@@ -280,12 +280,12 @@ class Blames(Witness):
         self.gradients[place] = (tensor.dtype, max(before, amax) if math.isfinite(amax) else before)
 
     def _get(self, tensor: Tensor) -> Blame | None:
-        memory = _torch.memory_of(tensor)
+        memory = storages.memory_of(tensor)
         found = None if memory is None else self._blames.get(memory.cdata)
         return None if found is None else found[1]
 
     def _put(self, tensor: Tensor, blame: Blame) -> None:
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         if reference is None:
             return
         known = self._blames.get(reference.cdata)

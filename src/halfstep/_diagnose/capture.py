@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.region import current_settings
 from halfstep._common.patches import Patches
@@ -24,6 +23,7 @@ from halfstep._common.top_level_calls import Outermost, not_compiled
 from halfstep._diagnose.calls import Call, Output, Seed, call_again, is_model, same_entries
 from halfstep._diagnose.finite import is_finite
 from halfstep._diagnose.lines import user_line
+from halfstep._pytorch import autograd, compiler, modes
 
 MOST_CALLS = 256
 """More calls in an iteration are not kept."""
@@ -104,7 +104,7 @@ class Capture:
         with self._outermost.inside():
             return self._after(call, original(*args, **kwargs))
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Call:
         given: list[tuple[Tensor, int]] = []
         kept_args, kept_kwargs = self._linked((args, kwargs), given)
@@ -117,10 +117,10 @@ class Capture:
             self.gap = f"of its calls of models and losses the first {MOST_CALLS} are replayed"
         return call
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _after(self, call: Call, result: Any) -> Any:
         for index, tensor in enumerate(tensors_in((result,))):
-            call.links.append(_torch.made_as(tensor))
+            call.links.append(autograd.made_as(tensor))
             if tensor.requires_grad and tensor.ndim == 0:
                 tensor.register_hook(Seed(call, index))  # type: ignore[no-untyped-call]
         return result
@@ -217,7 +217,7 @@ class Capture:
 
 def _counts() -> bool:
     """Say whether what is called now is part of training: not evaluation, not a checkpoint."""
-    return torch.is_grad_enabled() and _torch.backward_number() < 0 and not _torch.is_jit_tracing()
+    return torch.is_grad_enabled() and autograd.backward_number() < 0 and not modes.is_jit_tracing()
 
 
 def _has_autocast(device: str) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.module_names import without_wrappers
 from halfstep._common.machine import rank
 from halfstep._diagnose import across_ranks, curing
@@ -22,6 +21,7 @@ from halfstep._diagnose.owners import owners_in
 from halfstep._diagnose.precision import Entered, Precision
 from halfstep._diagnose.replay import Replayer, Setting
 from halfstep._diagnose.underflow import Flushes
+from halfstep._pytorch import compiler
 from halfstep._trace.state import Place
 from halfstep.errors import RanksError
 
@@ -241,7 +241,7 @@ class Diagnosing:
 
     def _finish(self, found: Diagnosis) -> Diagnosis:
         model = self._replayer.model
-        if model is not None and any(map(_torch.is_compiled, model.modules())):
+        if model is not None and any(map(compiler.is_compiled, model.modules())):
             self._notes.append(COMPILED)
         return replace(
             found,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.module_names import replicated
 from halfstep._common.force_eager import eager
@@ -23,6 +22,7 @@ from halfstep._diagnose.looking import described, name_of_bad, names_in, needs, 
 from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import Undo
 from halfstep._diagnose.watcher import FoundModules, OpCall, Watcher
+from halfstep._pytorch import distributed, modes
 from halfstep._scaler.ranks.group import has_ranks
 
 MOST_LOOKS = 64
@@ -51,7 +51,7 @@ class Live:
 
     def begin(self) -> bool:
         """Begin, and say whether that could be: not inside of somebody else's dispatch mode."""
-        if _torch.dispatch_modes():
+        if modes.dispatch_modes():
             return False
         with ExitStack() as stack:
             stack.callback(self._patches.undo)
@@ -67,13 +67,13 @@ class Live:
         """See the gradients of FSDP, which come to other tensors than the leaves of the graph."""
         original(*args, **kwargs)
         for param in () if self.model is None else self.model.parameters():
-            if _torch.is_dtensor(param) and param.grad is not None:
-                with _torch.unseen_by_modes():
+            if distributed.is_dtensor(param) and param.grad is not None:
+                with modes.unseen_by_modes():
                     self._blames.see_gradient(param, across_ranks.local_part(param.grad))
 
     def end(self, scale: float | None) -> Diagnosis | None:
         """Say what was found, None for nothing; and trace no longer."""
-        if _torch.dispatch_modes()[-1:] == [self._watcher]:
+        if modes.dispatch_modes()[-1:] == [self._watcher]:
             self._stack.close()
         blame = self._blames.root()
         self.came_from_elsewhere = blame is not None and _is_from_elsewhere(blame)

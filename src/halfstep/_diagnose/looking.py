@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.module_names import without_wrappers
 from halfstep._diagnose import across_ranks
@@ -19,6 +18,7 @@ from halfstep._diagnose.diagnosis import BadOp, Line, Operand
 from halfstep._diagnose.lines import called_by_user, user_line
 from halfstep._diagnose.watcher import OpCall, OpKey, Witness
 from halfstep._numerics.measure import float_values
+from halfstep._pytorch import storages
 from halfstep._trace.rows import dtype_name
 
 # The argument that lets them return float32 for float16, which float64 does not have.
@@ -219,5 +219,5 @@ def _offset(tensor: Tensor) -> int:
 
 
 def _key(tensor: Tensor) -> int:
-    memory = _torch.memory_of(across_ranks.local_part(tensor))
+    memory = storages.memory_of(across_ranks.local_part(tensor))
     return id(tensor) if memory is None else int(memory.cdata)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep import _torch
 from halfstep._autocast import kernels
 from halfstep._autocast.module_names import matching
 from halfstep._autocast.named_modules import name_modules
@@ -18,6 +17,7 @@ from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, changed
 from halfstep._autocast.wrapping import Wrapped, unwrap
 from halfstep._common.patches import Patches
+from halfstep._pytorch import amp
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _follow_torchs(
     regions: dict[int, list[Region]] = {}
 
     def enter(original: Any, context: Any) -> Any:
-        switches = _torch.switches_of(context)
+        switches = amp.switches_of(context)
         if precision == AS_IT_IS:
             entered(Settings(switches, None, inherit=False))
             return original(context)

@@ -15,7 +15,6 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.plans import PolicyOnDevice
@@ -27,6 +26,7 @@ from halfstep._diagnose.owners import owners_in
 from halfstep._diagnose.precision import AS_IT_IS, Entered, Precision, autocast_as
 from halfstep._diagnose.undo import Undo
 from halfstep._diagnose.watcher import FoundModules, Watcher, Witness
+from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import parameters
 from halfstep._scaler.loops.closures import split_closure
@@ -141,7 +141,7 @@ class Replayer:
                 try:
                     with around or nullcontext():
                         result = self._step()
-                    with _torch.unseen_by_modes():
+                    with modes.unseen_by_modes():
                         for tensor in tensors_in([result]):
                             looks.see_result(tensor.detach())
                 except Exception as error:  # the step's own; the caller decides
@@ -192,7 +192,7 @@ def watch_backward(patches: Patches, looks: Witness, undo: Undo) -> None:
     """Show the losses that backward passes begin with, and the gradients they end with."""
 
     def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        leaves = _torch.leaves_of(list(tensors_in([tensors])))
+        leaves = autograd.leaves_of(list(tensors_in([tensors])))
         undo.note_grads(leaves)
         _see_losses(looks, [tensors])
         original(tensors, *args, **kwargs)
@@ -210,13 +210,13 @@ def watch_backward(patches: Patches, looks: Witness, undo: Undo) -> None:
 
 
 def _see_losses(looks: Witness, values: Sequence[Any]) -> None:
-    with _torch.unseen_by_modes():
+    with modes.unseen_by_modes():
         for loss in tensors_in(values):
             looks.see_loss(across_ranks.local_part(loss))
 
 
 def _see_gradients(looks: Witness, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    with _torch.unseen_by_modes():
+    with modes.unseen_by_modes():
         for leaf, gradient in pairs:
             if gradient is not None:
                 looks.see_gradient(leaf, across_ranks.local_part(gradient))
@@ -260,7 +260,7 @@ def _scaled(patches: Patches, watcher: Watcher, ends: Ends, scale: float | None)
     def multiply(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             before[id(scaler)] = (scaler, dict(vars(scaler)))
-            with _torch.unseen_by_modes():  # the ops of all replays have the same numbers
+            with modes.unseen_by_modes():  # the ops of all replays have the same numbers
                 ends.scale = scaler.get_scale() if scale is None else scale
                 _begin_anew(scaler, scale)
         _see_losses(watcher.witness, args[:1])
@@ -284,7 +284,7 @@ def _scaled(patches: Patches, watcher: Watcher, ends: Ends, scale: float | None)
 def _begin_anew(scaler: Any, scale: float | None) -> None:
     """Give a scaler books of its own for a replay."""
     if isinstance(scaler, TorchGradScaler):
-        _torch.restart_scaler(scaler, scale)
+        amp.restart_scaler(scaler, scale)
         return
     scales = scaler._engine.scales
     states = scales.read()

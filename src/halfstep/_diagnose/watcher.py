@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.module_names import replicated, without_wrappers
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.undo import Undo
+from halfstep._pytorch import compiler
 from halfstep._trace.modules import RunningModules
 from halfstep._trace.op_mode import OpMode
 from halfstep._trace.ops import casts_to, op_name, written_to
@@ -166,7 +166,7 @@ class Watcher(OpMode):  # type: ignore[no-untyped-call]
         with self._places.under(op, rule, policy):
             yield
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep import _torch
 from halfstep._autocast.module_names import without_wrappers
+from halfstep._pytorch import compiler
 from halfstep._record.lines import Event
 
 
@@ -68,7 +68,7 @@ class Models:
     @property
     def has_compiled(self) -> bool:
         """Whether torch.compile has made something of any of their modules."""
-        return any(map(_torch.is_compiled, self._names))
+        return any(map(compiler.is_compiled, self._names))
 
     def eager_modules(self) -> Iterator[nn.Module]:
         """Yield the modules that are not inside compiled ones."""
@@ -150,7 +150,7 @@ def _starts(name: str, prefix: str) -> bool:
 
 
 def _eager(module: nn.Module) -> Iterator[nn.Module]:
-    if _torch.is_compiled(module):
+    if compiler.is_compiled(module):
         return
     yield module
     for child in module.children():

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep
-from halfstep import _torch
 from halfstep._common.machine import device_name, num_ranks, rank
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import optim
 from halfstep._record.lines import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.models import Models
 from halfstep._record.recorder import Recorder
@@ -109,7 +109,7 @@ class record:
             stack.enter_context(_observing(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
             stack.enter_context(_listening_to_backward(recorder))
-            stack.enter_context(_torch.listening_to_norms(recorder.on_norm))
+            stack.enter_context(optim.listening_to_norms(recorder.on_norm))
             self._stack = stack.pop_all()
         self._recorder, self._model = recorder, None
         return self

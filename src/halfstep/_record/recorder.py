@@ -15,10 +15,10 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.lines import Event, LineWriter
 from halfstep._record.models import Models
 from halfstep._record.sampling import Sampler
@@ -55,7 +55,7 @@ def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
 
     @wraps(method)
     def unseen(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
-        with _torch.unseen_by_modes():
+        with modes.unseen_by_modes():
             method(*args, **kwargs)
 
     return unseen
@@ -115,7 +115,7 @@ class Recorder:
     @_unseen
     def on_backward(self, roots: Any) -> None:
         """Take note of what ``backward`` is called on: the loss, if no scaler has seen it."""
-        if not self._is_listening() or _torch.backward_number() >= 0:
+        if not self._is_listening() or autograd.backward_number() >= 0:
             return  # inside of another one a checkpoint is computed again
         self._num_backward += 1
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
@@ -130,7 +130,7 @@ class Recorder:
 
         Not of one that lies on several ranks as summands: to add them up is a collective.
         """
-        if self._is_listening() and not _torch.is_dtensor(norm):
+        if self._is_listening() and not distributed.is_dtensor(norm):
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
             del self._norms[:-MOST_NORMS]
 
@@ -156,7 +156,7 @@ class Recorder:
         """Take note of a step that no scaler has a part in."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1 or is_by_scaler():
+        if optim.optimizer_step_depth() > 1 or is_by_scaler():
             return  # of an optimizer that another one is made of, or told by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
@@ -166,7 +166,7 @@ class Recorder:
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> int:
         """Write what is wrong with the present step, and return its number. Sync: none."""
-        is_stepping = _torch.optimizer_step_depth() > 0
+        is_stepping = optim.optimizer_step_depth() > 0
         step = max(self.num_steps + is_stepping, 1)
         if self._is_here():
             self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
@@ -212,12 +212,12 @@ class Recorder:
             for tensor in outputs
             if tensor.numel() == 1
             and not tensor.is_complex()
-            and not _torch.is_inside_functorch(tensor)
+            and not modes.is_inside_functorch(tensor)
         ]
         if not found:
             return
         # The losses of micro-batches add up; what a step evaluates takes the place of the last one.
-        is_new = self._loss is None or self._is_old or _torch.optimizer_step_depth() > 0
+        is_new = self._loss is None or self._is_old or optim.optimizer_step_depth() > 0
         device = found[-1].device
         parts = found if is_new or self._loss is None else [self._loss, *found]
         self._loss = torch.stack([moved(part, device) for part in parts]).sum()
@@ -350,7 +350,7 @@ def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     found = collect(parameters(optimizer))
-    if not found.grads or any(map(_torch.is_dtensor, found.grads)):
+    if not found.grads or any(map(distributed.is_dtensor, found.grads)):
         return None  # of what this rank holds of them there is a norm, and it is not theirs
     return measure(found, None).total(found.values[0].device)
 

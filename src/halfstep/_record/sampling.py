@@ -18,11 +18,11 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.measure import measure
 from halfstep._numerics.statistics import Statistics, merged
+from halfstep._pytorch import autograd, modes
 from halfstep._record.models import Models
 from halfstep._record.run import KINDS, Kind, Measured
 
@@ -146,7 +146,7 @@ class Sampler:
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
         # In a backward pass it is computed again, for a checkpoint.
-        if name is None or _torch.backward_number() >= 0:
+        if name is None or autograd.backward_number() >= 0:
             return
         self._models.ran(name)
         if not torch.is_grad_enabled():
@@ -178,7 +178,7 @@ class Sampler:
             return
         try:
             # In the gradients of outputs zeros are what a ReLU or a mask leaves.
-            with _torch.unseen_by_modes():
+            with modes.unseen_by_modes():
                 statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
         except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
             self._say(f"{kind} {name} cannot be measured: {error}")
@@ -223,7 +223,7 @@ def _do_nothing(*args: Any) -> None:
 
 def _is_traced() -> bool:
     """Say whether tensors have no values: a program is made of what runs."""
-    return torch.compiler.is_compiling() or _torch.is_jit_tracing()
+    return torch.compiler.is_compiling() or modes.is_jit_tracing()
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from halfstep import _torch
+from halfstep._pytorch import distributed
 
 
 def show_once(error: BaseException) -> None:
@@ -34,6 +34,6 @@ def _is_first(error: BaseException) -> bool:
         return True
     digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
     try:
-        return int(_torch.default_store().add(f"halfstep/error/{digest}", 1)) == 1
+        return int(distributed.default_store().add(f"halfstep/error/{digest}", 1)) == 1
     except RuntimeError:  # the store is gone, with the rank that held it
         return True

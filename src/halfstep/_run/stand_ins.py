@@ -15,9 +15,10 @@ from torch import distributed
 from torch.amp import autocast_mode
 
 import halfstep
-from halfstep import Policy, _torch, preset
+from halfstep import Policy, preset
 from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import LOWER_PRECISIONS
+from halfstep._pytorch import compiler
 from halfstep._scaler.disabled import DisabledGradScaler
 
 _TorchAutocast = autocast_mode.autocast
@@ -42,7 +43,7 @@ def set_policy(policy: Policy) -> Policy:
 class Autocast(halfstep.autocast):
     """Stands in for ``torch.autocast``."""
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         device_type: str,
@@ -56,7 +57,7 @@ class Autocast(halfstep.autocast):
 class CudaAutocast(Autocast):
     """Stands in for ``torch.cuda.amp.autocast``."""
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         enabled: bool = True,
@@ -69,7 +70,7 @@ class CudaAutocast(Autocast):
 class CpuAutocast(Autocast):
     """Stands in for ``torch.cpu.amp.autocast``."""
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         enabled: bool = True,
@@ -79,7 +80,7 @@ class CpuAutocast(Autocast):
         Region.__init__(self, _settings("cpu", dtype, enabled, cache_enabled))
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def _settings(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
 ) -> Settings:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from halfstep import _torch
 from halfstep._autocast import kernels
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import Region, Settings
+from halfstep._pytorch import amp
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
@@ -33,7 +33,7 @@ def autocast_forward(devices: list[str], dtype: torch.dtype, policy: Policy) -> 
     """
     with ExitStack() as stack:
         for device in devices:
-            switches = _torch.Switches(device, dtype, True, False)
+            switches = amp.Switches(device, dtype, True, False)
             number = kernels.prepare(policy, device)
             stack.enter_context(Region(Settings(switches, number, inherit=False)))
         stack.enter_context(_OffInBackward(devices))
@@ -65,7 +65,7 @@ class _OffInBackward(TorchFunctionMode):
         with ExitStack() as stack:
             if func in _BACKWARD:
                 for device in self._devices:
-                    outside = _torch.autocast_switches(device)
+                    outside = amp.autocast_switches(device)
                     switches = outside._replace(enabled=False)
                     stack.enter_context(Region(Settings(switches, None, inherit=False)))
             return func(*args, **(kwargs or {}))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.formats import Format
+from halfstep._pytorch import modes
 from halfstep._simulate.arithmetic import Where, each_tensor
 from halfstep._trace.ops import casts_to, op_name, written_to
 from halfstep._trace.rows import dtype_name
@@ -147,7 +147,7 @@ def _found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[to
 
     named = {k: "meta" if isinstance(v, torch.device) else v for k, v in kwargs.items()}
     try:
-        with _torch.unseen_by_modes():
+        with modes.unseen_by_modes():
             result = func(*each_tensor(args, empty), **each_tensor(named, empty))
     except (NotImplementedError, RuntimeError):  # what it returns depends on values, say
         return ()

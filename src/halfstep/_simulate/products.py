@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._numerics.formats import Format
 from halfstep._numerics.rounding import rounded
+from halfstep._pytorch import storages
 from halfstep._simulate.arithmetic import Where
 from halfstep._trace.ops import op_name
 
@@ -80,7 +80,7 @@ class Products:
         if self._is_behind and where.phase == "forward":  # another step
             self._counted.clear()
         self._is_behind = is_backward
-        reference = _torch.memory_of(operand)
+        reference = storages.memory_of(operand)
         key = (where.module, reference.cdata)
         is_new = key not in self._counted
         self._counted[key] = reference

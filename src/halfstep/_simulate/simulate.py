@@ -10,13 +10,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from halfstep import _torch
 from halfstep._autocast.context import default_device
 from halfstep._autocast.named_modules import name_modules
 from halfstep._autocast.names import did_you_mean
 from halfstep._autocast.policy import Policy
 from halfstep._common.force_eager import eager
 from halfstep._numerics.formats import FORMATS, Format
+from halfstep._pytorch import amp, compiler
 from halfstep._simulate import text
 from halfstep._simulate.arithmetic import Arithmetic
 from halfstep._simulate.autocasting import autocast_forward, without_lowering
@@ -99,7 +99,7 @@ class simulate:
         )
         self._counts = Counts(self.format)
         self._devices = _devices(model)
-        self._is_compiled = any(map(_torch.is_compiled, model.modules()))
+        self._is_compiled = any(map(compiler.is_compiled, model.modules()))
         self._simulator: Simulator | None = Simulator(model, self.policy, arithmetic, self._counts)
         self._has_run = False
         self.notes: tuple[str, ...] = ()
@@ -192,4 +192,4 @@ def _devices(model: nn.Module) -> list[str]:
     """Return the device types that the model is on and autocast knows."""
     tensors = (*model.parameters(), *model.buffers())
     types = dict.fromkeys(tensor.device.type for tensor in tensors)
-    return [t for t in types if t in _torch.autocast_devices()] or [default_device()]
+    return [t for t in types if t in amp.autocast_devices()] or [default_device()]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.module_names import without_wrappers
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Rule
+from halfstep._pytorch.modes import dispatch_modes
 from halfstep._simulate.arithmetic import Arithmetic, Where
 from halfstep._simulate.counts import Counts
 from halfstep._trace.modules import RunningModules
@@ -110,6 +110,6 @@ def rules_told() -> Iterator[None]:
 @contextmanager
 def _tell(op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
     # The modes of a thread are those of autograd's threads too, on CUDA.
-    modes = [mode for mode in _torch.dispatch_modes() if isinstance(mode, Simulator)]
+    modes = [mode for mode in dispatch_modes() if isinstance(mode, Simulator)]
     with modes[-1].under(op, rule, policy) if modes else nullcontext():
         yield

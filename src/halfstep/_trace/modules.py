@@ -14,8 +14,8 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from halfstep import _torch
 from halfstep._autocast.module_names import without_wrappers
+from halfstep._pytorch import autograd
 from halfstep._trace.rows import grouped
 
 
@@ -91,7 +91,7 @@ class RunningModules:
     def _enter(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(module)
         if name is not None:
-            in_backward = _torch.backward_number() >= 0
+            in_backward = autograd.backward_number() >= 0
             call = Call(name, self._counts[module], in_backward)
             self._counts[module] += 1
             self._stack.calls.append((module, call))

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
+from halfstep._pytorch import amp, compiler, dispatch, modes
 from halfstep._trace.ops import device_of, op_name
 from halfstep._trace.places import Places
 from halfstep._trace.rows import dtype_name
@@ -23,7 +23,7 @@ class _Thread(threading.local):
     is_cast = False
 
 
-class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     """Calls :meth:`run` for every op.
 
     Args:
@@ -48,7 +48,7 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         """
         raise NotImplementedError
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -56,7 +56,7 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         device = device_of(given, kwargs)
-        if _torch.is_made_of_others(func, device) and all(map(is_dense, given)):
+        if dispatch.is_made_of_others(func, device) and all(map(is_dense, given)):
             return self._take_apart(func, device, args, kwargs)
         return self.run(func, args, kwargs, given)
 
@@ -71,8 +71,8 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         here.is_cast = before or self._is_cast_by_autocast(func, device)
         is_on = not here.is_cast and autocast_of_caller(device)[0] is not None
         try:
-            with _torch.autocast_again(device) if is_on else nullcontext(), self:
-                return _torch.decompose(func, args, kwargs)
+            with modes.autocast_again(device) if is_on else nullcontext(), self:
+                return dispatch.decompose(func, args, kwargs)
         finally:
             here.is_cast = before
 
@@ -81,12 +81,12 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
             ruled = self._places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
         name = f"{op_name(func)}.{func._overloadname}"
-        return name in _torch.overloads_with_autocast_kernel(device)
+        return name in dispatch.overloads_with_autocast_kernel(device)
 
 
 def autocast_of_caller(device: str) -> tuple[str | None, bool]:
     """In a mode: return the lower precision, None where autocast is off, and if casts are kept."""
-    if device not in _torch.autocast_devices():
+    if device not in amp.autocast_devices():
         return None, False
-    switches = _torch.autocast_switches_of_caller(device)
+    switches = modes.autocast_switches_of_caller(device)
     return (dtype_name(switches.dtype) if switches.enabled else None), switches.cache

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.plans import PolicyOnDevice
 from halfstep._autocast.rule import Rule
+from halfstep._pytorch import amp, autograd
 from halfstep._trace.modules import Call, RunningModules
 from halfstep._trace.rows import Phase, dtype_name
 from halfstep._trace.state import Place, Ruled, ThreadState
@@ -44,7 +44,7 @@ class Places:
     def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[Ruled]:
         """Take what runs meanwhile for parts of ``op``, for which ``rule`` decided."""
         # Read here: the kernel may switch off PyTorch's cache for the casts that it makes.
-        switches = _torch.autocast_switches(policy.device)
+        switches = amp.autocast_switches(policy.device)
         lower = dtype_name(switches.dtype)
         ruled = Ruled(op.rpartition(".")[0], rule, (lower, switches.cache))
         self.ruled.append(ruled)
@@ -55,7 +55,7 @@ class Places:
 
     def backward_begins(self) -> bool:
         """Say whether the op that comes is the first of its backward pass."""
-        task = _torch.backward_number()
+        task = autograd.backward_number()
         return task >= 0 and task not in self._thread.records
 
     def place(self, op: str, number: int, *, is_cast: bool) -> tuple[Place, Phase]:
@@ -66,7 +66,7 @@ class Places:
             number: Which op of all it is.
             is_cast: Whether it casts.
         """
-        here, task = self._thread, _torch.backward_number()
+        here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
         if task < 0:
@@ -75,7 +75,7 @@ class Places:
             place, phase = self._place_in_backward(task, call, op)
         if ruled is not None:
             place = place._replace(rule=str(ruled.rule), op=ruled.op)
-        following = _torch.next_sequence_number()
+        following = autograd.next_sequence_number()
         made_for = place if phase == "backward" else place._replace(op=place.op or op)
         made_for = made_for._replace(cast=number if is_cast else None, number=number)
         for node in range(here.next_node, following):
@@ -91,13 +91,13 @@ class Places:
         records = here.records.setdefault(task, torch.is_grad_enabled())
         # On CUDA the backward pass, and what it recomputes, runs in a thread of autograd.
         nodes = here.nodes if task in here.recomputed else self._nodes
-        node = _torch.running_sequence_number()
+        node = autograd.running_sequence_number()
         place = nodes.get(-1 if node is None else node, Place())
         if call is not None and call.in_backward:
             return Place(call.module, call.number), "recompute"
         if torch.is_grad_enabled() and not records:  # a function that is no module
             return Place(place.module, place.call), "recompute"
-        into = _torch.accumulated_into()
+        into = autograd.accumulated_into()
         if into is not None:
             return Place(self._name_of(into).rpartition(".")[0]), "backward"
         if op in ("add", "add_"):  # autograd's sum of gradients, by no rule

@@ -6,8 +6,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from halfstep import _torch
 from halfstep._autocast.rule import Rule
+from halfstep._pytorch import autograd
 from halfstep._trace.rows import Cast, Phase
 
 
@@ -62,7 +62,7 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.ruled: list[Ruled] = []
-        self.next_node = _torch.next_sequence_number()
+        self.next_node = autograd.next_sequence_number()
         self.nodes: dict[int, Place] = {}
         self.records: dict[int, bool] = {}
         self.recomputed: set[int] = set()

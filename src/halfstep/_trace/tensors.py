@@ -7,8 +7,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.module_names import without_wrappers
+from halfstep._pytorch import storages
 from halfstep._trace.rows import Value, dtype_name
 
 
@@ -27,7 +27,7 @@ class Memories:
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of the memory of a tensor; a new one if it has no memory of its own."""
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         if reference is None:
             return next(self._count)
         found = self._numbers.get(reference.cdata)

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import halfstep
-from halfstep import _torch
 from halfstep._autocast.kernels import observed_by
 from halfstep._common.force_eager import eager
+from halfstep._pytorch import compiler
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row
 from halfstep._trace.tracer import Tracer
@@ -63,7 +63,7 @@ class trace(Recording):
                 "where an op belongs"
             )
         super().__init__((), {})
-        self._is_compiled = any(map(_torch.is_compiled, model.modules()))
+        self._is_compiled = any(map(compiler.is_compiled, model.modules()))
         self._model: nn.Module | None = model
         self._tracer: Tracer | None = None
         self._stack, self._thread = ExitStack(), threading.get_ident()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
+from halfstep._pytorch import modes
 from halfstep._tune.task import Task
 
 
@@ -97,7 +97,7 @@ def watching(task: Task, see: See) -> Iterator[Phase]:
     def look(kind: str, name: str, call: int, values: Any) -> None:
         found = [each for each in tensors_in([values]) if each.is_floating_point()]
         for position, tensor in enumerate(found):
-            if _torch.is_inside_functorch(tensor):
+            if modes.is_inside_functorch(tensor):
                 continue
             see(Place(name, call, kind, position), tensor)
             if tensor.requires_grad:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep import _torch
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.patches import Patches
 from halfstep._common.top_level_calls import Outermost, not_compiled
+from halfstep._pytorch import autograd, compiler, modes
 from halfstep._run.amp.findings import Findings
 from halfstep._run.amp.outputs import in_float32
 
@@ -85,7 +85,7 @@ class Forward:
         with self._outermost.inside(), context:
             return function(*args, **kwargs)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return what an outermost module is to run under, None for nothing."""
         param = next(module.parameters(), None)
@@ -100,7 +100,7 @@ class Forward:
         self._findings.modules.setdefault(type(_unwrapped(module)).__name__)
         return self._context(param.device.type, module)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
         """Return what a loss function is to run under."""
         self._findings.losses.setdefault(name)
@@ -113,15 +113,15 @@ class Forward:
 
     def _may_enter(self, device: str) -> bool:
         # An exported or traced program is for elsewhere, and could not keep a policy.
-        if _torch.is_jit_tracing() or _torch.is_exporting():
+        if modes.is_jit_tracing() or compiler.is_exporting():
             return False
-        if _torch.is_tracing_before_autocast():
+        if modes.is_tracing_before_autocast():
             return False
         if not torch.amp.is_autocast_available(device):
             return False
         if current_scope().policies or torch.is_autocast_enabled(device):
             # In the backward pass it is that of a checkpoint, which is ours.
-            if _torch.backward_number() < 0 and self._findings.is_on:
+            if autograd.backward_number() < 0 and self._findings.is_on:
                 self._findings.note_own_autocast()
             return False
         return True

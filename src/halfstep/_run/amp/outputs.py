@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from halfstep import _torch
+from halfstep._pytorch import compiler
 
 
-@_torch.do_not_compile_alone
+@compiler.do_not_compile_alone
 def in_float32(value: Any, lower: torch.dtype) -> Any:
     """Return ``value`` with every tensor in it that has the dtype ``lower`` as float32.
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep import _torch
 from halfstep._common.patches import Patches, subclasses
+from halfstep._pytorch import optim
 from halfstep._run.amp.findings import Findings
 from halfstep._scaler import Outcome
 
@@ -89,7 +89,7 @@ class Schedules:
         steps = self._steps.get(scheduler.optimizer)
         count = 0 if steps is None else steps.count
         before = self._moved.get(scheduler, 0)
-        if not _torch.is_being_made(scheduler):
+        if not optim.is_being_made(scheduler):
             self._findings.schedules.setdefault(type(scheduler).__name__)
             if steps is not None and count > before and steps.last_taken() <= before:
                 return False

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from halfstep import _torch
 from halfstep._common.patches import Patches, watch_steps
+from halfstep._pytorch import compiler
 from halfstep._run.amp.backward import Backward
 from halfstep._run.amp.findings import Findings
 from halfstep._run.amp.fresh import Fresh
@@ -70,7 +70,7 @@ class Steps:
         if self._findings.is_training:
             self._fresh.forget(optimizer)
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def _step(self, original: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._thread.is_stepping:
             self._thread.was_called = True

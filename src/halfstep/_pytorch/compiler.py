@@ -1,0 +1,131 @@
+"""torch.compile, torch.export and torch.jit: marks for functions, guards of compiled code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.compiler.config
+import torch.utils._pytree
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
+
+
+def allow_in_graph(*functions: Callable[..., None]) -> None:
+    """Let torch.compile put calls of the functions into its graphs as they are."""
+    torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
+
+
+def do_not_compile_alone(
+    function: Callable[_Params, _Result], *, nor_below: bool = True
+) -> Callable[_Params, _Result]:
+    """Let torch.compile trace into ``function`` from its caller, but not start in it.
+
+    Where torch.compile gives up on a function it runs it as it is and compiles what it calls. A
+    graph made of code that switches autocast on would do so while it is traced, and never again.
+
+    Args:
+        function: what is not to be compiled.
+        nor_below: not to start in anything that it calls either.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, skip if nor_below else default)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def keep_out_of_graphs(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile end a graph where ``function`` is called, and compile nothing in it.
+
+    As ``torch.compiler.disable``, which would import all of torch.compile.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it keeps books in Python"  # type: ignore[attr-defined]
+    return do_not_compile_alone(function)
+
+
+def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile call ``function`` while it traces, and take the result for a constant.
+
+    As ``torch.compiler.assume_constant_result``, which would import all of torch.compile.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def constant_while_tracing(kind: type[_Value]) -> type[_Value]:
+    """Let torch.compile of 2.11 pass values of a class to what :func:`run_while_tracing` marks.
+
+    Later versions do without. The class has ``__eq__`` and ``__hash__`` and is no dataclass; its
+    values never change. Code that was compiled with one value is guarded by it.
+    """
+    torch.utils._pytree.register_constant(kind)
+    return kind
+
+
+@run_while_tracing
+def is_exporting() -> bool:
+    """Return whether torch.export traces; 2.11's own answer is True for torch.compile too."""
+    return torch.compiler.is_exporting()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Say whether calls of a module run what torch.compile made of it."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def script_instead(wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let torch.jit.script compile ``original`` where it finds ``wrapper``; torch.compile too."""
+    vars(wrapper).update(__script_if_tracing_wrapper=True, __original_fn=original)
+
+
+# torch.compile guards on the autocast dtype of every device type for which autocast is on. This one
+# (Graphcore's) lost its backend, so no op ever looks at it, and a number written there as a dtype
+# becomes part of the guards. It does count for torch._C._is_any_autocast_enabled().
+GUARD_DEVICE = "ipu"
+
+_GUARD_VALUES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+NUM_GUARD_VALUES = len(_GUARD_VALUES)
+
+# Whether autocast is on for that device type, and its dtype there.
+CompileGuard = tuple[bool, torch.dtype]
+
+
+def numbered_guard(number: int) -> CompileGuard:
+    """Return a guard that differs from that of another number, below :data:`NUM_GUARD_VALUES`."""
+    return True, _GUARD_VALUES[number]
+
+
+def compile_guard() -> CompileGuard:
+    """Return what code compiled in this thread now is guarded by."""
+    return torch.is_autocast_enabled(GUARD_DEVICE), torch.get_autocast_dtype(GUARD_DEVICE)
+
+
+def set_compile_guard(guard: CompileGuard) -> None:
+    """Let code compiled in this thread from now on run only while the same guard is set again."""
+    enabled, dtype = guard
+    torch.set_autocast_enabled(GUARD_DEVICE, enabled)
+    torch.set_autocast_dtype(GUARD_DEVICE, dtype)
+
+
+_TAG_MARK = "|halfstep:"
+
+
+def set_compile_cache_tag(tag: str) -> None:
+    """Let the on-disk caches of torch.compile tell code compiled from now on by ``tag``."""
+    config = torch.compiler.config
+    before = config.cache_key_tag
+    after = before.partition(_TAG_MARK)[0] + (_TAG_MARK + tag if tag else "")
+    if after != before:
+        config.cache_key_tag = after
+
+
+def forget_compiled_code() -> None:
+    """Drop everything that torch.compile has compiled in this process."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
