@@ -23,6 +23,7 @@ from halfstep._pytorch import (
     distributed,
     library,
     modes,
+    modules,
     optim,
     storages,
 )
@@ -658,3 +659,62 @@ def test_ddp_keeps_its_buckets() -> None:
         ddp(torch.ones(1, 2)).sum().backward()
     ddp.reducer = reducer
     assert reducer._rebuild_buckets()
+
+
+def test_the_schemas_of_ops() -> None:
+    op = torch.ops.aten.add_.Tensor
+    schema = dispatch.schema_of(op)
+    assert schema.name == "aten::add_"
+    assert schema.is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert dispatch.overload_of(op) == "Tensor"
+
+
+def test_the_numbers_of_nodes_are_those_of_what_they_made() -> None:
+    before = autograd.next_sequence_number()
+    x = torch.ones(1, requires_grad=True) * 2
+    assert autograd.sequence_number(x.grad_fn) == before
+    assert autograd.made_as(x) == (before, 0)
+
+
+def test_writes_to_tensors_are_counted() -> None:
+    x = torch.ones(1)
+    before = autograd.version_of(x)
+    x.add_(1)
+    assert autograd.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert autograd.version_of(torch.ones(1)) == 0
+
+
+def test_a_memory_has_one_number() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    number = storages.number_of(x.untyped_storage())
+    assert number == storages.number_of(x[1:].untyped_storage())
+    assert number != storages.number_of(y.untyped_storage())
+
+
+def test_the_module_that_was_compiled() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert compiler.compiled_from(module) is None
+    assert compiler.compiled_from(torch.compile(module, backend="eager")) is module
+
+
+def test_torch_compile_is_seen_when_it_is_imported() -> None:
+    code = (
+        "from halfstep._pytorch import compiler\n"
+        "print(compiler.is_loaded())\n"
+        "import sys, torch._dynamo\n"
+        "print(compiler.is_loaded(), compiler.MODULE_OF_CONTEXTS in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_where_modules_keep_what_they_hold() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    own = modules.registers_of(module)
+    (inner,) = module.children()
+    assert [list(each) for each in own] == [[], [], ["0"]]
+    names, buffers, _ = modules.registers_of(inner)
+    assert set(names) == {"weight", "bias"}
+    assert buffers["running_mean"] is inner.running_mean

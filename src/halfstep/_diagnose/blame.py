@@ -21,6 +21,7 @@ from halfstep._diagnose.finite import MINUS_INF, NAN, badness, extremes, is_fini
 from halfstep._diagnose.undo import Undo
 from halfstep._diagnose.watcher import OpCall, OpKey, Witness
 from halfstep._pytorch import storages
+from halfstep._pytorch.dispatch import overload_of, schema_of
 from halfstep._trace.ops import makes_no_values
 from halfstep._trace.rows import Phase
 from halfstep._trace.state import Place
@@ -228,7 +229,7 @@ class Blames(Witness):
             return tensor
         if call.name in _BATCH_NORMS and _is_training(call):
             return None  # running statistics: what is returned does not depend on them
-        if call.name in _OVERWRITE or "out" in call.func._overloadname:
+        if call.name in _OVERWRITE or "out" in overload_of(call.func):
             return None
         if self._undo.was_made(tensor):
             return tensor if self._get(tensor) is not None else None
@@ -297,13 +298,13 @@ def _sent_by(call: OpCall) -> list[Tensor]:
     """Return what a collective reads; what it writes to need not hold anything yet."""
     if call.name in _NOTHING_SENT:
         return []
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = [argument.name for argument in schema_of(call.func).arguments]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     return list(tensors_in([value for name, value in given.items() if "output" not in name]))
 
 
 def _is_training(call: OpCall) -> bool:
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = [argument.name for argument in schema_of(call.func).arguments]
     return bool((dict(zip(names, call.args, strict=False)) | call.kwargs).get("training", True))
 
 

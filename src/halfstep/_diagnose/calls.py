@@ -15,6 +15,7 @@ from halfstep._autocast.region import Region, Settings
 from halfstep._common.random_states import RandomStates
 from halfstep._diagnose.diagnosis import Line
 from halfstep._diagnose.lines import CALLED_AGAIN
+from halfstep._pytorch import autograd
 
 # Nodes of autograd whose result has the entries of its input in the same order.
 _SAME_ENTRIES = (
@@ -178,6 +179,6 @@ def same_entries(tensor: Tensor) -> Iterator[Link]:
     """Yield what made a tensor, as far back as only its shape or its dtype was changed."""
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None:
-        yield node._sequence_nr(), number
+        yield autograd.sequence_number(node), number
         following = node.next_functions[0] if node.name() in _SAME_ENTRIES else (None, 0)
         node, number = following

@@ -19,6 +19,7 @@ from halfstep._diagnose.lines import called_by_user, user_line
 from halfstep._diagnose.watcher import OpCall, OpKey, Witness
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch import storages
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.rows import dtype_name
 
 # The argument that lets them return float32 for float16, which float64 does not have.
@@ -159,7 +160,7 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
     Raises:
         RuntimeError: There is no kernel for it, or it reads what only the dtype of the call can.
     """
-    if any(argument.name in _OPAQUE for argument in call.func._schema.arguments):
+    if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
         raise RuntimeError(f"{call.name} reads memory whose layout depends on the dtype")
     args = [_widened(value, dtype) for value in call.args]
     if call.name in _HALF_TO_FLOAT:

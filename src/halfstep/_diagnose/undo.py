@@ -164,7 +164,7 @@ class _Saved:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._memory = tensor, tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._version = 0 if tensor.is_inference() else tensor._version
+        self._version = autograd.version_of(tensor)
         self.copy: torch.UntypedStorage = self._memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
@@ -173,7 +173,8 @@ class _Saved:
             memory.resize_(self.copy.nbytes())
         memory.copy_(self.copy)
         now = tensor.storage_offset(), tensor.size(), tensor.stride()
-        if now != self._geometry or tensor.untyped_storage()._cdata != memory._cdata:
+        is_moved = storages.number_of(tensor.untyped_storage()) != storages.number_of(memory)
+        if now != self._geometry or is_moved:
             tensor.set_(memory, *self._geometry)
         if not tensor.is_inference():
             autograd.set_version(tensor, self._version)

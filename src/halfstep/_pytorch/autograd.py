@@ -45,6 +45,12 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
+def sequence_number(node: Any) -> int:
+    """Return the number of a node."""
+    number: int = node._sequence_nr()
+    return number
+
+
 def made_as(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the number of the node that made a tensor, and which result it is; None for a leaf."""
     node = tensor.grad_fn
@@ -72,6 +78,11 @@ def saves_as_always() -> bool:
     autograd: Any = torch._C._autograd
     has_hooks = autograd._top_saved_tensors_default_hooks(True) is not None
     return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; 0 where inference mode has made it, for none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

@@ -76,7 +76,12 @@ def is_exporting() -> bool:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Say whether calls of a module run what torch.compile made of it."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    return module._compiled_call_impl is not None or compiled_from(module) is not None
+
+
+def compiled_from(module: torch.nn.Module) -> Any:
+    """Return the module that torch.compile has made ``module`` of; None if it has not."""
+    return getattr(module, "_orig_mod", None)
 
 
 def script_instead(wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -125,7 +130,16 @@ def set_compile_cache_tag(tag: str) -> None:
         config.cache_key_tag = after
 
 
+def is_loaded() -> bool:
+    """Return whether torch.compile is imported in this process; else it has compiled nothing."""
+    return "torch._dynamo" in sys.modules
+
+
+# It keeps the classes of autocast that it finds when it is imported.
+MODULE_OF_CONTEXTS = "torch._dynamo.variables.torch"
+
+
 def forget_compiled_code() -> None:
     """Drop everything that torch.compile has compiled in this process."""
-    if "torch._dynamo" in sys.modules:
+    if is_loaded():
         torch.compiler.reset()

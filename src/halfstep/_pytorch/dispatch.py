@@ -73,9 +73,21 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     )
 
 
+def schema_of(op: Any) -> torch.FunctionSchema:
+    """Return the schema of an op: its name, its arguments, whether it writes to one of them."""
+    schema: torch.FunctionSchema = op._schema
+    return schema
+
+
+def overload_of(op: Any) -> str:
+    """Return the name of the overload that an op is: ``"default"``, ``"out"``."""
+    name: str = op._overloadname
+    return name
+
+
 def takes_numbers(op: torch._ops.OpOverload) -> bool:
     """Say whether a number may stand where ``op`` takes a tensor, as in ``x * 2``."""
-    return bool(torch._C._should_allow_numbers_as_tensors(op._schema.name.rpartition("::")[2]))
+    return bool(torch._C._should_allow_numbers_as_tensors(schema_of(op).name.rpartition("::")[2]))
 
 
 def writes_to_arguments(function: Any) -> bool:
@@ -87,7 +99,7 @@ def writes_to_arguments(function: Any) -> bool:
             overloads = [getattr(function, name) for name in function.overloads()]  # type: ignore[no-untyped-call]
         case _:
             return False
-    arguments = (argument for op in overloads for argument in op._schema.arguments)
+    arguments = (argument for op in overloads for argument in schema_of(op).arguments)
     return any(
         argument.alias_info is not None and argument.alias_info.is_write for argument in arguments
     )

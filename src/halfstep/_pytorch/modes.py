@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from halfstep._pytorch.amp import Switches, autocast_switches
 from halfstep._pytorch.dispatch import autocast_key

@@ -29,6 +29,11 @@ def _users(tensor: torch.Tensor) -> tuple[int, int]:
 _ONE_USER = _users(torch.empty(1))  # how references are counted differs between Pythons
 
 
+def number_of(storage: torch.UntypedStorage) -> int:
+    """Return what tells a memory from all other while it lives; later another may have it."""
+    return int(storage._cdata)
+
+
 def memory_of(tensor: torch.Tensor) -> Any:
     """Return a weak reference to the memory of a tensor, None if it has none of its own.
 

@@ -10,6 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from halfstep import Policy
+from halfstep._pytorch.compiler import MODULE_OF_CONTEXTS
 from halfstep._run import stand_ins
 
 NAMES: dict[tuple[str, str], object] = {
@@ -33,7 +34,6 @@ NAMES: dict[tuple[str, str], object] = {
 _ORIGINALS = {key: getattr(import_module(key[0]), key[1]) for key in NAMES}
 
 _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
-_COMPILER = "torch._dynamo.variables.torch"
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def replaced(policy: Policy) -> Iterator[None]:
         if module == _SHARDED:
             names.replace({(_SHARDED, "ShardedGradScaler"): stand_ins.ShardedGradScaler})
 
-    loader = _WithOriginals((_SHARDED, _COMPILER), when_loaded)
+    loader = _WithOriginals((_SHARDED, MODULE_OF_CONTEXTS), when_loaded)
     if _SHARDED in sys.modules:
         when_loaded(_SHARDED)
     sys.meta_path.insert(0, loader)

@@ -15,6 +15,7 @@ from torch import Tensor
 from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.formats import Format
 from halfstep._pytorch import modes
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._simulate.arithmetic import Where, each_tensor
 from halfstep._trace.ops import casts_to, op_name, written_to
 from halfstep._trace.rows import dtype_name
@@ -56,7 +57,7 @@ class Halves:
 
     def _computes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = op_name(func)
-        if func.is_view or func._schema.is_mutable or name in _MOVE or func.namespace != "aten":
+        if func.is_view or schema_of(func).is_mutable or name in _MOVE or func.namespace != "aten":
             return False
         if not any(t.dtype is self._low for t in tensors_in((args, kwargs))):
             return False
@@ -71,7 +72,7 @@ class Halves:
     def _computes_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Say whether an op writes the result of arithmetic to a tensor in lower precision."""
         name = op_name(func)
-        if not func._schema.is_mutable or name in _MOVE or func.namespace != "aten":
+        if not schema_of(func).is_mutable or name in _MOVE or func.namespace != "aten":
             return False
         if not (torch.Tag.pointwise in func.tags or name in ("addmm_", "baddbmm_", "addmv_")):
             return False

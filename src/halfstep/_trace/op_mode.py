@@ -80,7 +80,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         if device in scopes.current().policies:
             ruled = self._places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
-        name = f"{op_name(func)}.{func._overloadname}"
+        name = f"{op_name(func)}.{dispatch.overload_of(func)}"
         return name in dispatch.overloads_with_autocast_kernel(device)
 
 

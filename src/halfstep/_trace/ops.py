@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.rows import Value, dtype_name
 
 # What they return is not computed.
@@ -28,8 +29,7 @@ _WRITE_UNSAID = dict.fromkeys(
 
 def op_name(func: Any) -> str:
     """Return the name of an op, without its overload."""
-    name: str = func._schema.name
-    return name.removeprefix("aten::")
+    return schema_of(func).name.removeprefix("aten::")
 
 
 def device_of(given: list[Tensor], kwargs: dict[str, Any]) -> str:
@@ -54,9 +54,9 @@ def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an op writes to."""
     hidden = _WRITE_UNSAID.get(op_name(func), ())
-    if not (hidden or func._schema.is_mutable):
+    if not (hidden or schema_of(func).is_mutable):
         return []
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in (*written, *hidden) if name in given]
@@ -74,6 +74,6 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
     memories = {value.storage for value in inputs}
     return (
         bool(outputs)
-        and not func._schema.is_mutable
+        and not schema_of(func).is_mutable
         and all(value.storage in memories for value in outputs)
     )

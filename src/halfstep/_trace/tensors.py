@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.module_names import without_wrappers
-from halfstep._pytorch import storages
+from halfstep._pytorch import autograd, storages
 from halfstep._trace.rows import Value, dtype_name
 
 
@@ -56,7 +56,7 @@ class Memories:
         number = self.number(tensor)
         return Value(
             storage=number,
-            version=0 if tensor.is_inference() else tensor._version,
+            version=autograd.version_of(tensor),
             offset=int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),

@@ -149,5 +149,5 @@ def _why_not_scaled(module: nn.Module) -> str | None:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """Return the module that was compiled, or is replicated, by which the script knows it."""
-    inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+    inner = compiler.compiled_from(module) or getattr(module, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else module
