@@ -8,10 +8,10 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from halfstep._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from halfstep._public import *  # noqa: F403
-
-__version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

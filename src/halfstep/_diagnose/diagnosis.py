@@ -9,6 +9,7 @@ from typing import Literal, Self
 import torch
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
+from halfstep._diagnose import wording
 from halfstep._trace.rows import Phase
 
 Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
@@ -198,9 +199,7 @@ class Diagnosis:
     others: tuple[Diagnosis, ...] = ()
 
     def __str__(self) -> str:
-        from halfstep._diagnose.wording import text  # which needs this module
-
-        return text(self)
+        return wording.text(self)
 
     def to_json(self) -> str:
         """Return everything as text that :meth:`from_json` reads."""

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import halfstep
 from halfstep._diagnose.diagnosis import Line
 from halfstep._pytorch import autograd, storages
 
 _OURS = (
     f"{Path(torch.__file__).parent}/",
-    f"{Path(halfstep.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
     "<frozen ",
     "<eval_with_key>",
 )

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfstep._common.numbers import percent
-from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Flush, Line, Operand
 from halfstep._trace.rows import short
+
+if TYPE_CHECKING:
+    from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Flush, Line, Operand
 
 MOST_FLUSHES = 10
 """So many ops that flush values are printed."""

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import halfstep
 from halfstep._common.machine import device_name, num_ranks, rank
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import optim
@@ -25,6 +24,7 @@ from halfstep._record.models import Models
 from halfstep._record.recorder import Recorder
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.scaler import GradScaler
+from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.sinks import Sink
 
@@ -181,7 +181,7 @@ def _header(every: int) -> Event:
     return {
         "event": "run",
         "schema": SCHEMA,
-        "halfstep": halfstep.__version__,
+        "halfstep": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "rank": rank(),

@@ -12,13 +12,13 @@ from typing import Self
 import torch
 from torch import nn
 
-import halfstep
 from halfstep._autocast.kernels import observed_by
 from halfstep._common.force_eager import eager
 from halfstep._pytorch import compiler
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row
 from halfstep._trace.tracer import Tracer
+from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 
 _EAGER = "compiled code ran eager for the trace: no op of it can be seen when it runs compiled"
@@ -127,7 +127,7 @@ def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
     if "cuda" in devices:
         names["cuda"] = torch.cuda.get_device_name()
     found = {
-        "halfstep": halfstep.__version__,
+        "halfstep": __version__,
         "torch": torch.__version__,
         "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
     }
