@@ -1,6 +1,6 @@
 """Every private name of PyTorch that halfstep uses still does what it is used for.
 
-A failure here names what a new version of PyTorch took away; ``_torch.py`` is the file to change.
+A failure here names what a new version of PyTorch took away; ``_pytorch/`` is the folder to change.
 """
 
 import functools
@@ -15,28 +15,39 @@ import torch
 import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep import _torch
+from halfstep._pytorch import (
+    amp,
+    autograd,
+    compiler,
+    dispatch,
+    distributed,
+    library,
+    modes,
+    modules,
+    optim,
+    storages,
+)
 
 
 def test_keys_and_kernels_of_the_dispatcher() -> None:
-    key = _torch.autocast_key("cpu")
+    key = dispatch.autocast_key("cpu")
 
     assert key.name == "AutocastCPU"
-    assert _torch.autocast_key("cuda").name == "AutocastCUDA"
-    assert _torch.key_set(key).has(key)
-    assert not _torch.keys_below(key).has(key)
-    assert {"default", "int"} & set(_torch.aten_overloads()["softmax"])
-    assert "linear.default" in _torch.overloads_with_autocast_kernel("cpu")
-    with torch.autocast("cpu", torch.bfloat16), _torch.exclude_keys(_torch.key_set(key)):
+    assert dispatch.autocast_key("cuda").name == "AutocastCUDA"
+    assert dispatch.key_set(key).has(key)
+    assert not dispatch.keys_below(key).has(key)
+    assert {"default", "int"} & set(dispatch.aten_overloads()["softmax"])
+    assert "linear.default" in dispatch.overloads_with_autocast_kernel("cpu")
+    with torch.autocast("cpu", torch.bfloat16), dispatch.exclude_keys(dispatch.key_set(key)):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
 def test_temporary_kernels_are_taken_back() -> None:
     # An op that no other test uses: PyTorch may remember what it saw of one.
-    op, key = torch.ops.aten.addbmm.default, _torch.autocast_key("cpu")
+    op, key = torch.ops.aten.addbmm.default, dispatch.autocast_key("cpu")
     x = torch.ones(2, 2)
     args = x, x[None], x[None]
-    kernels = _torch.TemporaryKernels()
+    kernels = library.TemporaryKernels()
     kernels.register(op, key, lambda *_: torch.zeros(()))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.addbmm(*args).shape == ()
@@ -51,43 +62,43 @@ def test_nodes_of_autograd_have_numbers() -> None:
     class Noting(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-            numbers.append(_torch.next_sequence_number() - 1)
+            numbers.append(autograd.next_sequence_number() - 1)
             return x * 2
 
         @staticmethod
         def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-            numbers.append(_torch.running_sequence_number())
-            passes.append(_torch.backward_number())
+            numbers.append(autograd.running_sequence_number())
+            passes.append(autograd.backward_number())
             return grad
 
     Noting.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
     assert numbers[0] == numbers[1]
-    assert passes[0] >= 0 > _torch.backward_number()
-    assert _torch.running_sequence_number() is None
+    assert passes[0] >= 0 > autograd.backward_number()
+    assert autograd.running_sequence_number() is None
 
 
 def test_modes_of_a_thread_are_known_also_while_one_of_them_runs() -> None:
     seen = []
 
-    class Mode(_torch.DispatchMode):
+    class Mode(modes.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(_torch.dispatch_modes())
+            seen.append(modes.dispatch_modes())
             return func(*args, **kwargs or {})
 
     outer, inner = Mode(), Mode()
     with outer, inner:
-        assert _torch.dispatch_modes() == [outer, inner]
+        assert modes.dispatch_modes() == [outer, inner]
         torch.ones(1).add(1)
     assert seen[-2:] == [[outer], []]  # that of the inner one, then that of the outer one
-    assert _torch.dispatch_modes() == []
+    assert modes.dispatch_modes() == []
 
 
 def test_a_backward_pass_tells_which_gradient_it_adds_to() -> None:
     found = []
 
-    class Mode(_torch.DispatchMode):
+    class Mode(modes.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            found.append((func._schema.name, _torch.accumulated_into() is weight))
+            found.append((func._schema.name, autograd.accumulated_into() is weight))
             return func(*args, **kwargs or {})
 
     weight = torch.nn.Parameter(torch.ones(2))
@@ -101,16 +112,16 @@ def test_a_backward_pass_tells_which_gradient_it_adds_to() -> None:
 
 def test_composites_can_be_taken_apart_in_a_mode() -> None:
     ops = torch.ops.aten
-    assert _torch.is_made_of_others(ops.linear.default, "cpu")
-    assert not _torch.is_made_of_others(ops.addmm.default, "cpu")
+    assert dispatch.is_made_of_others(ops.linear.default, "cpu")
+    assert not dispatch.is_made_of_others(ops.addmm.default, "cpu")
     seen = []
 
-    class Mode(_torch.DispatchMode):
+    class Mode(modes.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             seen.append(func._schema.name)
-            if _torch.is_made_of_others(func, "cpu"):
-                with _torch.autocast_again("cpu"), self:
-                    return _torch.decompose(func, args, kwargs or {})
+            if dispatch.is_made_of_others(func, "cpu"):
+                with modes.autocast_again("cpu"), self:
+                    return dispatch.decompose(func, args, kwargs or {})
             return func(*args, **kwargs or {})
 
     x, target = torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor([0, 1])
@@ -124,12 +135,12 @@ def test_composites_can_be_taken_apart_in_a_mode() -> None:
 def test_a_mode_sees_the_switches_of_its_caller() -> None:
     seen = []
 
-    class Mode(_torch.DispatchMode):
+    class Mode(modes.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             seen.append(
                 (
                     torch.is_autocast_enabled("cpu"),
-                    _torch.autocast_switches_of_caller("cpu").enabled,
+                    modes.autocast_switches_of_caller("cpu").enabled,
                 )
             )
             return func(*args, **kwargs or {})
@@ -143,36 +154,36 @@ def test_a_mode_sees_the_switches_of_its_caller() -> None:
 
 
 def test_a_storage_that_is_gone_does_not_give_its_number_away() -> None:
-    references = [_torch.memory_of(torch.ones(2)) for _ in range(9)]
+    references = [storages.memory_of(torch.ones(2)) for _ in range(9)]
     assert len({reference.cdata for reference in references}) == 9
     x = torch.ones(2)
-    one, other = (_torch.memory_of(y) for y in (x, x[1:]))
+    one, other = (storages.memory_of(y) for y in (x, x[1:]))
     assert one.cdata == other.cdata
 
 
 def test_compiled_modules_are_known() -> None:
     module = torch.nn.Linear(2, 2)
-    assert not _torch.is_compiled(module)
-    assert _torch.is_compiled(torch.compile(module, backend="eager"))
+    assert not compiler.is_compiled(module)
+    assert compiler.is_compiled(torch.compile(module, backend="eager"))
     module.compile(backend="eager")
-    assert _torch.is_compiled(module)
+    assert compiler.is_compiled(module)
 
 
 def test_tensors_inside_functorch_are_known() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.is_inside_functorch(x))
+        seen.append(modes.is_inside_functorch(x))
         return x.sum()
 
     torch.func.grad(function)(torch.ones(2))
     torch.func.vmap(function)(torch.ones(2, 2))
     assert seen == [True, True]
-    assert not _torch.is_inside_functorch(torch.ones(2))
+    assert not modes.is_inside_functorch(torch.ones(2))
 
 
 def test_the_keys_of_functorch_are_there_inside_it_only() -> None:
-    front, batched = _torch.FUNCTORCH_KEYS
+    front, batched = dispatch.FUNCTORCH_KEYS
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -187,8 +198,8 @@ def test_the_keys_of_functorch_are_there_inside_it_only() -> None:
 
 
 def test_composites_are_known() -> None:
-    assert _torch.is_composite(torch.ops.aten.linear.default)
-    assert not _torch.is_composite(torch.ops.aten.mm.default)
+    assert dispatch.is_composite(torch.ops.aten.linear.default)
+    assert not dispatch.is_composite(torch.ops.aten.mm.default)
 
 
 def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
@@ -197,7 +208,7 @@ def test_what_is_kept_out_of_graphs_ends_them_and_is_not_compiled() -> None:
     def below() -> bool:
         return torch.compiler.is_compiling()
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def kept() -> None:
         seen.append(below())
 
@@ -227,36 +238,36 @@ def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
 
 
 def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
-    off = _torch.compile_guard()
+    off = compiler.compile_guard()
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        _torch.set_compile_mark(off, "a")
+        compiler.set_compile_mark(off, "a")
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:a"
-        _torch.set_compile_mark(off, "b")
+        compiler.set_compile_mark(off, "b")
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
-        _torch.set_compile_mark(off, "")
+        compiler.set_compile_mark(off, "")
         assert torch.compiler.config.cache_key_tag == "mine"
 
 
 def test_switches_come_back() -> None:
-    before = _torch.autocast_switches("cpu")
+    before = amp.autocast_switches("cpu")
     torch.set_autocast_enabled("cpu", True)
     torch.set_autocast_dtype("cpu", torch.float16)
-    _torch.set_autocast_switches(before)
-    assert _torch.autocast_switches("cpu") == before
-    devices = _torch.autocast_devices()
+    amp.set_autocast_switches(before)
+    assert amp.autocast_switches("cpu") == before
+    devices = amp.autocast_devices()
     assert {"cpu", "cuda", "xpu", "mps"} <= set(devices)
     assert "ipu" not in devices  # that of the guard
     for device in devices:
-        assert _torch.autocast_key(device).name.startswith("Autocast")
-    assert {*devices, "mtia", "xla"} <= set(_torch.switch_devices())
-    assert "ipu" not in _torch.switch_devices()
+        assert dispatch.autocast_key(device).name.startswith("Autocast")
+    assert {*devices, "mtia", "xla"} <= set(amp.switch_devices())
+    assert "ipu" not in amp.switch_devices()
 
 
 def test_recording_before_the_autocast_keys_is_known() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.is_tracing_before_autocast())
+        seen.append(modes.is_tracing_before_autocast())
         return x + 1
 
     make_fx(function, pre_dispatch=True)(torch.ones(1))
@@ -275,14 +286,18 @@ def test_the_compile_guard_is_guarded_on() -> None:
         return graph.forward
 
     function = torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)
-    off, first, second = _torch.compile_guard(), _torch.numbered_guard(0), _torch.numbered_guard(1)
+    off, first, second = (
+        compiler.compile_guard(),
+        compiler.numbered_guard(0),
+        compiler.numbered_guard(1),
+    )
     for guard, expected in ((off, 1), (first, 2), (second, 3), (first, 3), (off, 3)):
-        _torch.set_compile_mark(guard, "")
-        assert _torch.compile_guard() == guard
+        compiler.set_compile_mark(guard, "")
+        assert compiler.compile_guard() == guard
         function(torch.ones(1))
         assert compiled == expected
-    assert _torch.NUM_GUARD_VALUES > 20
-    _torch.forget_compiled_code()
+    assert compiler.NUM_GUARD_VALUES > 20
+    compiler.forget_compiled_code()
     function(torch.ones(1))
     assert compiled == 4
 
@@ -294,7 +309,7 @@ def test_norms_of_clipping_are_heard_by_whatever_name_and_the_function_comes_bac
     parameter.grad = torch.full((4,), 3.0)
     heard: list[tuple[list[torch.Tensor], float]] = []
     before = torch.nn.utils.clip_grad._get_total_norm
-    with _torch.listening_to_norms(lambda grads, norm: heard.append((grads, norm.item()))):
+    with optim.listening_to_norms(lambda grads, norm: heard.append((grads, norm.item()))):
         clip_grad_norm_([parameter], 1.0)
         clip_grad_norm_([parameter], 1.0, norm_type=float("inf"))
     ((gradients, norm),) = heard
@@ -309,7 +324,7 @@ def test_leaves_of_a_graph() -> None:
     product = a * b.detach() * a
     roots = [product.sum(), (c * 2).sum(), torch.ones(1)]
 
-    found = _torch.leaves_of(roots)
+    found = autograd.leaves_of(roots)
 
     assert {id(leaf) for leaf in found} == {id(a), id(c)}
     assert len(found) == 2
@@ -324,7 +339,7 @@ def test_what_is_called_after_a_backward_pass(has_inner: bool) -> None:
     checkpoint = torch.utils.checkpoint.checkpoint
     product = checkpoint(lambda x: x * param, x, use_reentrant=True) if has_inner else x * param
     loss = product.sum()
-    loss.register_hook(lambda _: _torch.after_backward(lambda: seen.append("end")))
+    loss.register_hook(lambda _: autograd.after_backward(lambda: seen.append("end")))
 
     loss.backward()
     param.sum().backward()
@@ -340,7 +355,7 @@ def test_scripting_one_function_instead_of_another() -> None:
     def wrapper(*args: object, **kwargs: object) -> object:
         return None
 
-    _torch.script_instead(wrapper, original)
+    compiler.script_instead(wrapper, original)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.*deprecated")
@@ -352,7 +367,7 @@ def test_tracing_by_jit_is_seen() -> None:
     seen: list[bool] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.is_jit_tracing())
+        seen.append(modes.is_jit_tracing())
         return x + 1
 
     function(torch.ones(1))
@@ -365,7 +380,7 @@ def test_tracing_by_jit_is_seen() -> None:
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_pytorch_can_register_kernels_where_there_are_ours() -> None:
     op, key = torch.ops.aten.asinh.default, torch._C.DispatchKey.AutocastCPU
-    kernels = _torch.TemporaryKernels()
+    kernels = library.TemporaryKernels()
     kernels.register(op, key, lambda *_: torch.zeros(()))
     theirs = torch.library.Library("aten", "FRAGMENT")  # type: ignore[no-untyped-call]
     theirs.impl(op, lambda x: x + 1, key.name)  # type: ignore[no-untyped-call]
@@ -378,7 +393,7 @@ def test_export_is_told_from_compile() -> None:
 
     @torch.compile(backend="eager", fullgraph=True)
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.is_exporting())
+        seen.append(compiler.is_exporting())
         return x + 1
 
     function(torch.ones(1))
@@ -386,7 +401,7 @@ def test_export_is_told_from_compile() -> None:
 
 
 def test_values_of_a_class_are_constants_while_tracing() -> None:
-    @_torch.constant_while_tracing
+    @compiler.constant_while_tracing
     class Value:
         def __init__(self, number: float) -> None:
             self.number = number
@@ -397,7 +412,7 @@ def test_values_of_a_class_are_constants_while_tracing() -> None:
         def __hash__(self) -> int:
             return hash(self.number)
 
-    @_torch.run_while_tracing
+    @compiler.run_while_tracing
     def number_of(value: Value) -> float:
         return value.number
 
@@ -417,7 +432,7 @@ def test_a_scheduler_that_is_being_made() -> None:
 
     class Noting(torch.optim.lr_scheduler.LambdaLR):
         def step(self, epoch: int | None = None) -> None:
-            seen.append(_torch.is_being_made(self))
+            seen.append(optim.is_being_made(self))
             super().step()
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
@@ -425,7 +440,7 @@ def test_a_scheduler_that_is_being_made() -> None:
     optimizer.step()
     scheduler.step()
     assert seen == [True, False]
-    assert not _torch.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert not optim.is_being_made(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
 def test_optimizers_are_hooked_when_the_first_is_made() -> None:
@@ -433,21 +448,21 @@ def test_optimizers_are_hooked_when_the_first_is_made() -> None:
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             pass
 
-    assert not _torch.is_hooked(Own)
+    assert not optim.is_hooked(Own)
     Own([torch.nn.Parameter(torch.ones(1))])
-    assert _torch.is_hooked(Own)
+    assert optim.is_hooked(Own)
 
 
 def test_versions_of_tensors_can_be_set_back() -> None:
     tensor = torch.zeros(2)
     tensor.add_(1)
-    _torch.set_version(tensor, 0)
+    autograd.set_version(tensor, 0)
     assert tensor._version == 0
 
 
 def test_switches_of_a_context_of_pytorch() -> None:
     context = torch.autocast("cpu", torch.float16, enabled=False, cache_enabled=False)
-    assert _torch.switches_of(context) == ("cpu", torch.float16, False, False)
+    assert amp.switches_of(context) == ("cpu", torch.float16, False, False)
 
 
 def test_the_code_that_every_backward_pass_begins_in() -> None:
@@ -455,7 +470,7 @@ def test_the_code_that_every_backward_pass_begins_in() -> None:
 
     def look(gradient: torch.Tensor) -> None:
         frame = sys._getframe()
-        while frame is not None and frame.f_code is not _torch.ENGINE_CODE:
+        while frame is not None and frame.f_code is not autograd.ENGINE_CODE:
             frame = frame.f_back  # type: ignore[assignment]
         seen.append(frame is not None)
 
@@ -472,7 +487,7 @@ def test_pytorchs_scaler_with_new_books(has_scaled: bool) -> None:
     if has_scaled:
         scaler.scale(torch.ones(1))
     before = dict(vars(scaler))
-    _torch.restart_scaler(scaler, 2.0)
+    amp.restart_scaler(scaler, 2.0)
     assert scaler.get_scale() == 2.0
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -490,18 +505,18 @@ def test_the_store_of_a_job(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        _torch.default_store().set("key", "value")
-        assert _torch.default_store().get("key") == b"value"
+        distributed.default_store().set("key", "value")
+        assert distributed.default_store().get("key") == b"value"
     finally:
         torch.distributed.destroy_process_group()
 
 
 def test_hooks_for_what_autograd_saves_are_known() -> None:
-    assert _torch.saves_as_always()
+    assert autograd.saves_as_always()
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        assert not _torch.saves_as_always()
+        assert not autograd.saves_as_always()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert not _torch.saves_as_always()
+        assert not autograd.saves_as_always()
 
 
 @pytest.fixture
@@ -518,18 +533,18 @@ def test_the_parts_of_a_dtensor() -> None:
 
     values = torch.arange(6.0).view(2, 3)
     tensor = distribute_tensor(values, init_device_mesh("cpu", (1,)), [Shard(1)])
-    local = _torch.local_part(tensor)
+    local = distributed.local_part(tensor)
 
-    assert _torch.is_dtensor(tensor)
-    assert not _torch.is_dtensor(values)
+    assert distributed.is_dtensor(tensor)
+    assert not distributed.is_dtensor(values)
     assert type(local) is torch.Tensor
     assert torch.equal(local, values)
-    assert _torch.local_part(values) is values
-    again = _torch.placed_like(tensor)(local * 2)
-    assert _torch.is_dtensor(again)
+    assert distributed.local_part(values) is values
+    again = distributed.placed_like(tensor)(local * 2)
+    assert distributed.is_dtensor(again)
     assert again.placements == tensor.placements
     assert torch.equal(again.full_tensor(), values * 2)
-    assert _torch.placed_like(values)(local) is local
+    assert distributed.placed_like(values)(local) is local
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -540,9 +555,9 @@ def test_fully_shard_tells_in_which_dtype_it_gathers() -> None:
     fully_shard(lower, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(plain)
 
-    assert _torch.gathered_dtype(lower) is torch.bfloat16
-    assert _torch.gathered_dtype(plain) is None
-    assert _torch.gathered_dtype(torch.nn.Linear(2, 2)) is None
+    assert distributed.gathered_dtype(lower) is torch.bfloat16
+    assert distributed.gathered_dtype(plain) is None
+    assert distributed.gathered_dtype(torch.nn.Linear(2, 2)) is None
 
 
 def test_who_else_has_the_memory_of_a_tensor() -> None:
@@ -555,13 +570,13 @@ def test_who_else_has_the_memory_of_a_tensor() -> None:
         lambda: weight.untyped_storage(),
         lambda: weight.detach().storage(),
     ]
-    assert _torch.is_used_once(weight)
+    assert storages.is_used_once(weight)
     for take in takers:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             memory = take()
-        assert not _torch.is_used_once(weight), take
+        assert not storages.is_used_once(weight), take
         del memory
-        assert _torch.is_used_once(weight), take
+        assert storages.is_used_once(weight), take
 
 
 def test_functions_without_torch_function() -> None:
@@ -572,7 +587,7 @@ def test_functions_without_torch_function() -> None:
 
     tensor = torch.ones(1).as_subclass(Own)
     assert torch.neg(tensor) == "own"
-    with _torch.no_torch_function():
+    with modes.no_torch_function():
         assert torch.neg(tensor).tolist() == [-1]
 
 
@@ -587,7 +602,7 @@ def test_fully_shard_gathers_into_memory_that_it_shares_with_the_weight() -> Non
 
     def look(module: torch.nn.Module, _: object) -> None:
         weight = module.get_parameter("weight")
-        seen.append((_torch.is_used_once(weight), weight._version))
+        seen.append((storages.is_used_once(weight), weight._version))
 
     layer.register_forward_pre_hook(look)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -606,8 +621,8 @@ def test_the_spec_of_a_parameter_is_that_of_its_gradient_under_fully_shard() -> 
     layer = torch.nn.Linear(4, 4)
     fully_shard(layer)
     layer(torch.ones(1, 4)).sum().backward()
-    assert _torch.spec_of(layer.weight.grad) is _torch.spec_of(layer.weight) is not None
-    assert _torch.spec_of(torch.ones(1)) is None
+    assert distributed.spec_of(layer.weight.grad) is distributed.spec_of(layer.weight) is not None
+    assert distributed.spec_of(torch.ones(1)) is None
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -617,7 +632,7 @@ def test_where_the_ranks_of_a_process_group_meet() -> None:
     # What it asks of a group where there is an accelerator.
     assert torch.device("cpu") in group._device_types
     assert group._get_backend(torch.device("cpu")).name() == "gloo"
-    assert _torch.exchange_device(group) == torch.device("cpu")  # gloo for all
+    assert distributed.exchange_device(group) == torch.device("cpu")  # gloo for all
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -627,10 +642,10 @@ def test_what_ddp_leaves_alone_and_how_it_reduces() -> None:
     layer = torch.nn.Linear(2, 2)
     layer._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
     ddp = torch.nn.parallel.DistributedDataParallel(layer)
-    assert _torch.names_left_out(ddp) == {"bias"}
-    assert not _torch.has_comm_hook(ddp)
+    assert distributed.names_left_out(ddp) == {"bias"}
+    assert not distributed.has_comm_hook(ddp)
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)  # type: ignore[operator]
-    assert _torch.has_comm_hook(ddp)
+    assert distributed.has_comm_hook(ddp)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -638,10 +653,69 @@ def test_ddp_keeps_its_buckets() -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
     reducer = ddp.reducer
-    _torch.keep_buckets(ddp)
+    distributed.keep_buckets(ddp)
     # Else the second forward pass makes them anew, which asks the other ranks.
     assert not ddp.reducer._rebuild_buckets()
     with ddp.no_sync():
         ddp(torch.ones(1, 2)).sum().backward()
     ddp.reducer = reducer
     assert reducer._rebuild_buckets()
+
+
+def test_the_schemas_of_ops() -> None:
+    op = torch.ops.aten.add_.Tensor
+    schema = dispatch.schema_of(op)
+    assert schema.name == "aten::add_"
+    assert schema.is_mutable
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert dispatch.overload_of(op) == "Tensor"
+
+
+def test_the_numbers_of_nodes_are_those_of_what_they_made() -> None:
+    before = autograd.next_sequence_number()
+    x = torch.ones(1, requires_grad=True) * 2
+    assert autograd.sequence_number(x.grad_fn) == before
+    assert autograd.made_as(x) == (before, 0)
+
+
+def test_writes_to_tensors_are_counted() -> None:
+    x = torch.ones(1)
+    before = autograd.version_of(x)
+    x.add_(1)
+    assert autograd.version_of(x) == before + 1
+    with torch.inference_mode():
+        assert autograd.version_of(torch.ones(1)) == 0
+
+
+def test_a_memory_has_one_number() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    number = storages.number_of(x.untyped_storage())
+    assert number == storages.number_of(x[1:].untyped_storage())
+    assert number != storages.number_of(y.untyped_storage())
+
+
+def test_the_module_that_was_compiled() -> None:
+    module = torch.nn.Linear(1, 1)
+    assert compiler.compiled_from(module) is None
+    assert compiler.compiled_from(torch.compile(module, backend="eager")) is module
+
+
+def test_torch_compile_is_seen_when_it_is_imported() -> None:
+    code = (
+        "from halfstep._pytorch import compiler\n"
+        "print(compiler.is_loaded())\n"
+        "import sys, torch._dynamo\n"
+        "print(compiler.is_loaded(), compiler.MODULE_OF_CONTEXTS in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_where_modules_keep_what_they_hold() -> None:
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    own = modules.registers_of(module)
+    (inner,) = module.children()
+    assert [list(each) for each in own] == [[], [], ["0"]]
+    names, buffers, _ = modules.registers_of(inner)
+    assert set(names) == {"weight", "bias"}
+    assert buffers["running_mean"] is inner.running_mean

@@ -8,6 +8,8 @@ The calls of ``torch.amp``, implemented anew: change the import, keep the code.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from halfstep._version import __version__ as __version__
+
 if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from torch.amp import is_autocast_available as is_autocast_available
 
@@ -36,8 +38,6 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._tune.check import self_check as self_check
     from halfstep._tune.tuner import tune as tune
     from halfstep.errors import CallOrderError as CallOrderError
-
-__version__ = "0.1.0.dev0"
 
 _MODULES = {
     "CallOrderError": "halfstep.errors",

@@ -16,7 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from halfstep import _torch, autocast
+from halfstep import autocast
+from halfstep._pytorch import distributed, modes
 
 WIDTH, HIDDEN, CLASSES = 128, 256, 8  # the large weights are large enough for the cache on a CPU
 CAST_BYTES = 2 * 2 * WIDTH * HIDDEN * 2  # of the large weights of two blocks, in lower precision
@@ -103,7 +104,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     """Return parameters for an optimizer, which takes no DTensors and others in one group."""
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for param in model.parameters():
-        split[_torch.is_dtensor(param)].append(param)
+        split[distributed.is_dtensor(param)].append(param)
     return [{"params": params} for params in split.values() if params]
 
 
@@ -113,7 +114,7 @@ def whole(tensor: Any) -> Tensor:
     return full.clone()
 
 
-class Alive(_torch.DispatchMode):
+class Alive(modes.DispatchMode):
     """Knows the memory of all that ops return, and how much of it is still there.
 
     It only looks on: halfstep does what it does without it.
@@ -127,7 +128,7 @@ class Alive(_torch.DispatchMode):
         results = func(*args, **kwargs or {})
         for each in results if isinstance(results, (list, tuple)) else [results]:
             if isinstance(each, Tensor):
-                local = _torch.local_part(each)
+                local = distributed.local_part(each)
                 memory = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
                 self._memories[memory.cdata] = memory, local.dtype
         return results

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep import _torch
 from halfstep._autocast import (
     Policy,
     Rule,
@@ -25,6 +24,7 @@ from halfstep._autocast import (
     preset,
     scopes,
 )
+from halfstep._pytorch import compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW_SOFTMAX = preset("standard") | Rule("softmax", "lower")
@@ -185,7 +185,7 @@ def test_code_compiled_under_one_policy_never_runs_under_another(
 def test_more_policies_than_the_guard_can_tell_apart(
     x: Tensor, weight: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch, "NUM_GUARD_VALUES", 2)
+    monkeypatch.setattr(compiler, "NUM_GUARD_VALUES", 2)
     monkeypatch.setattr(scopes, "_marks", {})
     compiled = torch.compile(body, backend="aot_eager", fullgraph=True)
     contexts = [

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
 from halfstep._autocast.context import default_device
 from halfstep._autocast.region import current_policy
+from halfstep._pytorch import amp
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -66,11 +66,11 @@ def test_one_weight_in_two_dtypes() -> None:
 
 
 def test_everything_is_restored_after_an_exception() -> None:
-    before = _torch.autocast_switches("cpu")
+    before = amp.autocast_switches("cpu")
     outer = autocast("cpu", FP16, cache_enabled=False)
     with pytest.raises(KeyError), outer, autocast("cpu", BF16, policy=KEEP_SOFTMAX_LOW):
         raise KeyError
-    assert _torch.autocast_switches("cpu") == before
+    assert amp.autocast_switches("cpu") == before
     assert current_policy("cpu") is None
     with torch.autocast("cpu", BF16):
         assert softmax() == BF16
@@ -337,11 +337,11 @@ def test_a_write_to_a_context_says_what_to_do(name: str) -> None:
 
 # --- out of order ---------------------------------------------------------------------------------
 
-OUTSIDE = [_torch.autocast_switches(device) for device in ("cpu", "ipu")]
+OUTSIDE = [amp.autocast_switches(device) for device in ("cpu", "ipu")]
 
 
 def assert_nothing_is_left() -> None:
-    assert [_torch.autocast_switches(device) for device in ("cpu", "ipu")] == OUTSIDE
+    assert [amp.autocast_switches(device) for device in ("cpu", "ipu")] == OUTSIDE
     assert scopes.current().outer is None
     assert scopes._nesting() == 0
 
@@ -380,7 +380,7 @@ def test_leaving_in_a_thread_that_did_not_enter_is_an_error() -> None:
 )
 def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast) -> None:
     with inner:
-        alone = _torch.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+        alone = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
     outer = autocast("cpu", BF16)
     outer.__enter__()
     inner.__enter__()
@@ -389,7 +389,7 @@ def test_a_context_left_before_one_inside_it_is_an_error(inner: autocast) -> Non
     assert str(caught.value).startswith(f"{outer!r} is left while {inner!r}, entered after it, is")
     assert "asyncio.to_thread" in str(caught.value)
     # The inner one goes on as if there had been no other.
-    now = _torch.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
+    now = amp.autocast_switches("cpu"), current_policy("cpu"), current_policy("xpu")
     assert now == alone
     inner.__exit__(None, None, None)
     assert_nothing_is_left()

@@ -14,8 +14,9 @@ from tests.autocast.sharding import Alive
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from halfstep import _torch, autocast
+from halfstep import autocast
 from halfstep._autocast import gathered, kernels
+from halfstep._pytorch import distributed
 from halfstep.errors import CallOrderError
 
 BF16 = torch.bfloat16
@@ -25,7 +26,7 @@ X = torch.randn(4, 32, generator=torch.Generator().manual_seed(1))
 @pytest.fixture(autouse=True)
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let there be others."""
-    monkeypatch.setattr(_torch, "has_process_group", lambda: True)
+    monkeypatch.setattr(distributed, "has_process_group", lambda: True)
 
 
 def weight_of(*shape: int, shared: bool = True, frozen: bool = False) -> tuple[nn.Parameter, Any]:
@@ -233,7 +234,7 @@ def test_weights_that_cannot_be_gathered_are_left_alone(number: int) -> None:
 
 
 def test_without_ranks_casts_are_saved_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch, "has_process_group", lambda: False)
+    monkeypatch.setattr(distributed, "has_process_group", lambda: False)
     weight, flat = weight_of(16, 32)
     with autocast("cpu", BF16):
         y = F.linear(X.clone().requires_grad_(), weight)

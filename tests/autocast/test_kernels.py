@@ -13,9 +13,9 @@ from tests.autocast.versions import has_op
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 
-from halfstep import _torch
 from halfstep._autocast import Policy, Rule, autocast, preset
 from halfstep._autocast.kernels import only_our_kernels, prepare, prepared
+from halfstep._pytorch import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated")
 
@@ -181,7 +181,7 @@ def test_every_op_of_the_cpu_list_is_called_somewhere() -> None:
     called = {op.removesuffix(".default") for op in CPU_CALLS} | listed
     nowhere = {
         op
-        for op in _torch.overloads_with_autocast_kernel("cpu")
+        for op in dispatch.overloads_with_autocast_kernel("cpu")
         if op.removesuffix(".default") not in called and op.partition(".")[0] not in listed
         # tests/autocast/test_presets.py speaks of new ones; before 2.13 dimensions had names.
         if preset("torch").rule(op, "cpu", BF16) is not None and "imname" not in op

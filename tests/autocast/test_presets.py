@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.autocast.versions import CAME_WITH, LEFT_WITH, has_op
 
-from halfstep import _torch
 from halfstep._autocast import autocast, preset
 from halfstep._autocast.op_names import meant_by
 from halfstep._autocast.presets import PRESETS
+from halfstep._pytorch import dispatch
 
 DEVICES = ["cpu", "cuda", "xpu", "mps"]
 DTYPES = [torch.float16, torch.bfloat16]
@@ -17,7 +17,7 @@ DTYPES = [torch.float16, torch.bfloat16]
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_dispatcher_has_kernels_to_compare_with(device: str) -> None:
-    assert len(_torch.overloads_with_autocast_kernel(device)) > 80
+    assert len(dispatch.overloads_with_autocast_kernel(device)) > 80
 
 
 @pytest.mark.parametrize("name", ["standard", "torch"])
@@ -25,7 +25,7 @@ def test_every_op_that_pytorch_casts_has_a_rule(name: str) -> None:
     missing = {
         op.removesuffix(".default"): device
         for device in DEVICES
-        for op in sorted(_torch.overloads_with_autocast_kernel(device))
+        for op in sorted(dispatch.overloads_with_autocast_kernel(device))
         if any(preset(name).rule(op, device, dtype) is None for dtype in DTYPES)
     }
     assert not missing, (
@@ -41,11 +41,11 @@ def test_torch_names_no_op_that_pytorch_does_not_cast(device: str) -> None:
     policy = preset("torch")
     named = {op for op in meant_by(policy.rules) if policy.rule(op, device, torch.bfloat16)}
 
-    assert named <= _torch.overloads_with_autocast_kernel(device)
+    assert named <= dispatch.overloads_with_autocast_kernel(device)
 
 
 def test_torch_cuda_is_the_cuda_list_on_every_device() -> None:
-    for op in _torch.overloads_with_autocast_kernel("cuda"):
+    for op in dispatch.overloads_with_autocast_kernel("cuda"):
         on_cuda = preset("torch").action(op, "cuda", torch.float16)
         assert preset("torch-cuda").action(op, "cpu", torch.float16) == on_cuda
 
@@ -61,7 +61,7 @@ def test_standard_does_what_pytorch_does_on_cuda() -> None:
         for dtype in DTYPES
     }
     for dtype in DTYPES:
-        for op in sorted(_torch.overloads_with_autocast_kernel("cuda")):
+        for op in sorted(dispatch.overloads_with_autocast_kernel("cuda")):
             if (op, dtype) not in on_purpose:
                 expected = preset("torch").action(op, "cuda", dtype)
                 assert preset("standard").action(op, "cpu", dtype) == expected, op
@@ -73,7 +73,7 @@ def test_standard_is_one_table_for_every_device() -> None:
 
 def test_presets_name_only_ops_that_exist() -> None:
     """A misspelt name would be a rule for nothing."""
-    known = _torch.aten_overloads()
+    known = dispatch.aten_overloads()
     for rule in (rule for name in PRESETS for rule in preset(name).rules if not rule.is_glob):
         op, _, of_op = rule.op.partition(".")
         assert (op in known) == has_op(op), (

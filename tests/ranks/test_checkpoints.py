@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 
 import halfstep
-from halfstep import _torch
+from halfstep._pytorch import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -144,7 +144,7 @@ def savers(rank: int, folder: str) -> list[bool]:
 
     class State:
         def state_dict(self) -> dict[str, Any]:
-            found.append(_torch.saving_group() is not None)
+            found.append(distributed.saving_group() is not None)
             return {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:

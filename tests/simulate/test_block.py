@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 import halfstep
-from halfstep import _torch, simulate
+from halfstep import simulate
 from halfstep._numerics.formats import FORMATS, rounded
+from halfstep._pytorch import amp, modes
 from halfstep.errors import CallOrderError
 
 ALL = pytest.mark.parametrize("format", FORMATS)
@@ -26,9 +27,9 @@ X = torch.linspace(-3, 3, 16).view(2, 8)
 
 def state() -> tuple[object, ...]:
     return (
-        _torch.dispatch_modes(),
+        modes.dispatch_modes(),
         torch.overrides._len_torch_function_stack(),
-        _torch.autocast_switches("cpu"),
+        amp.autocast_switches("cpu"),
         len(_global_forward_hooks),
         len(_global_forward_pre_hooks),
         torch.get_rng_state().tolist(),

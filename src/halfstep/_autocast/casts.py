@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast import scopes, weight_cache
 from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weight
 from halfstep._autocast.op_names import WITH_DTYPE, overload
 from halfstep._autocast.presets import rules_of
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.weight_cache import Held
-from halfstep._torch import Kernel
+from halfstep._pytorch import dispatch, distributed
+from halfstep._pytorch.dispatch import Kernel
 
 
 @cache  # once our kernel is registered, it would be the answer
 def pytorch_kernel(name: str, device: str) -> Kernel:
     """Return what PyTorch does at the Autocast key of ``device``: cast, or nothing."""
-    op, key = overload(name), _torch.autocast_key(device)
-    if _torch.has_kernel(op, key):
+    op, key = overload(name), dispatch.autocast_key(device)
+    if dispatch.has_kernel(op, key):
         kernel: Kernel = torch.library.get_kernel(op, key).call_boxed
         return kernel
     return _leave(name, device)
@@ -32,14 +32,14 @@ def pytorch_kernel(name: str, device: str) -> Kernel:
 
 def _leave(name: str, device: str) -> Kernel:
     """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
-    op, key = overload(name), _torch.autocast_key(device)
-    below, autocast = _torch.keys_below(key), _torch.key_set(key)
+    op, key = overload(name), dispatch.autocast_key(device)
+    below, autocast = dispatch.keys_below(key), dispatch.key_set(key)
     tensors = [i for i, arg in enumerate(op._schema.arguments) if str(arg.type) == "Tensor"]
 
     def leave(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # x * 2 calls mul(Tensor, Tensor), and the 2 comes here as it is. Only a call takes it.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
-            with _torch.exclude_keys(autocast):
+            with dispatch.exclude_keys(autocast):
                 return op(*args, **kwargs)
         return op.redispatch(keys & below, *args, **kwargs)
 
@@ -100,12 +100,12 @@ def _is_product(name: str) -> bool:
 
 
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
-    op = _torch.callable_of(overload(name))
-    autocast = _torch.key_set(_torch.autocast_key(device))
+    op = dispatch.callable_of(overload(name))
+    autocast = dispatch.key_set(dispatch.autocast_key(device))
     in_float64 = _promote(name, device)
 
     def cast_to(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        with _torch.exclude_keys(autocast):
+        with dispatch.exclude_keys(autocast):
             try:
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
@@ -131,13 +131,13 @@ def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: tor
 
 
 def _promote(name: str, device: str) -> Kernel:
-    op = _torch.callable_of(overload(name))
-    autocast = _torch.key_set(_torch.autocast_key(device))
+    op = dispatch.callable_of(overload(name))
+    autocast = dispatch.key_set(dispatch.autocast_key(device))
 
     def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
         dtype = widest((*args, *kwargs.values()), device) or torch.float32
-        with _torch.exclude_keys(autocast):
+        with dispatch.exclude_keys(autocast):
             return op(
                 *(cast(arg, device, dtype) for arg in args),
                 **{key: cast(arg, device, dtype) for key, arg in kwargs.items()},
@@ -147,13 +147,13 @@ def _promote(name: str, device: str) -> Kernel:
 
 
 def _cast_to_destination(name: str, device: str) -> Kernel:
-    op = _torch.callable_of(overload(name))
-    autocast = _torch.key_set(_torch.autocast_key(device))
+    op = dispatch.callable_of(overload(name))
+    autocast = dispatch.key_set(dispatch.autocast_key(device))
 
     def cast_to_destination(
         _: torch._C.DispatchKeySet, destination: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        with _torch.exclude_keys(autocast):
+        with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
             dtype = destination.dtype
@@ -172,10 +172,10 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
     names = [argument.name for argument in with_dtype._schema.arguments][1:]
     # The dispatcher leaves out arguments that have their default; with_dtype may have none.
     defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
-    autocast = _torch.key_set(_torch.autocast_key(device))
+    autocast = dispatch.key_set(dispatch.autocast_key(device))
 
     def ask_for_fp32(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        with _torch.exclude_keys(autocast):
+        with dispatch.exclude_keys(autocast):
             if not is_eligible(args[0], device):
                 return op(*args, **kwargs)
             named = defaults | dict(zip(names, args[1:], strict=False)) | kwargs
@@ -298,7 +298,7 @@ def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
         elif kind not in _NO_TENSORS:
             return False
     # Where there are ranks, it may have been gathered.
-    return not (has_weights and torch.is_grad_enabled() and _torch.has_process_group())
+    return not (has_weights and torch.is_grad_enabled() and distributed.has_process_group())
 
 
 def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:

@@ -8,12 +8,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from halfstep import _torch
 from halfstep._autocast import kernels
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, outside_of
 from halfstep._autocast.rule import LOWER_PRECISIONS
+from halfstep._pytorch import amp, compiler
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -81,7 +81,7 @@ class autocast(Region):
         (torch.bfloat16, torch.float32)
     """
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         device_type: str | None = None,
@@ -130,7 +130,7 @@ class autocast(Region):
 # --- checking what the user asks for --------------------------------------------------------------
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def _settle(
     device_type: str | None,
     dtype: torch.dtype | None,
@@ -185,7 +185,7 @@ def _check(
         if settled.module_rules:
             name_modules(module, settled)
         number = kernels.prepare(settled, device)
-    switches = _torch.Switches(device, dtype, bool(enabled), bool(cache_enabled))
+    switches = amp.Switches(device, dtype, bool(enabled), bool(cache_enabled))
     return Settings(switches, number, inherit=policy is None)
 
 
@@ -197,12 +197,12 @@ def _device(device_type: str | None, enabled: bool) -> str:
             f"autocast takes a device type such as 'cuda' or 'cpu', got {device_type!r}"
             + ("; pass device.type" if isinstance(device_type, torch.device) else "")
         )
-    known = _torch.autocast_devices()
+    known = amp.autocast_devices()
     if device_type in known:
         return device_type
     without_index = re.sub(r":\d+$", "", device_type)
     # Switching off needs no kernels. PyTorch does so for every device in compiled backwards.
-    if without_index not in (known if enabled else _torch.switch_devices()):
+    if without_index not in (known if enabled else amp.switch_devices()):
         raise ValueError(
             f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}"
         )

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep import _torch
 from halfstep._autocast.weight_cache import Held
+from halfstep._pytorch import autograd, distributed, modes, storages
 from halfstep.errors import CallOrderError
 
 
@@ -33,12 +33,12 @@ def is_gathered(weight: Tensor) -> bool:
     """
     return (
         torch.is_grad_enabled()
-        and _torch.has_process_group()
-        and not _torch.is_tracing()
+        and distributed.has_process_group()
+        and not modes.is_tracing()
         and weight.layout is torch.strided
         and not (weight.is_nested or weight.is_inference())
-        and not _torch.is_used_once(_torch.local_part(weight))
-        and _torch.saves_as_always()
+        and not storages.is_used_once(distributed.local_part(weight))
+        and autograd.saves_as_always()
     )
 
 
@@ -63,12 +63,12 @@ class Lent:
         is_lent = is_weight(value) and value.is_floating_point() and value.dtype != self._dtype
         if not is_lent or value.dtype is torch.float64 or not is_gathered(value):
             return value
-        if _torch.is_dtensor(value):
+        if distributed.is_dtensor(value):
             cast: Tensor = value.to(self._dtype)
             made = cast
         else:
             made = value.detach().to(self._dtype)
-            cast = _torch.in_place_of(value, made) if value.requires_grad else made
+            cast = storages.in_place_of(value, made) if value.requires_grad else made
         self._weights[_memory(made)] = value
         return cast
 
@@ -92,11 +92,11 @@ class _Cast:
     """What autograd saves of a cast, or of a view of one such as its transpose."""
 
     def __init__(self, weight: Tensor, cast: Tensor) -> None:
-        local = _torch.local_part(cast)
+        local = distributed.local_part(cast)
         self._weight, self._version = weight, weight._version
         self._dtype = cast.dtype
         self._view = (local.shape, local.stride(), local.storage_offset())
-        self._placed = _torch.placed_like(cast)
+        self._placed = distributed.placed_like(cast)
 
     def again(self) -> Tensor:
         """Cast once more."""
@@ -107,7 +107,7 @@ class _Cast:
                 f"a weight {shape} was written to between the forward and the backward pass, which "
                 "needs it as it was; write to it after backward()"
             )
-        local = _torch.local_part(weight)
+        local = distributed.local_part(weight)
         if local.numel() and not local.untyped_storage().nbytes():
             raise CallOrderError(
                 f"the backward pass needs a weight {shape} that was freed after the forward pass "
@@ -143,8 +143,8 @@ def is_weight(value: Any) -> bool:
     """Return whether an argument of an op is a parameter, distributed or not."""
     if type(value) in (nn.Parameter, Held):
         return True
-    return _torch.is_dtensor(value) and isinstance(value, nn.Parameter)
+    return distributed.is_dtensor(value) and isinstance(value, nn.Parameter)
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(_torch.local_part(tensor).untyped_storage()._cdata)
+    return int(distributed.local_part(tensor).untyped_storage()._cdata)

@@ -18,9 +18,9 @@ from itertools import groupby
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast.presets import PRESETS, rules_of
 from halfstep._autocast.rule import ACTIONS, DTYPE_NAMES, PHASES, Phase, Rule, did_you_mean
+from halfstep._pytorch import amp
 
 _PART = re.compile(r'(?:[^;"]|"(?:[^"\\]|\\.)*")+')
 _RULE = re.compile(
@@ -107,7 +107,7 @@ def _limits(
     device: str | None = None
     dtype: torch.dtype | None = None
     phase: Phase | None = None
-    devices = _torch.autocast_devices()
+    devices = amp.autocast_devices()
     for limit in limits:
         if limit in DTYPE_NAMES and dtype is None:
             dtype = DTYPE_NAMES[limit]

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast import op_names, scopes
 from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel, tensors_in
 from halfstep._autocast.op_names import overload
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
-from halfstep._torch import Kernel
+from halfstep._pytorch import autograd, compiler, dispatch, library
+from halfstep._pytorch.dispatch import Kernel
 from halfstep.errors import CallOrderError
 
 # What a policy does to each op, where PyTorch's autocast does something else.
@@ -98,7 +98,7 @@ class PolicyOnDevice:
 
     def table(self) -> frozenset[str]:
         """Return the overloads that the policy rules or PyTorch casts."""
-        return _torch.overloads_with_autocast_kernel(self.device) | self._ruled
+        return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
 
     def _all_casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
         rules = {
@@ -127,7 +127,7 @@ class PolicyOnDevice:
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         plan: Plan = {}
-        by_pytorch = _torch.overloads_with_autocast_kernel(self.device)
+        by_pytorch = dispatch.overloads_with_autocast_kernel(self.device)
         for op in sorted(self.table()):
             rule = self.policy.rule(op, self.device, dtype, phase, self.module) or Rule(op, "leave")
             theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
@@ -205,7 +205,7 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
             for op in sorted(on_device.ops()):
                 _register(op, device)
             _register_in_functorch(on_device.table())
-            _torch.wrap_recomputed(scopes.carry)
+            autograd.wrap_recomputed(scopes.carry)
             scopes.follow_weights()
             _prepared.append(on_device)
             _numbers[key] = number
@@ -235,7 +235,7 @@ def prepared(number: int) -> PolicyOnDevice:
 Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[None]]
 
 _observer: Observer | None = None
-_observed_kernels: _torch.TemporaryKernels | None = None
+_observed_kernels: library.TemporaryKernels | None = None
 
 
 @contextmanager
@@ -255,7 +255,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
                 "a trace is running already, and there is one at a time in a process; leave its "
                 "block first"
             )
-        kernels = _torch.TemporaryKernels()
+        kernels = library.TemporaryKernels()
         _observer, _observed_kernels = observer, kernels
     try:
         with _lock:
@@ -268,8 +268,8 @@ def observed_by(observer: Observer) -> Iterator[None]:
             _observer = _observed_kernels = None
 
 
-def _register_observed(policy: PolicyOnDevice, kernels: _torch.TemporaryKernels) -> None:
-    key = _torch.autocast_key(policy.device)
+def _register_observed(policy: PolicyOnDevice, kernels: library.TemporaryKernels) -> None:
+    key = dispatch.autocast_key(policy.device)
     for op in sorted(policy.observed.ruled_ops()):
         kernels.register(overload(op), key, _kernel(op, policy.device))
 
@@ -298,7 +298,7 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
 @cache
 def _register(name: str, device: str) -> None:
     """Register our kernel for one overload at the Autocast key of ``device``, once."""
-    _torch.register_kernel(overload(name), _torch.autocast_key(device), _kernel(name, device))
+    library.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
 
 
 @cache
@@ -306,7 +306,7 @@ def _kernel(name: str, device: str) -> Kernel:
     """Return our kernel for one overload; first called before any is registered for it."""
     pytorch, thread = pytorch_kernel(name, device), scopes.thread
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         if scope.nesting is not None:
@@ -337,8 +337,8 @@ def _kernel(name: str, device: str) -> Kernel:
 def _register_in_functorch(ops: Iterable[str]) -> None:
     """Register our kernels for overloads at the keys of functorch, each once and for good."""
     for op in sorted(ops):
-        if not _torch.takes_numbers(overload(op)):
-            for key in _torch.FUNCTORCH_KEYS:
+        if not dispatch.takes_numbers(overload(op)):
+            for key in dispatch.FUNCTORCH_KEYS:
                 _register_at(op, key)
 
 
@@ -346,9 +346,9 @@ def _register_in_functorch(ops: Iterable[str]) -> None:
 def _register_at(name: str, key: torch._C.DispatchKey) -> None:
     op = overload(name)
     pytorch = torch.library.get_kernel(op, key).call_boxed
-    is_composite = _torch.is_composite(op)
+    is_composite = dispatch.is_composite(op)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
@@ -359,10 +359,10 @@ def _register_at(name: str, key: torch._C.DispatchKey) -> None:
         if is_composite:  # the ops it is made of have rules of their own
             return pytorch(keys, *args, **kwargs)
         # Its batched form has none: matmul in the place of a mm that is left alone.
-        with _torch.exclude_keys(_torch.key_set(_torch.autocast_key(device))):
+        with dispatch.exclude_keys(dispatch.key_set(dispatch.autocast_key(device))):
             return pytorch(keys, *args, **kwargs)
 
-    _torch.register_kernel(op, key, kernel)
+    library.register_kernel(op, key, kernel)
 
 
 def _device_of(args: Iterable[Any]) -> str | None:

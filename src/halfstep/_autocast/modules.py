@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
 from halfstep._autocast.rule import did_you_mean
+from halfstep._pytorch import amp, distributed
 
 
 def keep(
@@ -236,7 +236,7 @@ def _new(cls: Any, *args: Any) -> Any:
 
 def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any) -> Any:
     dtype, cast_back = island
-    if not torch.compiler.is_compiling() and _torch.has_process_group():
+    if not torch.compiler.is_compiling() and distributed.has_process_group():
         _require_gathered(module, dtype)
     given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
     args, kwargs = _cast((args, kwargs), dtype, None)
@@ -255,7 +255,7 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` if fully_shard gathers parameters of an island in another dtype."""
     for name, module in island.named_modules():
         # The parameters of a module that is sharded by itself are not gathered yet.
-        gathered = _torch.gathered_dtype(module)
+        gathered = distributed.gathered_dtype(module)
         dtypes = {param.dtype for param in module.parameters(recurse=False)} | {gathered}
         wrong = [each for each in dtypes if each not in (None, dtype) and each.is_floating_point]
         if wrong:
@@ -269,7 +269,7 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _off(device: str) -> Settings:
-    switches = _torch.autocast_switches(device)._replace(enabled=False)
+    switches = amp.autocast_switches(device)._replace(enabled=False)
     return Settings(switches, policy=None, inherit=False)
 
 

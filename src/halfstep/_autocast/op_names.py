@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast.presets import PRESETS, rules_of
 from halfstep._autocast.rule import Rule, did_you_mean, is_in_place
+from halfstep._pytorch import dispatch
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -88,7 +88,7 @@ def _of_aten(rule_op: str) -> frozenset[str]:
     op, _, of_op = rule_op.partition(".")
     if of_op:
         return frozenset({rule_op} if _exists(rule_op) and not _writes_out(rule_op) else ())
-    names = (f"{op}.{of_op}" for of_op in _torch.aten_overloads().get(op, ()))
+    names = (f"{op}.{of_op}" for of_op in dispatch.aten_overloads().get(op, ()))
     return frozenset(n for n in names if not _writes_out(n) and not _must_name_dtype(n))
 
 
@@ -100,14 +100,14 @@ def _custom(rule_op: str) -> frozenset[str]:
 
 def _overloads_beside(rule_op: str) -> list[str]:
     """Return all overloads in the library of a custom op."""
-    return _torch.overloads_of_namespace(_split(rule_op)[0])
+    return dispatch.overloads_of_namespace(_split(rule_op)[0])
 
 
 def _exists(rule_op: str) -> bool:
     if "::" in rule_op:
         return any(map(Rule(rule_op, "leave").names, _overloads_beside(rule_op)))
     op, _, of_op = rule_op.partition(".")
-    known = _torch.aten_overloads().get(op, [])
+    known = dispatch.aten_overloads().get(op, [])
     return of_op in known if of_op else bool(known)
 
 
@@ -153,5 +153,5 @@ def _near(rule_op: str) -> str:
         near = did_you_mean(rule_op, [name.rpartition(".")[0] for name in custom])
         return near if custom else "; import the library that defines it first"
     op = rule_op.partition(".")[0]
-    known = _torch.aten_overloads()
+    known = dispatch.aten_overloads()
     return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)

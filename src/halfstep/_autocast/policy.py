@@ -13,17 +13,17 @@ from pathlib import Path
 
 import torch
 
-from halfstep import _torch
 from halfstep._autocast import comparison, grammar, op_names, policy_file
 from halfstep._autocast.comparison import Explanation, PolicyDiff
 from halfstep._autocast.presets import PRESETS, rules_of
 from halfstep._autocast.rule import Action, Phase, Rule, did_you_mean
+from halfstep._pytorch import compiler
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 """What policies are compared and explained for, unless other device types are asked for."""
 
 
-@_torch.constant_while_tracing
+@compiler.constant_while_tracing
 class Policy:
     """An ordered list of rules; the last one that holds for an op decides.
 

@@ -9,9 +9,9 @@ from typing import NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep import _torch
 from halfstep._autocast import kernels, scopes
 from halfstep._autocast.policy import Policy, preset
+from halfstep._pytorch import amp, compiler, modes
 from halfstep.errors import CallOrderError
 
 
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
         inherit: whether the policy of a context outside this one goes before it.
     """
 
-    switches: _torch.Switches
+    switches: amp.Switches
     policy: int | None
     inherit: bool
 
@@ -44,11 +44,11 @@ class Region:
         self._settings = settings
         self._traced: list[AbstractContextManager[None]] = []
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __enter__(self) -> Self:
         settings = self._settings
         if torch.compiler.is_compiling():
-            if settings.switches.enabled and _torch.is_exporting():
+            if settings.switches.enabled and compiler.is_exporting():
                 raise RuntimeError(_NOT_IN_A_PROGRAM.format("torch.export"))
             context = in_graph(settings)
             context.__enter__()
@@ -59,7 +59,7 @@ class Region:
             _enter(self, settings)
         return self
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -114,7 +114,7 @@ def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
         _thread.change = before
 
 
-def outside_of(context: Region) -> _torch.Switches:
+def outside_of(context: Region) -> amp.Switches:
     """Return PyTorch's switches as they were where ``context`` was entered in this thread.
 
     Raises:
@@ -137,18 +137,18 @@ def current_policy(device_type: str) -> Policy | None:
     return None if active is None else active.policy
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def current_settings(device_type: str) -> Settings:
     """Return what a :class:`Region` must be given to run a block as it would run now."""
     active = scopes.current().policies.get(device_type)
-    switches = _torch.autocast_switches(device_type)
+    switches = amp.autocast_switches(device_type)
     if active is not None:
         return Settings(switches, active.number, inherit=False)
     number = kernels.prepare(preset("torch"), device_type) if switches.enabled else None
     return Settings(switches, number, inherit=False)
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def settings_within(module: str, device_type: str) -> Settings | None:
     """Return how a module is to run under the policy of this thread, None for as what is around it.
 
@@ -162,7 +162,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
     number = kernels.number_within(active, module, torch.get_autocast_dtype(device_type))
     if number == active.number:
         return None
-    switches = _torch.autocast_switches(device_type)
+    switches = amp.autocast_switches(device_type)
     return Settings(switches._replace(enabled=number is not None), number, inherit=False)
 
 
@@ -177,7 +177,7 @@ def _enter(context: Region, settings: Settings) -> None:
     policies = outer.policies
     if number is not None:
         policies = _policies(policies, switches.device, number, inherit)
-    outside = _torch.exchange_autocast_switches(switches)
+    outside = amp.exchange_autocast_switches(switches)
     scopes.enter(outer, policies, context, settings, outside)
     _increment_nesting()
 
@@ -189,10 +189,10 @@ def _exit(scope: scopes.Scope) -> None:
     scopes.leave(scope)
     # As in torch.autocast: its kernels for other devices may have kept casts of weights.
     if _decrement_nesting() == 0:
-        _torch.clear_autocast_cache()
+        amp.clear_autocast_cache()
         if outer.casts:
             outer.casts.clear()
-    _torch.set_autocast_switches(switches)
+    amp.set_autocast_switches(switches)
 
 
 _increment_nesting = torch.autocast_increment_nesting
@@ -238,7 +238,7 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
 
 def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool) -> scopes.Policies:
     """Return what is to be active inside: what is active outside, and the policy of ``device``."""
-    if _torch.has_function_mode() and _torch.is_tracing_before_autocast():
+    if amp.has_function_mode() and modes.is_tracing_before_autocast():
         raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
     if inherit and device in outside:
         return outside
@@ -274,6 +274,6 @@ def _leave_scope() -> None:
     scopes.leave(scopes.current())
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def _allow_in_graph() -> None:
-    _torch.allow_in_graph(_enter_scope, _leave_scope)
+    compiler.allow_in_graph(_enter_scope, _leave_scope)

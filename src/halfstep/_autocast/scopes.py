@@ -19,9 +19,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from halfstep import _torch
 from halfstep._autocast import weight_cache
 from halfstep._autocast.weight_cache import ContextCasts
+from halfstep._pytorch import amp, compiler
 
 if TYPE_CHECKING:
     from halfstep._autocast.kernels import PolicyOnDevice
@@ -72,7 +72,7 @@ class Scope(NamedTuple):
     outer: "Scope | None" = None
     context: "Region | None" = None
     settings: "Settings | None" = None
-    switches: _torch.Switches | None = None
+    switches: amp.Switches | None = None
     nesting: int | None = None
     casts: ContextCasts | None = None
 
@@ -80,7 +80,7 @@ class Scope(NamedTuple):
 class _Thread(threading.local):
     scope = Scope(NO_POLICIES)
     followed: Policies = NO_POLICIES  # what torch.compile knows of
-    guard_outside = _torch.compile_guard()  # as it was before there were policies
+    guard_outside = compiler.compile_guard()  # as it was before there were policies
 
 
 thread = _Thread()
@@ -104,7 +104,7 @@ def enter(
     policies: Policies,
     context: "Region | None" = None,
     settings: "Settings | None" = None,
-    switches: _torch.Switches | None = None,
+    switches: amp.Switches | None = None,
 ) -> None:
     """Make ``policies`` the active ones of this thread; :func:`leave` undoes it.
 
@@ -150,7 +150,7 @@ class _Mark(NamedTuple):
         tag: in the keys of caches; the same in every process.
     """
 
-    guard: _torch.CompileGuard
+    guard: compiler.CompileGuard
     tag: str
 
 
@@ -168,19 +168,19 @@ def follow(policies: Policies) -> None:
         guard, tag = thread.guard_outside, ""
     else:
         if not thread.followed:
-            thread.guard_outside = _torch.compile_guard()
+            thread.guard_outside = compiler.compile_guard()
         guard, tag = _marks.get(policies.key) or _mark(policies)
     thread.followed = policies
-    _torch.set_compile_mark(guard, tag)
+    compiler.set_compile_mark(guard, tag)
 
 
 def _mark(policies: Policies) -> _Mark:
     tag = ",".join(f"{d}:{policies[d].fingerprint}" for d in sorted(policies))
     with _lock:
-        if len(_marks) == _torch.NUM_GUARD_VALUES:
-            _torch.forget_compiled_code()
+        if len(_marks) == compiler.NUM_GUARD_VALUES:
+            compiler.forget_compiled_code()
             _marks.clear()
-        return _marks.setdefault(policies.key, _Mark(_torch.numbered_guard(len(_marks)), tag))
+        return _marks.setdefault(policies.key, _Mark(compiler.numbered_guard(len(_marks)), tag))
 
 
 # --- casts of weights and recomputation -----------------------------------------------------------
@@ -189,7 +189,7 @@ def _mark(policies: Policies) -> _Mark:
 @functools.cache
 def follow_weights() -> None:
     """Let casts of weights be forgotten when PyTorch's are, and after steps; once and for good."""
-    _torch.call_when_cache_is_cleared(_forget_casts)
+    amp.call_when_cache_is_cleared(_forget_casts)
     register_optimizer_step_post_hook(_forget_stepped)
 
 
@@ -224,7 +224,7 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             leave(current())
 
-    return _torch.do_not_compile_alone(under_the_same_policies, nor_below=False)
+    return compiler.do_not_compile_alone(under_the_same_policies, nor_below=False)
 
 
 def _nesting() -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
+from halfstep._pytorch import compiler, dispatch, modes, storages
 from halfstep.errors import CallOrderError
 
 _Params = ParamSpec("_Params")
@@ -158,12 +158,12 @@ def cast(weight: Tensor, dtype: torch.dtype, current: Callable[[], _Scope]) -> T
     """
     if weight.layout is not torch.strided or weight.is_nested:
         return None
-    if is_small(weight) or not torch.is_autocast_cache_enabled() or _torch.is_tracing():
+    if is_small(weight) or not torch.is_autocast_cache_enabled() or modes.is_tracing():
         return None
     has_gradient = weight.requires_grad and torch.is_grad_enabled()
     held = _held_casts(weight) if type(weight) is Held else None
     if held is not None:
-        with _torch.no_torch_function():
+        with modes.no_torch_function():
             return _cast(weight, dtype, held, has_gradient)
     context = current().casts
     if context is None or not _is_kept_by_torch(weight):
@@ -186,13 +186,13 @@ def _cast(weight: Tensor, dtype: torch.dtype, casts: _Casts, has_gradient: bool)
     entry = casts.get(dtype) or casts.setdefault(dtype, _Entry())
     marks = _marks(weight)
     kept = entry.kept
-    if kept is not None and kept.marks == marks and _torch.is_used_once(weight):
+    if kept is not None and kept.marks == marks and storages.is_used_once(weight):
         if casts.hold is not None:
             casts.hold._num_hits += 1
         result = kept.cast
     else:
         result = _cast_anew(casts, entry, weight, dtype, marks)
-    return _torch.in_place_of(weight, result) if has_gradient else result
+    return storages.in_place_of(weight, result) if has_gradient else result
 
 
 def _is_kept_by_torch(weight: Tensor) -> bool:
@@ -220,7 +220,7 @@ def _cast_anew(
     with torch.inference_mode(False):  # what is made in it autograd cannot use later
         cast = weight.detach().to(dtype)
     if casts.num_forgotten == num_forgotten:  # else another thread may have written to it meanwhile
-        casts.keep(entry, _Kept(marks, cast, _torch.memory_of(weight)))
+        casts.keep(entry, _Kept(marks, cast, storages.memory_of(weight)))
     return cast
 
 
@@ -231,14 +231,14 @@ def _marks(weight: Tensor) -> _Marks:
         weight.storage_offset(),
         weight.shape,
         weight.stride(),
-        0 if weight.is_cpu else _torch.stream_of(weight),
+        0 if weight.is_cpu else storages.stream_of(weight),
     )
     return tuple.__new__(_Marks, marks)  # in half the time of _Marks(...)
 
 
 def _is_its_own(weight: Tensor) -> bool:
     """Return whether nothing but the weight has its memory: no tensor, no array, no process."""
-    if not _torch.is_used_once(weight):
+    if not storages.is_used_once(weight):
         return False
     storage = weight.untyped_storage()
     return storage.resizable() and not storage.is_shared()  # memory of arrays cannot be resized
@@ -438,14 +438,14 @@ class Held(nn.Parameter):
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
     @classmethod
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call ``function``, then forget the casts of what it wrote to or handed out."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            with _torch.no_torch_function():
+            with modes.no_torch_function():
                 return function(*args, **kwargs)
         if function is Tensor.__dlpack__ and not args[0].requires_grad:
             # Of a tensor of its own: then the storage has a second user, as with all else.
@@ -454,7 +454,7 @@ class Held(nn.Parameter):
             # What is handed out is to live until it is looked for.
             result = _call(function, types, args, kwargs)
         finally:
-            with _torch.no_torch_function():
+            with modes.no_torch_function():
                 _forget_unseen(function, (*args, *kwargs.values()))
         if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
             result.__class__ = cls  # it asks for the class of what it was given
@@ -471,7 +471,7 @@ def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         result = kind.__torch_function__(function, others, args, kwargs)
         if result is not NotImplemented:
             return result
-    with _torch.no_torch_function():
+    with modes.no_torch_function():
         return function(*args, **kwargs)
 
 
@@ -485,7 +485,7 @@ def _forget_unseen(function: Any, arguments: Any) -> None:
                 continue
             if function is torch.autograd.grad:  # hooks have run, and seen no held parameters
                 casts.hold._forget()
-            elif writes or not _torch.is_used_once(weight):
+            elif writes or not storages.is_used_once(weight):
                 casts.forget()
 
 
@@ -519,7 +519,7 @@ def _writes_unseen(function: Any) -> bool:
     """Return whether a function may write, now or later, what neither versions nor owners show."""
     name = getattr(function, "__name__", "")
     is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
-    return is_in_place or function in _HAND_OUT_ADDRESSES or _torch.writes_to_arguments(function)
+    return is_in_place or function in _HAND_OUT_ADDRESSES or dispatch.writes_to_arguments(function)
 
 
 def _can_be_held(weight: Tensor) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+
+from halfstep._pytorch import compiler
 
 
 @contextmanager
@@ -22,6 +23,6 @@ def eager(*, has_global_hooks: bool) -> Iterator[None]:
         if has_global_hooks:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=".*when there are global hooks")
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        if compiler.is_loaded():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from halfstep import _torch
+from halfstep._pytorch import compiler, optim
 
 _MISSING = object()
 
@@ -41,7 +41,7 @@ class Patches:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
 
-        self.put(owner, name, _torch.do_not_compile_alone(wrapper, nor_below=False))
+        self.put(owner, name, compiler.do_not_compile_alone(wrapper, nor_below=False))
         return wrapper
 
     def undo(self) -> None:
@@ -87,6 +87,6 @@ def watch_steps(
         watch(type(optimizer))
 
     for cls in subclasses(Optimizer):
-        if _torch.is_hooked(cls):
+        if optim.is_hooked(cls):
             watch(cls)
     patches.wrap(Optimizer, "__init__", init)

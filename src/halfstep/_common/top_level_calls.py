@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from halfstep import _torch
 from halfstep._common.patches import Patches
+from halfstep._pytorch import compiler
 
 # Not binary_cross_entropy: autocast refuses it in float16, and in float32 it needs no help.
 LOSSES = (
@@ -24,7 +24,7 @@ LOSSES = (
 )
 """Names of the loss functions in ``torch.nn.functional``; the loss modules of PyTorch call them."""
 
-not_compiled = partial(_torch.do_not_compile_alone, nor_below=False)
+not_compiled = partial(compiler.do_not_compile_alone, nor_below=False)
 """For what torch.compile must not begin a graph with, though it may in what that calls."""
 
 
@@ -95,7 +95,9 @@ class Outermost:
         patches.put(nn.Module, "__call__", call)
         for name in LOSSES:
             function = getattr(functional, name)
-            _torch.script_instead(patches.wrap(functional, name, self._around_loss(name)), function)
+            compiler.script_instead(
+                patches.wrap(functional, name, self._around_loss(name)), function
+            )
 
     def _around_loss(self, name: str) -> Callable[..., Any]:
         thread, caller = self._thread, self._caller

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from halfstep import GradScaler, autocast
+from halfstep._autocast.casts import tensors_in
 from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._demo.settings import DemoSettings, TrainingPrecision
+from halfstep._pytorch import modes, storages
 
 Batch = tuple[Tensor, Tensor]
 
@@ -222,7 +222,7 @@ def peak_memory(device: str, work: Callable[[], object]) -> int:
     return live.peak
 
 
-class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveTensors(modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that ops return, each as long as it is alive."""
 
     def __init__(self) -> None:
@@ -239,13 +239,12 @@ class _LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+        for tensor in tensors_in([result]):
+            self._count(tensor.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storages.number_of(storage), storage.nbytes()
         if key in self._alive:
             return
 

@@ -9,8 +9,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import compiler, distributed
 from halfstep.errors import RanksError
 
 PATIENCE = timedelta(seconds=60)
@@ -26,7 +26,7 @@ def merged(found: Diagnosis) -> Diagnosis:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return found
-    number, store = next(_numbers), _torch.default_store()
+    number, store = next(_numbers), distributed.default_store()
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     found = replace(found, rank=rank)
     if rank != 0:
@@ -76,11 +76,11 @@ def is_compiled_together(model: nn.Module) -> bool:
 
     If one rank runs the code in eager mode, ranks may wait for different collectives.
     """
-    return any(map(_torch.is_compiled, model.modules())) and why_together(model) is not None
+    return any(map(compiler.is_compiled, model.modules())) and why_together(model) is not None
 
 
 def _is_of_several_ranks(tensor: Tensor) -> bool:
-    return _torch.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
+    return distributed.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
 def waits_for_others(why: str) -> RanksError:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.undo import UndoLog
 from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
+from halfstep._pytorch import storages
+from halfstep._pytorch.dispatch import overload_of, schema_of
 from halfstep._trace.ops import makes_no_values
 from halfstep._trace.places import OpPlace
 from halfstep._trace.rows import Phase
@@ -146,7 +147,7 @@ class BlameTracker(OpObserver):
         if call.name not in _WAITS:
             for tensor in outputs:
                 self._put(tensor, self._sent)
-                reference = _torch.memory_of(tensor)
+                reference = storages.memory_of(tensor)
                 if reference is not None:
                     self._awaited[reference.cdata] = reference
 
@@ -228,7 +229,7 @@ class BlameTracker(OpObserver):
             return tensor
         if call.name in _BATCH_NORMS and _is_training(call):
             return None  # running statistics, on which the result does not depend
-        if call.name in _OVERWRITE or "out" in call.func._overloadname:
+        if call.name in _OVERWRITE or "out" in overload_of(call.func):
             return None
         if self._undo.was_made(tensor):
             return tensor if self._get(tensor) is not None else None
@@ -248,7 +249,7 @@ class BlameTracker(OpObserver):
         )
 
     def _is_awaited(self, tensor: Tensor) -> bool:
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         return reference is not None and reference.cdata in self._awaited
 
     def _known(self, call: OpCall) -> tuple[OpKey, OpKey | None]:
@@ -268,7 +269,7 @@ class BlameTracker(OpObserver):
         if not all(map(math.isfinite, found)):
             return False
         if self._blames:
-            memory = _torch.memory_of(tensor)
+            memory = storages.memory_of(tensor)
             known = memory is not None and memory.cdata in self._blames
             if known and _is_all_of_its_memory(tensor):
                 del self._blames[memory.cdata]
@@ -280,12 +281,12 @@ class BlameTracker(OpObserver):
         self.gradients[place] = (tensor.dtype, max(before, amax) if math.isfinite(amax) else before)
 
     def _get(self, tensor: Tensor) -> Blame | None:
-        memory = _torch.memory_of(tensor)
+        memory = storages.memory_of(tensor)
         found = None if memory is None else self._blames.get(memory.cdata)
         return None if found is None else found[1]
 
     def _put(self, tensor: Tensor, blame: Blame) -> None:
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         if reference is None:
             return
         known = self._blames.get(reference.cdata)
@@ -297,13 +298,13 @@ def _sent_by(call: OpCall) -> list[Tensor]:
     """Return the tensors that a collective sends; its output buffers need not have values."""
     if call.name in _NOTHING_SENT:
         return []
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = [argument.name for argument in schema_of(call.func).arguments]
     given = dict(zip(names, call.args, strict=False)) | call.kwargs
     return list(tensors_in([value for name, value in given.items() if "output" not in name]))
 
 
 def _is_training(call: OpCall) -> bool:
-    names = [argument.name for argument in call.func._schema.arguments]
+    names = [argument.name for argument in schema_of(call.func).arguments]
     return bool((dict(zip(names, call.args, strict=False)) | call.kwargs).get("training", True))
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.region import Region, Settings, current_settings
 from halfstep._common.patches import Patches
@@ -26,6 +25,7 @@ from halfstep._common.top_level_calls import Outermost, not_compiled
 from halfstep._diagnose.diagnosis import Line
 from halfstep._diagnose.user_code import CALLED_AGAIN, user_line
 from halfstep._numerics.measure import is_finite
+from halfstep._pytorch import autograd, compiler, modes
 
 # Nodes of autograd whose results have the entries of their inputs in the same order.
 _SAME_ENTRIES = (
@@ -189,7 +189,7 @@ def same_entries(tensor: Tensor) -> Iterator[Link]:
     """Yield the links of a tensor, back to the op that made its entries."""
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None:
-        yield node._sequence_nr(), number
+        yield autograd.sequence_number(node), number
         following = node.next_functions[0] if node.name() in _SAME_ENTRIES else (None, 0)
         node, number = following
 
@@ -273,7 +273,7 @@ class Capture:
         with self._outermost.inside():
             return self._after(call, original(*args, **kwargs))
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
         given: list[tuple[Tensor, int]] = []
         kept_args, kept_kwargs = self._linked((args, kwargs), given)
@@ -286,10 +286,10 @@ class Capture:
             self.gap = f"only the first {MOST_CALLS} calls of models and losses were replayed"
         return call
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _after(self, call: KeptCall, result: Any) -> Any:
         for index, tensor in enumerate(tensors_in((result,))):
-            call.links.append(_torch.made_as(tensor))
+            call.links.append(autograd.made_as(tensor))
             if tensor.requires_grad and tensor.ndim == 0:
                 tensor.register_hook(SeedHook(call, index))  # type: ignore[no-untyped-call]
         return result
@@ -386,7 +386,7 @@ class Capture:
 
 def _counts() -> bool:
     """Return whether a call now is part of training, and not of evaluation or checkpointing."""
-    return torch.is_grad_enabled() and _torch.backward_number() < 0 and not _torch.is_jit_tracing()
+    return torch.is_grad_enabled() and autograd.backward_number() < 0 and not modes.is_jit_tracing()
 
 
 def _has_autocast(device: str) -> bool:

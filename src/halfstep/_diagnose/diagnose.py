@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.modules import without_wrappers
 from halfstep._common.machine import rank
 from halfstep._diagnose import across_ranks, cure_search
@@ -20,6 +19,7 @@ from halfstep._diagnose.inspect_op import FlushCounter, OpInspection
 from halfstep._diagnose.precision import EnteredAutocast, Precision
 from halfstep._diagnose.replay import Replayer, ReplayVariant
 from halfstep._diagnose.user_code import owners_in
+from halfstep._pytorch import compiler
 from halfstep._trace.places import OpPlace
 from halfstep.errors import RanksError
 
@@ -99,7 +99,7 @@ def diagnosis_of(
     with replayer.ready():
         found = _found(replayer, with_underflow)
     model = replayer.model
-    if model is not None and any(map(_torch.is_compiled, model.modules())):
+    if model is not None and any(map(compiler.is_compiled, model.modules())):
         replayer.notes.append(COMPILED)
     return replace(
         found,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import without_wrappers
 from halfstep._diagnose.blame import Blame
@@ -23,6 +22,8 @@ from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.user_code import called_by_user, user_line
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
+from halfstep._pytorch import distributed, storages
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.ops import makes_no_values
 from halfstep._trace.rows import Phase
 
@@ -164,7 +165,7 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
     Raises:
         RuntimeError: It has no kernel for the dtype, or reads memory whose layout depends on it.
     """
-    if any(argument.name in _OPAQUE for argument in call.func._schema.arguments):
+    if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
         raise RuntimeError(f"{call.name} reads memory whose layout depends on the dtype")
     args = [_widened(value, dtype) for value in call.args]
     if call.name in _HALF_TO_FLOAT:
@@ -220,11 +221,11 @@ def _offset(tensor: Tensor) -> int:
     """Return the offset of a tensor in its memory; gradients may share one buffer."""
     if tensor.layout is not torch.strided:
         return 0
-    return int(_torch.local_part(tensor.detach()).storage_offset())
+    return int(distributed.local_part(tensor.detach()).storage_offset())
 
 
 def _key(tensor: Tensor) -> int:
-    memory = _torch.memory_of(_torch.local_part(tensor.detach()))
+    memory = storages.memory_of(distributed.local_part(tensor.detach()))
     return id(tensor) if memory is None else int(memory.cdata)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import replicated
 from halfstep._common.force_eager import eager
@@ -23,6 +22,7 @@ from halfstep._diagnose.observer import FoundModules, ObserverMode, OpCall
 from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import user_line
+from halfstep._pytorch import distributed, modes
 from halfstep._scaler.ranks.group import has_ranks
 
 MOST_INSPECTED = 64
@@ -51,7 +51,7 @@ class LiveTrace:
 
     def begin(self) -> bool:
         """Begin, and return whether that was possible: not inside another dispatch mode."""
-        if _torch.dispatch_modes():
+        if modes.dispatch_modes():
             return False
         with ExitStack() as stack:
             stack.callback(self._patches.undo)
@@ -67,13 +67,13 @@ class LiveTrace:
         """Show the gradients of FSDP, whose parameters are not the leaves of the graph."""
         original(*args, **kwargs)
         for param in () if self.model is None else self.model.parameters():
-            if _torch.is_dtensor(param) and param.grad is not None:
-                with _torch.unseen_by_modes():
-                    self._tracker.see_gradient(param, _torch.local_part(param.grad.detach()))
+            if distributed.is_dtensor(param) and param.grad is not None:
+                with modes.unseen_by_modes():
+                    self._tracker.see_gradient(param, distributed.local_part(param.grad.detach()))
 
     def end(self, scale: float | None) -> Diagnosis | None:
         """End the trace and return the diagnosis, None if nothing was bad."""
-        if _torch.dispatch_modes()[-1:] == [self._mode]:
+        if modes.dispatch_modes()[-1:] == [self._mode]:
             self._stack.close()
         blame = self._tracker.root()
         self.came_from_elsewhere = blame is not None and _is_from_elsewhere(blame)

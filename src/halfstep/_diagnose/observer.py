@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._autocast.rule import Rule
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.undo import UndoLog
+from halfstep._pytorch import compiler
 from halfstep._trace.ops import OpMode, casts_to, op_name, written_to
 from halfstep._trace.places import OpPlace, OpPlaces, RunningModules
 from halfstep._trace.rows import Phase
@@ -163,7 +163,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         with self._places.under(op, rule, policy):
             yield
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

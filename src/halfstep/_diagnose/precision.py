@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep import _torch
 from halfstep._autocast import kernels
 from halfstep._autocast.modules import Wrapped, matching, name_modules, unwrap
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, changed
 from halfstep._common.patches import Patches
+from halfstep._pytorch import amp
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _follow_torch_autocast(
     regions: dict[int, list[Region]] = {}
 
     def enter(original: Any, context: Any) -> Any:
-        switches = _torch.switches_of(context)
+        switches = amp.switches_of(context)
         if precision == UNCHANGED:
             entered(Settings(switches, None, inherit=False))
             return original(context)

@@ -16,7 +16,6 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.rule import Rule
@@ -26,6 +25,7 @@ from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision, autocast_as
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
+from halfstep._pytorch import amp, autograd, distributed, modes
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import parameters
 from halfstep._scaler.loops.closures import split_closure
@@ -148,7 +148,7 @@ class Replayer:
                 try:
                     with around or nullcontext():
                         result = self._step()
-                    with _torch.unseen_by_modes():
+                    with modes.unseen_by_modes():
                         for tensor in tensors_in([result]):
                             observer.see_result(tensor.detach())
                 except Exception as error:  # of the step; the caller decides
@@ -199,7 +199,7 @@ def watch_backward(patches: Patches, observer: OpObserver, undo: UndoLog) -> Non
     """Show an observer the losses that start backward passes, and the gradients at their end."""
 
     def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        leaves = _torch.leaves_of(list(tensors_in([tensors])))
+        leaves = autograd.leaves_of(list(tensors_in([tensors])))
         undo.note_grads(leaves)
         _see_losses(observer, [tensors])
         original(tensors, *args, **kwargs)
@@ -217,16 +217,16 @@ def watch_backward(patches: Patches, observer: OpObserver, undo: UndoLog) -> Non
 
 
 def _see_losses(observer: OpObserver, values: Sequence[Any]) -> None:
-    with _torch.unseen_by_modes():
+    with modes.unseen_by_modes():
         for loss in tensors_in(values):
-            observer.see_loss(_torch.local_part(loss.detach()))
+            observer.see_loss(distributed.local_part(loss.detach()))
 
 
 def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    with _torch.unseen_by_modes():
+    with modes.unseen_by_modes():
         for leaf, gradient in pairs:
             if gradient is not None:
-                observer.see_gradient(leaf, _torch.local_part(gradient.detach()))
+                observer.see_gradient(leaf, distributed.local_part(gradient.detach()))
 
 
 def _suspend_optimizers(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
@@ -269,7 +269,7 @@ def _scaled(
     def multiply(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if id(scaler) not in before and scaler.is_enabled():
             before[id(scaler)] = (scaler, dict(vars(scaler)))
-            with _torch.unseen_by_modes():  # the ops of all replays have the same numbers
+            with modes.unseen_by_modes():  # the ops of all replays have the same numbers
                 run.scale = scaler.get_scale() if scale is None else scale
                 _reset_scaler(scaler, scale)
         _see_losses(mode.observer, args[:1])
@@ -293,7 +293,7 @@ def _scaled(
 def _reset_scaler(scaler: Any, scale: float | None) -> None:
     """Give a scaler a state of its own for a replay."""
     if isinstance(scaler, TorchGradScaler):
-        _torch.restart_scaler(scaler, scale)
+        amp.restart_scaler(scaler, scale)
         return
     scales = scaler._engine.scales
     states = scales.read()

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfstep import _torch
 from halfstep._common.random_states import RandomStates, accelerators
+from halfstep._pytorch import autograd, distributed, storages
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 _KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
@@ -57,7 +57,7 @@ class UndoLog:
 
     def note_write(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that an op is about to write to."""
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         if reference is None or reference.cdata in self._born or reference.cdata in self._saved:
             return
         self._saved[reference.cdata] = _Saved(tensor)
@@ -67,22 +67,22 @@ class UndoLog:
 
         Memory that the replay has made need not be kept.
         """
-        references = [reference for tensor in outputs if (reference := _torch.memory_of(tensor))]
+        references = [reference for tensor in outputs if (reference := storages.memory_of(tensor))]
         if all(reference.cdata in self._born for reference in references):
             return
-        before = {reference.cdata for tensor in given if (reference := _torch.memory_of(tensor))}
+        before = {reference.cdata for tensor in given if (reference := storages.memory_of(tensor))}
         for reference in references:
             if reference.cdata not in before:
                 self._born.setdefault(reference.cdata, reference)
 
     def was_made(self, tensor: Tensor) -> bool:
         """Return whether the replay has made the memory of a tensor."""
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         return reference is not None and reference.cdata in self._born
 
     def before(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor before it was first written to; None if it never was."""
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         kept = None if reference is None else self._saved.get(reference.cdata)
         if kept is None:
             return None
@@ -103,7 +103,7 @@ class UndoLog:
             if isinstance(module, DistributedDataParallel):  # each rank replays alone
                 module.require_backward_grad_sync = False
                 module.require_forward_param_sync = False
-                _torch.keep_buckets(module)
+                distributed.keep_buckets(module)
             self.note_grads(module.parameters(recurse=False))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
@@ -164,7 +164,7 @@ class _Saved:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._memory = tensor, tensor.untyped_storage()
         self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
-        self._version = 0 if tensor.is_inference() else tensor._version
+        self._version = autograd.version_of(tensor)
         self.copy: torch.UntypedStorage = self._memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
@@ -173,10 +173,11 @@ class _Saved:
             memory.resize_(self.copy.nbytes())
         memory.copy_(self.copy)
         now = tensor.storage_offset(), tensor.size(), tensor.stride()
-        if now != self._geometry or tensor.untyped_storage()._cdata != memory._cdata:
+        is_moved = storages.number_of(tensor.untyped_storage()) != storages.number_of(memory)
+        if now != self._geometry or is_moved:
             tensor.set_(memory, *self._geometry)
         if not tensor.is_inference():
-            _torch.set_version(tensor, self._version)
+            autograd.set_version(tensor, self._version)
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
@@ -216,7 +217,7 @@ def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
 
 def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
     """Restore the memory that ``tensor.data = ...`` has replaced without an op."""
-    one, other = _torch.memory_of(tensor), _torch.memory_of(data)
+    one, other = storages.memory_of(tensor), storages.memory_of(data)
     if one is not None and other is not None and one.cdata != other.cdata:
         tensor.data = data
     if tensor.requires_grad != requires_grad and tensor.is_leaf:

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import halfstep
-from halfstep import _torch
 from halfstep._diagnose.diagnosis import Line
+from halfstep._pytorch import autograd, storages
 
 _OURS = (
     f"{Path(torch.__file__).parent}/",
-    f"{Path(halfstep.__file__).parent}/",
+    f"{Path(__file__).parents[1]}/",
     "<frozen ",
     "<eval_with_key>",
 )
@@ -38,7 +37,7 @@ def user_line() -> Line | None:
     None in a backward pass that has called no code of the user's.
     """
     for frame in _frames():
-        if frame.f_code is _torch.ENGINE_CODE:
+        if frame.f_code is autograd.ENGINE_CODE:
             return None
         if frame.f_code in CALLED_AGAIN:
             line: Line | None = frame.f_locals["line"]
@@ -101,7 +100,7 @@ def _path_to(tensor: Tensor, name: str, value: Any) -> str | None:
 def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:
     if tensor is whole:
         return True
-    one, other = _torch.memory_of(tensor), _torch.memory_of(whole)
+    one, other = storages.memory_of(tensor), storages.memory_of(whole)
     return one is not None and other is not None and one.cdata == other.cdata
 
 

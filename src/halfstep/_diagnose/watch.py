@@ -19,7 +19,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import replicated
 from halfstep._common.patches import Patches
@@ -30,6 +29,7 @@ from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.replay import replaying
 from halfstep._numerics.measure import is_finite
+from halfstep._pytorch import autograd, modes, optim
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.outcomes.outcome import Outcome
@@ -156,7 +156,7 @@ class Watch:
         self._end_step(bad[0].scale if bad else None, is_bad=bool(bad))
 
     def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kw: Any) -> None:
-        if self._counts_plain_steps() and _torch.backward_number() < 0:
+        if self._counts_plain_steps() and autograd.backward_number() < 0:
             self._note_losses(tensors)
         original(tensors, *args, **kw)
 
@@ -170,7 +170,7 @@ class Watch:
         """Diagnose a step without a scaler, before it is taken."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
+        if optim.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
             return
         losses, self._losses = self._losses, []
         self._end_step(None, is_bad=not _are_finite(losses))
@@ -307,7 +307,7 @@ class _ExpectedSkips:
 
 
 def _are_finite(losses: Sequence[Tensor]) -> bool:
-    with _torch.unseen_by_modes():
+    with modes.unseen_by_modes():
         return all(map(is_finite, losses))
 
 

@@ -16,9 +16,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._numerics.formats import FORMATS
 from halfstep._numerics.statistics import Statistics, binned
+from halfstep._pytorch import distributed, modes
 
 LARGE = {"cpu": 2**16}
 """The most entries that are all counted, by device type: counting is slow on a CPU."""
@@ -75,8 +75,8 @@ def float_values(tensor: Tensor) -> Tensor | None:
     a DTensor it is the local part; no communication takes place.
     """
     values = tensor.detach()
-    values = _torch.local_part(values)
-    if _torch.is_inside_functorch(values) or values.is_meta or _torch.is_fake(values):
+    values = distributed.local_part(values)
+    if modes.is_inside_functorch(values) or values.is_meta or modes.is_fake(values):
         return None
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.is_sparse else values.values()

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import halfstep
-from halfstep import _torch
 from halfstep._common.machine import device_name, num_ranks, rank
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import optim
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.recorder import Recorder
 from halfstep._record.sample import Models
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.scaler import GradScaler
+from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 from halfstep.sinks import Sink
 
@@ -110,7 +110,7 @@ class record:
             stack.enter_context(_observing(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
             stack.enter_context(_listening_to_backward(recorder))
-            stack.enter_context(_torch.listening_to_norms(recorder.on_norm))
+            stack.enter_context(optim.listening_to_norms(recorder.on_norm))
             self._stack = stack.pop_all()
         self._recorder, self._model = recorder, None
         return self
@@ -182,7 +182,7 @@ def _header(every: int) -> Event:
     return {
         "event": "run",
         "schema": SCHEMA,
-        "halfstep": halfstep.__version__,
+        "halfstep": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "rank": rank(),

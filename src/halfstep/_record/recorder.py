@@ -15,10 +15,10 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.files import Event, LineWriter
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Models, Sampler
@@ -54,7 +54,7 @@ def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
 
     @wraps(method)
     def unseen(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
-        with _torch.unseen_by_modes():
+        with modes.unseen_by_modes():
             method(*args, **kwargs)
 
     return unseen
@@ -114,7 +114,7 @@ class Recorder:
     @_unseen
     def on_backward(self, roots: Any) -> None:
         """Note the roots of a backward pass: the loss, if no scaler has seen it."""
-        if not self._is_listening() or _torch.backward_number() >= 0:
+        if not self._is_listening() or autograd.backward_number() >= 0:
             return  # inside another pass, a checkpoint is being recomputed
         self._num_backward += 1
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
@@ -129,7 +129,7 @@ class Recorder:
 
         A norm that is distributed over ranks is ignored: adding it up takes a collective.
         """
-        if self._is_listening() and not _torch.is_dtensor(norm):
+        if self._is_listening() and not distributed.is_dtensor(norm):
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
             del self._norms[:-MOST_NORMS]
 
@@ -155,7 +155,7 @@ class Recorder:
         """Note a step that is made without a scaler."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1 or is_by_scaler():
+        if optim.optimizer_step_depth() > 1 or is_by_scaler():
             return  # inside another optimizer, or reported by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
@@ -165,7 +165,7 @@ class Recorder:
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> int:
         """Write a diagnosis of the current step and return its number. Sync: none."""
-        is_stepping = _torch.optimizer_step_depth() > 0
+        is_stepping = optim.optimizer_step_depth() > 0
         step = max(self.num_steps + is_stepping, 1)
         if self._is_here():
             self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
@@ -211,12 +211,12 @@ class Recorder:
             for tensor in outputs
             if tensor.numel() == 1
             and not tensor.is_complex()
-            and not _torch.is_inside_functorch(tensor)
+            and not modes.is_inside_functorch(tensor)
         ]
         if not found:
             return
         # The losses of micro-batches add up; a closure's evaluation replaces the last one.
-        is_new = self._loss is None or self._is_old or _torch.optimizer_step_depth() > 0
+        is_new = self._loss is None or self._is_old or optim.optimizer_step_depth() > 0
         device = found[-1].device
         parts = found if is_new or self._loss is None else [self._loss, *found]
         self._loss = torch.stack([moved(part, device) for part in parts]).sum()
@@ -351,7 +351,7 @@ def _norm_of_outcome(outcome: Outcome) -> Tensor | None:
 
 def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     found = collect(parameters(optimizer))
-    if not found.grads or any(map(_torch.is_dtensor, found.grads)):
+    if not found.grads or any(map(distributed.is_dtensor, found.grads)):
         return None  # a norm of this rank's part is not the norm of the whole
     return measure(found, None).total(found.values[0].device)
 

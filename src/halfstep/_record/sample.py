@@ -20,12 +20,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import without_wrappers
 from halfstep._numerics.measure import measure
 from halfstep._numerics.statistics import Statistics, merged
+from halfstep._pytorch import autograd, compiler, modes
 from halfstep._record.files import Event
 from halfstep._record.run import KINDS, Kind, Measured
 
@@ -84,7 +84,7 @@ class Models:
     @property
     def has_compiled(self) -> bool:
         """Whether any of their modules is compiled."""
-        return any(map(_torch.is_compiled, self._names))
+        return any(map(compiler.is_compiled, self._names))
 
     def eager_modules(self) -> Iterator[nn.Module]:
         """Yield the modules outside compiled modules."""
@@ -166,7 +166,7 @@ def _starts(name: str, prefix: str) -> bool:
 
 
 def _eager(module: nn.Module) -> Iterator[nn.Module]:
-    if _torch.is_compiled(module):
+    if compiler.is_compiled(module):
         return
     yield module
     for child in module.children():
@@ -296,7 +296,7 @@ class Sampler:
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
         # In a backward pass a checkpoint is being recomputed.
-        if name is None or _torch.backward_number() >= 0:
+        if name is None or autograd.backward_number() >= 0:
             return
         self._models.ran(name)
         if not torch.is_grad_enabled():
@@ -328,7 +328,7 @@ class Sampler:
             return
         try:
             # Zeros in gradients of outputs come from ReLUs and masks.
-            with _torch.unseen_by_modes():
+            with modes.unseen_by_modes():
                 statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
         except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
             self._say(f"{kind} {name} cannot be measured: {error}")
@@ -373,7 +373,7 @@ def _do_nothing(*args: Any) -> None:
 
 def _is_traced() -> bool:
     """Return whether the code is being traced or compiled, so that tensors have no values."""
-    return torch.compiler.is_compiling() or _torch.is_jit_tracing()
+    return torch.compiler.is_compiling() or modes.is_jit_tracing()
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._common.patches import Patches
+from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler
 from halfstep._scaler.gradients import passes
@@ -78,7 +78,7 @@ class Backward:
         if not tensor.is_leaf:
             self._retained.append(weakref.ref(tensor))
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def _backward(
         self,
         original: Callable[..., None],
@@ -97,7 +97,7 @@ class Backward:
             return
         self._script.has_backward = True
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if _torch.backward_number() >= 0:
+        if autograd.backward_number() >= 0:
             # A checkpoint recomputes a part; its gradients are scaled with the others.
             if self.running is not None:
                 self.running.include(_reached(roots, inputs))
@@ -132,7 +132,7 @@ class Backward:
 
 def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
     if inputs is None:
-        return _torch.leaves_of(roots)
+        return autograd.leaves_of(roots)
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     return [tensor for tensor in given if isinstance(tensor, Tensor) and tensor.is_leaf]
 

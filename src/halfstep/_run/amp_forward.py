@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep import _torch
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.patches import Patches
 from halfstep._common.top_level_calls import Outermost, not_compiled
+from halfstep._pytorch import autograd, compiler, modes
 from halfstep._run.amp_script import ScriptState
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
@@ -88,7 +88,7 @@ class Forward:
         with self._outermost.inside(), context:
             return function(*args, **kwargs)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
         """Return the context of an outermost module; None for no context."""
         param = next(module.parameters(), None)
@@ -103,7 +103,7 @@ class Forward:
         self._script.modules.setdefault(type(_unwrapped(module)).__name__)
         return self._context(param.device.type, module)
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
         """Return the context of a loss function."""
         self._script.losses.setdefault(name)
@@ -116,15 +116,15 @@ class Forward:
 
     def _may_enter(self, device: str) -> bool:
         # An exported or traced program runs elsewhere and cannot keep a policy.
-        if _torch.is_jit_tracing() or _torch.is_exporting():
+        if modes.is_jit_tracing() or compiler.is_exporting():
             return False
-        if _torch.is_tracing_before_autocast():
+        if modes.is_tracing_before_autocast():
             return False
         if not torch.amp.is_autocast_available(device):
             return False
         if current_scope().policies or torch.is_autocast_enabled(device):
             # In the backward pass it is our own, restored by a checkpoint.
-            if _torch.backward_number() < 0 and self._script.is_on:
+            if autograd.backward_number() < 0 and self._script.is_on:
                 self._script.note_own_autocast()
             return False
         return True
@@ -152,14 +152,14 @@ def _why_not_scaled(module: nn.Module) -> str | None:
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside compiled or replicated wrappers, as the script knows it."""
-    inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
+    inner = compiler.compiled_from(module) or getattr(module, "module", None)
     return _unwrapped(inner) if isinstance(inner, nn.Module) else module
 
 
 # --- outputs in float32 ---------------------------------------------------------------------------
 
 
-@_torch.do_not_compile_alone
+@compiler.do_not_compile_alone
 def in_float32(value: Any, lower: torch.dtype) -> Any:
     """Return ``value`` with every tensor in it that has the dtype ``lower`` as float32.
 

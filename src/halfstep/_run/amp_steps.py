@@ -17,8 +17,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep import _torch
 from halfstep._common.patches import Patches, subclasses, watch_steps
+from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome
@@ -75,7 +75,7 @@ class ScaledSteps:
         if self._script.is_training:
             self._fresh.forget(optimizer)
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self._thread.is_stepping:
             self._thread.was_called = True
@@ -293,7 +293,7 @@ class Schedules:
         steps = self._steps.get(scheduler.optimizer)
         count = 0 if steps is None else steps.count
         before = self._moved.get(scheduler, 0)
-        if not _torch.is_being_made(scheduler):
+        if not optim.is_being_made(scheduler):
             self._script.schedules.setdefault(type(scheduler).__name__)
             if steps is not None and count > before and steps.last_taken() <= before:
                 return False

@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 
-from halfstep import _torch
 from halfstep._common.machine import num_ranks
+from halfstep._pytorch import distributed
 from halfstep._record.files import RUNS
 
 
@@ -202,7 +202,7 @@ def _is_first(error: BaseException) -> bool:
         return True
     digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
     try:
-        return int(_torch.default_store().add(f"halfstep/error/{digest}", 1)) == 1
+        return int(distributed.default_store().add(f"halfstep/error/{digest}", 1)) == 1
     except RuntimeError:  # the store is gone with its rank
         return True
 

@@ -21,9 +21,10 @@ from torch import distributed
 from torch.amp import autocast_mode
 
 import halfstep
-from halfstep import Policy, _torch, preset
+from halfstep import Policy, preset
 from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import LOWER_PRECISIONS
+from halfstep._pytorch import compiler
 from halfstep._scaler.disabled import DisabledGradScaler
 
 _TorchAutocast = autocast_mode.autocast
@@ -48,7 +49,7 @@ def set_policy(policy: Policy) -> Policy:
 class Autocast(halfstep.autocast):
     """Stands in for ``torch.autocast``."""
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         device_type: str,
@@ -62,7 +63,7 @@ class Autocast(halfstep.autocast):
 class CudaAutocast(Autocast):
     """Stands in for ``torch.cuda.amp.autocast``."""
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         enabled: bool = True,
@@ -75,7 +76,7 @@ class CudaAutocast(Autocast):
 class CpuAutocast(Autocast):
     """Stands in for ``torch.cpu.amp.autocast``."""
 
-    @_torch.do_not_compile_alone
+    @compiler.do_not_compile_alone
     def __init__(
         self,
         enabled: bool = True,
@@ -85,7 +86,7 @@ class CpuAutocast(Autocast):
         Region.__init__(self, _settings("cpu", dtype, enabled, cache_enabled))
 
 
-@_torch.run_while_tracing
+@compiler.run_while_tracing
 def _settings(
     device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None
 ) -> Settings:
@@ -295,7 +296,6 @@ NAMES: dict[tuple[str, str], object] = {
 _ORIGINALS = {key: getattr(import_module(key[0]), key[1]) for key in NAMES}
 
 _SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
-_COMPILER = "torch._dynamo.variables.torch"
 
 
 @contextmanager
@@ -312,7 +312,7 @@ def replaced(policy: Policy) -> Iterator[None]:
         if module == _SHARDED:
             names.replace({(_SHARDED, "ShardedGradScaler"): ShardedGradScaler})
 
-    loader = _WithOriginals((_SHARDED, _COMPILER), when_loaded)
+    loader = _WithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
     if _SHARDED in sys.modules:
         when_loaded(_SHARDED)
     sys.meta_path.insert(0, loader)

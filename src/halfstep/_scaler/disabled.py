@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.checks import checked_count
 from halfstep._scaler.gradients.collecting import collect, parameters
 from halfstep._scaler.loops.closures import Closure, drop_gradients, split_closure
@@ -22,7 +23,6 @@ from halfstep._scaler.scale.state import ScaleState
 from halfstep._scaler.scaler import GradScaler
 from halfstep._scaler.steps import clipping
 from halfstep._scaler.steps.stepping import Preparation
-from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import RanksError
 
 

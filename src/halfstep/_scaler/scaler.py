@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.devices import available_device
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loops.accumulation import accumulate
@@ -28,7 +29,6 @@ from halfstep._scaler.scale.state import ScaleState
 from halfstep._scaler.steps import clipping
 from halfstep._scaler.torch_attributes import refuse_never_called
 from halfstep._scaler.torch_calls import TorchCalls
-from halfstep._torch import keep_out_of_graphs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

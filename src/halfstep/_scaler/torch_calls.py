@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler.devices import default_device
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import parameters
@@ -22,7 +24,6 @@ from halfstep._scaler.scale.loss_scale import LossScale
 from halfstep._scaler.scale.rules import Dynamic, Rule
 from halfstep._scaler.steps import clipping
 from halfstep._scaler.torch_attributes import TorchAttributes
-from halfstep._torch import keep_out_of_graphs, saving_group
 from halfstep.errors import CallOrderError
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000

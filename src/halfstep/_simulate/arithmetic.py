@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.formats import Format, dtype_name, rounded
+from halfstep._pytorch import modes, storages
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._simulate.counts import RoundingCounts
 from halfstep._trace.ops import casts_to, op_name, written_to
 from halfstep._trace.rows import Phase
@@ -110,7 +111,7 @@ class HalfArithmetic:
 
     def _computes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = op_name(func)
-        if func.is_view or func._schema.is_mutable or name in _MOVE or func.namespace != "aten":
+        if func.is_view or schema_of(func).is_mutable or name in _MOVE or func.namespace != "aten":
             return False
         if not any(t.dtype is self._low for t in tensors_in((args, kwargs))):
             return False
@@ -128,7 +129,7 @@ class HalfArithmetic:
     def _computes_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether an op computes and writes to a tensor in lower precision."""
         name = op_name(func)
-        if not func._schema.is_mutable or name in _MOVE or func.namespace != "aten":
+        if not schema_of(func).is_mutable or name in _MOVE or func.namespace != "aten":
             return False
         if not (torch.Tag.pointwise in func.tags or name in ("addmm_", "baddbmm_", "addmv_")):
             return False
@@ -204,7 +205,7 @@ def _found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[to
 
     named = {k: "meta" if isinstance(v, torch.device) else v for k, v in kwargs.items()}
     try:
-        with _torch.unseen_by_modes():
+        with modes.unseen_by_modes():
             result = func(*each_tensor(args, empty), **each_tensor(named, empty))
     except (NotImplementedError, RuntimeError):  # its result may depend on values
         return ()
@@ -279,7 +280,7 @@ class Float8Arithmetic:
         if self._is_behind and context.phase == "forward":  # a new step
             self._counted.clear()
         self._is_behind = is_backward
-        reference = _torch.memory_of(operand)
+        reference = storages.memory_of(operand)
         key = (context.module, reference.cdata)
         is_new = key not in self._counted
         self._counted[key] = reference

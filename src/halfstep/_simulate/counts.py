@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._numerics.formats import Format
+from halfstep._pytorch import modes
 from halfstep._trace.rows import Phase
 from halfstep._trace.text import TableLine, aligned
 
@@ -88,7 +88,7 @@ class RoundingCounts:
         """Count values before they are rounded. Sync: none."""
         if not values.numel():
             return
-        with _torch.unseen_by_modes():
+        with modes.unseen_by_modes():
             counted = _counted(values, self._format)
             with self._lock:
                 key = (module, phase, values.device)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from halfstep import _torch
 from halfstep._autocast import kernels
 from halfstep._autocast.context import default_device
 from halfstep._autocast.modules import name_modules
@@ -23,6 +22,7 @@ from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import did_you_mean
 from halfstep._common.force_eager import eager
 from halfstep._numerics.formats import FORMATS, Format
+from halfstep._pytorch import amp, compiler
 from halfstep._simulate.arithmetic import Arithmetic, Float8Arithmetic, HalfArithmetic
 from halfstep._simulate.counts import RoundingCount, RoundingCounts, counts_text, summary_text
 from halfstep._simulate.simulator import Simulator, rules_observed
@@ -44,7 +44,7 @@ def autocast_forward(devices: list[str], dtype: torch.dtype, policy: Policy) -> 
     """
     with ExitStack() as stack:
         for device in devices:
-            switches = _torch.Switches(device, dtype, True, False)
+            switches = amp.Switches(device, dtype, True, False)
             number = kernels.prepare(policy, device)
             stack.enter_context(Region(Settings(switches, number, inherit=False)))
         stack.enter_context(_OffInBackward(devices))
@@ -76,7 +76,7 @@ class _OffInBackward(TorchFunctionMode):
         with ExitStack() as stack:
             if func in _BACKWARD:
                 for device in self._devices:
-                    outside = _torch.autocast_switches(device)
+                    outside = amp.autocast_switches(device)
                     switches = outside._replace(enabled=False)
                     stack.enter_context(Region(Settings(switches, None, inherit=False)))
             return func(*args, **(kwargs or {}))
@@ -155,7 +155,7 @@ class simulate:
         )
         self._counts = RoundingCounts(self.format)
         self._devices = _devices(model)
-        self._is_compiled = any(map(_torch.is_compiled, model.modules()))
+        self._is_compiled = any(map(compiler.is_compiled, model.modules()))
         self._simulator: Simulator | None = Simulator(model, self.policy, arithmetic, self._counts)
         self._has_run = False
         self.notes: tuple[str, ...] = ()
@@ -248,4 +248,4 @@ def _devices(model: nn.Module) -> list[str]:
     """Return the device types of the model for which autocast exists."""
     tensors = (*model.parameters(), *model.buffers())
     types = dict.fromkeys(tensor.device.type for tensor in tensors)
-    return [t for t in types if t in _torch.autocast_devices()] or [default_device()]
+    return [t for t in types if t in amp.autocast_devices()] or [default_device()]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Rule
+from halfstep._pytorch.modes import dispatch_modes
 from halfstep._simulate.arithmetic import Arithmetic, OpContext
 from halfstep._simulate.counts import RoundingCounts
 from halfstep._trace.ops import OpMode, op_name
@@ -107,6 +107,6 @@ def rules_observed() -> Iterator[None]:
 @contextmanager
 def _observe(op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
     # On CUDA the threads of autograd have the modes of the thread that started them.
-    modes = [mode for mode in _torch.dispatch_modes() if isinstance(mode, Simulator)]
+    modes = [mode for mode in dispatch_modes() if isinstance(mode, Simulator)]
     with modes[-1].under(op, rule, policy) if modes else nullcontext():
         yield

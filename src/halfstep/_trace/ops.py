@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch import amp, compiler, dispatch, modes
+from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.places import OpPlaces
 from halfstep._trace.rows import Value
 
@@ -35,8 +36,7 @@ _WRITE_UNSAID = dict.fromkeys(
 
 def op_name(func: Any) -> str:
     """Return the name of an op, without its overload."""
-    name: str = func._schema.name
-    return name.removeprefix("aten::")
+    return schema_of(func).name.removeprefix("aten::")
 
 
 def device_of(given: list[Tensor], kwargs: dict[str, Any]) -> str:
@@ -61,9 +61,9 @@ def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an op writes to."""
     hidden = _WRITE_UNSAID.get(op_name(func), ())
-    if not (hidden or func._schema.is_mutable):
+    if not (hidden or schema_of(func).is_mutable):
         return []
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in (*written, *hidden) if name in given]
@@ -81,7 +81,7 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
     memories = {value.storage for value in inputs}
     return (
         bool(outputs)
-        and not func._schema.is_mutable
+        and not schema_of(func).is_mutable
         and all(value.storage in memories for value in outputs)
     )
 
@@ -97,7 +97,7 @@ class _Thread(threading.local):
     is_cast = False
 
 
-class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that calls :meth:`run` for every op that computes, and not for composites.
 
     Args:
@@ -122,7 +122,7 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         """
         raise NotImplementedError
 
-    @_torch.keep_out_of_graphs
+    @compiler.keep_out_of_graphs
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -130,7 +130,7 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         given = list(tensors_in((args, kwargs)))
         device = device_of(given, kwargs)
-        if _torch.is_made_of_others(func, device) and all(map(is_dense, given)):
+        if dispatch.is_made_of_others(func, device) and all(map(is_dense, given)):
             return self._decompose(func, device, args, kwargs)
         return self.run(func, args, kwargs, given)
 
@@ -146,8 +146,8 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         here.is_cast = before or self._is_cast_by_autocast(func, device)
         is_on = not here.is_cast and autocast_of_caller(device)[0] is not None
         try:
-            with _torch.autocast_again(device) if is_on else nullcontext(), self:
-                return _torch.decompose(func, args, kwargs)
+            with modes.autocast_again(device) if is_on else nullcontext(), self:
+                return dispatch.decompose(func, args, kwargs)
         finally:
             here.is_cast = before
 
@@ -155,13 +155,13 @@ class OpMode(_torch.DispatchMode):  # type: ignore[no-untyped-call]
         if device in scopes.current().policies:
             ruled = self._places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
-        name = f"{op_name(func)}.{func._overloadname}"
-        return name in _torch.overloads_with_autocast_kernel(device)
+        name = f"{op_name(func)}.{dispatch.overload_of(func)}"
+        return name in dispatch.overloads_with_autocast_kernel(device)
 
 
 def autocast_of_caller(device: str) -> tuple[str | None, bool]:
     """Return the lower precision outside of the mode, None for autocast off, and if it caches."""
-    if device not in _torch.autocast_devices():
+    if device not in amp.autocast_devices():
         return None, False
-    switches = _torch.autocast_switches_of_caller(device)
+    switches = modes.autocast_switches_of_caller(device)
     return (dtype_name(switches.dtype) if switches.enabled else None), switches.cache

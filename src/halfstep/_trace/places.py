@@ -21,11 +21,11 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from halfstep import _torch
 from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.rule import Rule
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch import amp, autograd
 from halfstep._trace.rows import Cast, Phase
 
 
@@ -101,7 +101,7 @@ class RunningModules:
     def _enter(self, module: nn.Module, _: Any) -> None:
         name = self._names.get(module)
         if name is not None:
-            in_backward = _torch.backward_number() >= 0
+            in_backward = autograd.backward_number() >= 0
             call = ModuleCall(name, self._counts[module], in_backward)
             self._counts[module] += 1
             self._stack.calls.append((module, call))
@@ -166,7 +166,7 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.ruled: list[RuledOp] = []
-        self.next_node = _torch.next_sequence_number()
+        self.next_node = autograd.next_sequence_number()
         self.nodes: dict[int, OpPlace] = {}
         self.records: dict[int, bool] = {}
         self.recomputed: set[int] = set()
@@ -196,7 +196,7 @@ class OpPlaces:
     def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[RuledOp]:
         """Count the ops of the block as parts of ``op``, for which ``rule`` decided."""
         # Read now: the kernel may switch off PyTorch's cache for its casts.
-        switches = _torch.autocast_switches(policy.device)
+        switches = amp.autocast_switches(policy.device)
         lower = dtype_name(switches.dtype)
         ruled = RuledOp(op.rpartition(".")[0], rule, (lower, switches.cache))
         self.ruled.append(ruled)
@@ -207,7 +207,7 @@ class OpPlaces:
 
     def backward_begins(self) -> bool:
         """Return whether the next op is the first of its backward pass."""
-        task = _torch.backward_number()
+        task = autograd.backward_number()
         return task >= 0 and task not in self._thread.records
 
     def place(self, op: str, number: int, *, is_cast: bool) -> tuple[OpPlace, Phase]:
@@ -218,7 +218,7 @@ class OpPlaces:
             number: The number of the op among all.
             is_cast: Whether the op casts.
         """
-        here, task = self._thread, _torch.backward_number()
+        here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
         if task < 0:
@@ -227,7 +227,7 @@ class OpPlaces:
             place, phase = self._place_in_backward(task, call, op)
         if ruled is not None:
             place = place._replace(rule=str(ruled.rule), op=ruled.op)
-        following = _torch.next_sequence_number()
+        following = autograd.next_sequence_number()
         made_for = place if phase == "backward" else place._replace(op=place.op or op)
         made_for = made_for._replace(cast=number if is_cast else None, number=number)
         for node in range(here.next_node, following):
@@ -245,13 +245,13 @@ class OpPlaces:
         records = here.records.setdefault(task, torch.is_grad_enabled())
         # On CUDA the backward pass, with what it recomputes, runs in a thread of autograd.
         nodes = here.nodes if task in here.recomputed else self._nodes
-        node = _torch.running_sequence_number()
+        node = autograd.running_sequence_number()
         place = nodes.get(-1 if node is None else node, OpPlace())
         if call is not None and call.in_backward:
             return OpPlace(call.module, call.number), "recompute"
         if torch.is_grad_enabled() and not records:  # a function, not a module
             return OpPlace(place.module, place.call), "recompute"
-        into = _torch.accumulated_into()
+        into = autograd.accumulated_into()
         if into is not None:
             return OpPlace(self._name_of(into).rpartition(".")[0]), "backward"
         if op in ("add", "add_"):  # autograd's sum of gradients, by no rule

@@ -12,13 +12,13 @@ from typing import Self
 import torch
 from torch import nn
 
-import halfstep
-from halfstep import _torch
 from halfstep._autocast.kernels import observed_by
 from halfstep._common.force_eager import eager
+from halfstep._pytorch import compiler
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row
 from halfstep._trace.tracer import Tracer
+from halfstep._version import __version__
 from halfstep.errors import CallOrderError
 
 _EAGER = "compiled code ran in eager mode for the trace: ops of compiled code cannot be seen"
@@ -63,7 +63,7 @@ class trace(Recording):
                 "where an op belongs"
             )
         super().__init__((), {})
-        self._is_compiled = any(map(_torch.is_compiled, model.modules()))
+        self._is_compiled = any(map(compiler.is_compiled, model.modules()))
         self._model: nn.Module | None = model
         self._tracer: Tracer | None = None
         self._stack, self._thread = ExitStack(), threading.get_ident()
@@ -127,7 +127,7 @@ def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
     if "cuda" in devices:
         names["cuda"] = torch.cuda.get_device_name()
     found = {
-        "halfstep": halfstep.__version__,
+        "halfstep": __version__,
         "torch": torch.__version__,
         "device": ", ".join(f"{d} ({names[d]})" if d in names else d for d in devices),
     }

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import _torch
 from halfstep._autocast import scopes
 from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.rule import Rule
 from halfstep._numerics.formats import dtype_name
+from halfstep._pytorch import autograd, storages
 from halfstep._trace.ops import (
     OpMode,
     autocast_of_caller,
@@ -53,7 +53,7 @@ class StorageIds:
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of the storage of a tensor; a new number if it has no storage."""
-        reference = _torch.memory_of(tensor)
+        reference = storages.memory_of(tensor)
         if reference is None:
             return next(self._count)
         found = self._numbers.get(reference.cdata)
@@ -82,7 +82,7 @@ class StorageIds:
         number = self.number(tensor)
         return Value(
             storage=number,
-            version=0 if tensor.is_inference() else tensor._version,
+            version=autograd.version_of(tensor),
             offset=int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),

@@ -18,7 +18,6 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-import halfstep
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
@@ -26,6 +25,7 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._record.files import has_checksum, line_of
 from halfstep._tune.passes import Lowering
 from halfstep._tune.task import Task
+from halfstep._version import __version__
 from halfstep.errors import RecordError
 
 SCHEMA = 1
@@ -41,7 +41,7 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Finge
     device = task.device(batches[0])
     return {
         "schema": str(SCHEMA),
-        "halfstep": halfstep.__version__,
+        "halfstep": __version__,
         "torch": torch.__version__,
         "machine": device_name(device),
         "dtype": dtype_name(lowering.dtype),

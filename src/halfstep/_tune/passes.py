@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep import _torch
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.force_eager import eager
+from halfstep._pytorch import modes
 from halfstep._tune.module_check import (
     KINDS,
     Comparison,
@@ -110,7 +110,7 @@ def tensor_hooks(task: Task, see: See) -> Iterator[StepPhase]:
     def look(kind: str, name: str, call: int, values: Any) -> None:
         found = [each for each in tensors_in([values]) if each.is_floating_point()]
         for position, tensor in enumerate(found):
-            if _torch.is_inside_functorch(tensor):
+            if modes.is_inside_functorch(tensor):
                 continue
             see(TensorPlace(name, call, kind, position), tensor)
             if tensor.requires_grad:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from halfstep._autocast.casts import tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
+from halfstep._pytorch.autograd import version_of
+from halfstep._pytorch.modules import registers_of
 
 SEED = 0
 """The seed of all random number generators in each pass."""
@@ -35,9 +37,8 @@ class Snapshot:
         modules = list(model.modules())
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in modules:
-            held = vars(module)
-            inner = (held["_parameters"], held["_buffers"], held["_modules"])
-            self._attributes += [(each, dict(each)) for each in (held, *inner)]
+            held = (vars(module), *registers_of(module))
+            self._attributes += [(each, dict(each)) for each in held]
         found = [*tensors_in(each for each, _ in self._attributes), *others]
         distinct = {id(tensor): tensor for tensor in found}.values()
         self._values = [_Value(tensor) for tensor in distinct]
@@ -90,15 +91,11 @@ class _Value:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._before = tensor, tensor.detach().clone()
-        self._version = _version(tensor)
+        self._version = version_of(tensor)
 
     def restore(self) -> None:
         # A tensor that was not changed is not written to, so that its version stays.
-        same_version = _version(self._tensor) == self._version
+        same_version = version_of(self._tensor) == self._version
         if not (same_version and torch.equal(self._tensor.detach(), self._before)):
             self._tensor.detach().copy_(self._before)
-            self._version = _version(self._tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+            self._version = version_of(self._tensor)

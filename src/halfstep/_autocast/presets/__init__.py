@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 
-from halfstep import _torch
 from halfstep._autocast import policy_file
 from halfstep._autocast.rule import LOWER_PRECISIONS, Rule
+from halfstep._pytorch import dispatch
 
 PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32")
 
@@ -46,6 +46,6 @@ def _registered(rules: Iterable[Rule]) -> Iterator[Rule]:
     """Keep the rules whose op has an autocast kernel in the running version of PyTorch."""
     for rule in rules:
         assert rule.device is not None
-        ops = _torch.overloads_with_autocast_kernel(rule.device)
+        ops = dispatch.overloads_with_autocast_kernel(rule.device)
         if any(rule.holds(op, rule.device, dtype) for op in ops for dtype in LOWER_PRECISIONS[:2]):
             yield rule

@@ -11,9 +11,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.distributed import is_dtensor, local_part
 from halfstep._scaler.ranks.sharding import has_dtensors, settle
 from halfstep._scaler.scalars import describe
-from halfstep._torch import is_dtensor, local_part
 
 NUM_NAMED = 3
 """An error message names this many parameters and counts the rest."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.amp import check_and_unscale_
 from halfstep._scaler.gradients.collecting import Gradients
 from halfstep._scaler.gradients.reductions import largest_magnitudes, sums_of_squares
 from halfstep._scaler.scalars import is_nonfinite, moved, reciprocal
-from halfstep._torch import check_and_unscale_
 
 CLIP_EPSILON = 1e-6
 """What PyTorch adds to the norm before it divides by it."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.distributed import is_dtensor, local_part
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients.collecting import Gradients, parameters
 from halfstep._scaler.optimizers import name
@@ -23,7 +24,6 @@ from halfstep._scaler.steps.iteration import (
     OptimizerRecord,
     Stage,
 )
-from halfstep._torch import is_dtensor, local_part
 from halfstep.errors import CallOrderError
 
 Stash: TypeAlias = list[tuple[Tensor, Tensor | None]]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.gradients.collecting import Gradients, collect
 from halfstep._scaler.gradients.passes import Norms, measure
 from halfstep._scaler.names import Names
@@ -23,7 +24,6 @@ from halfstep._scaler.scalars import moved
 from halfstep._scaler.scale.device_state import StateSnapshot
 from halfstep._scaler.scale.loss_scale import LossScale
 from halfstep._scaler.scale.state import Reason, reason
-from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 
 NUM_WITNESSES = 512

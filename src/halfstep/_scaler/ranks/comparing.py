@@ -13,10 +13,10 @@ from weakref import ref
 import torch
 from torch import distributed
 
+from halfstep._pytorch.distributed import default_store
 from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.ranks.group import Group, listed
 from halfstep._scaler.scale.host_copy import HostCopy
-from halfstep._torch import default_store
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:

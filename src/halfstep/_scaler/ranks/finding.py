@@ -12,11 +12,11 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep._pytorch.distributed import has_comm_hook, is_dtensor, names_left_out
 from halfstep._scaler.ranks.comparing import StateComparison, require_same
 from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import Group, has_ranks, listed
 from halfstep._scaler.ranks.sharding import Layout, spread
-from halfstep._torch import has_comm_hook, is_dtensor, names_left_out
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:

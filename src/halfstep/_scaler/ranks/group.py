@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
-from halfstep._torch import exchange_device
+from halfstep._pytorch.distributed import exchange_device
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:

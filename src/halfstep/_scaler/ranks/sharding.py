@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, distributed
 
+from halfstep._pytorch.distributed import is_dtensor, is_dtensor_class, spec_of
 from halfstep._scaler.ranks.group import Group, ranks_of
-from halfstep._torch import is_dtensor, is_dtensor_class, spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.scalars import moved
 from halfstep._scaler.scale.rules import LogMax, Rule
@@ -24,7 +25,6 @@ from halfstep._scaler.scale.table import (
     table,
     table_kind,
 )
-from halfstep._torch import keep_out_of_graphs
 
 
 class DeviceState:

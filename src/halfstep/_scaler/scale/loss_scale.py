@@ -7,13 +7,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._scaler.checks import checked_scale
 from halfstep._scaler.scalars import any_of, describe, is_nonfinite, moved
 from halfstep._scaler.scale.device_state import DeviceState, StateSnapshot
 from halfstep._scaler.scale.host_copy import HostCopy
 from halfstep._scaler.scale.rules import LogMax, Rule
 from halfstep._scaler.scale.state import ScaleState
-from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
 
 

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.amp import update_scale_
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.scale.rules import LARGEST_HEADROOM, LogMax, Rule
 from halfstep._scaler.scale.slots import ROW, SLOT, on_device
 from halfstep._scaler.scale.state import ScaleState
-from halfstep._torch import update_scale_
 
 
 class Answers(NamedTuple):

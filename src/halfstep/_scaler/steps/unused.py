@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from halfstep._pytorch.autograd import after_backward, leaves_of
+from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.gradients import passes
 from halfstep._scaler.gradients.collecting import collect_local, parameters
 from halfstep._scaler.outcomes.journal import Journal
@@ -28,7 +30,6 @@ from halfstep._scaler.scale.loss_scale import LossScale
 from halfstep._scaler.scale.losses import tensors_in
 from halfstep._scaler.scale.scales import Scales
 from halfstep._scaler.steps.iteration import Iteration, OptimizerRecord, Stage
-from halfstep._torch import after_backward, keep_out_of_graphs, leaves_of
 
 NUM_LOSSES = 16
 """The graphs of this many losses are searched for parameters, a few milliseconds each. Optimizers

@@ -1,0 +1,128 @@
+"""torch.amp: the switches of autocast, the kernels and the state of the scaler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.amp.autocast_mode
+
+from halfstep._pytorch.compiler import GUARD_DEVICE
+
+# (gradients, found_inf, inv_scale): sets found_inf to 1 if any entry is inf or NaN, then multiplies
+# all gradients by inv_scale in place, in float32 arithmetic. The gradients are of one device and
+# one real dtype, found_inf and inv_scale float32 scalars on that device.
+check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): the transition
+# of torch.amp in place on the device. Scale and found_inf are float32 scalars, growth_tracker is an
+# int32 one. It grows the scale when growth_tracker + 1 == growth_interval, by equality.
+update_scale_ = torch._amp_update_scale_
+
+
+def restart_scaler(scaler: torch.amp.GradScaler, scale: float | None) -> None:
+    """Give PyTorch's scaler new books, so that those it has are left alone.
+
+    Args:
+        scaler: Its attributes are replaced; keep ``vars(scaler)`` to bring them back.
+        scale: The scale; None for the one that it has.
+    """
+    attributes: Any = vars(scaler)
+    device = None if attributes["_scale"] is None else attributes["_scale"].device
+    value = scaler.get_scale() if scale is None else scale
+    if device is None:
+        attributes["_init_scale"] = value
+    else:
+        attributes["_scale"] = torch.tensor(value, dtype=torch.float32, device=device)
+        attributes["_growth_tracker"] = torch.tensor(0, dtype=torch.int32, device=device)
+    states = attributes["_per_optimizer_states"]
+    attributes["_per_optimizer_states"] = type(states)(states.default_factory)
+
+
+class Switches(NamedTuple):
+    """PyTorch's autocast switches of a thread for one device type."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+    cache: bool
+
+
+_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+_is_cache_enabled = torch.is_autocast_cache_enabled
+_set_cache_enabled = torch.set_autocast_cache_enabled
+
+
+def autocast_switches(device_type: str) -> Switches:
+    """Read the switches of this thread."""
+    return Switches(
+        device_type, _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
+    )
+
+
+def set_autocast_switches(switches: Switches) -> None:
+    """Set the switches of this thread."""
+    device_type, dtype, enabled, cache = switches
+    _set_enabled(device_type, enabled)
+    _set_dtype(device_type, dtype)
+    _set_cache_enabled(cache)
+
+
+def exchange_autocast_switches(switches: Switches) -> Switches:
+    """Set the switches of this thread, and return what they were for the same device type."""
+    device_type, dtype, enabled, cache = switches
+    before = _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
+    _set_enabled(device_type, enabled)
+    _set_dtype(device_type, dtype)
+    _set_cache_enabled(cache)
+    return tuple.__new__(Switches, (device_type, *before))  # half the time of Switches(...)
+
+
+# (): whether some __torch_function__ mode is active in this thread.
+has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+# (): what torch.clear_autocast_cache is before call_when_cache_is_cleared.
+clear_autocast_cache: Callable[[], None] = torch.clear_autocast_cache
+
+
+def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
+    """Return what a context of plain ``torch.autocast`` sets the switches to."""
+    return Switches(
+        context.device, context.fast_dtype, context._enabled, bool(context._cache_enabled)
+    )
+
+
+@cache
+def switch_devices() -> list[str]:
+    """Return the device types for which this build of PyTorch has autocast's switches."""
+    return [each for each in torch._C._autocast_supported_devices() if each != GUARD_DEVICE]
+
+
+@cache
+def autocast_devices() -> list[str]:
+    """Return those of :func:`switch_devices` for which PyTorch takes kernels for autocast.
+
+    For some others (XLA) it has autocast, but no Python name for the key.
+    """
+    keys = torch._C.DispatchKey.__members__
+    return [
+        each
+        for each in switch_devices()
+        if "Autocast" + torch._C._dispatch_key_for_device(each) in keys
+    ]
+
+
+def call_when_cache_is_cleared(function: Callable[[], None]) -> None:
+    """Let ``torch.clear_autocast_cache()`` call ``function`` too, for good."""
+    clear = torch.clear_autocast_cache
+
+    @functools.wraps(clear)
+    def clear_autocast_cache() -> None:
+        clear()
+        function()
+
+    torch.clear_autocast_cache = clear_autocast_cache

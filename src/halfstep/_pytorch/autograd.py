@@ -1,0 +1,111 @@
+"""Autograd: nodes, backward passes, saved tensors and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+# (function): call it when the backward pass that is running ends, if it does not raise. One that is
+# started inside of another, as in the reentrant variant of checkpoint, is a part of that.
+after_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+
+def leaves_of(roots: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves whose ``grad`` a backward pass from ``roots`` adds to, each once.
+
+    Not those that a node reaches only by a backward pass of its own, as in the reentrant variant of
+    ``torch.utils.checkpoint``. About a microsecond for each node of the graph. Sync: none.
+    """
+    leaves = []
+    stack: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return leaves
+
+
+# A node of autograd has a number, given in order in the thread that makes it.
+
+# (): the number that the next node of this thread gets.
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+# (): which backward pass runs in this thread, -1 for none.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def made_as(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the number of the node that made a tensor, and which result it is; None for a leaf."""
+    node = tensor.grad_fn
+    return None if node is None else (node._sequence_nr(), tensor.output_nr)
+
+
+def running_sequence_number() -> int | None:
+    """Return the number of the node whose backward runs in this thread, None if none does."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def accumulated_into() -> torch.Tensor | None:
+    """Return the tensor whose ``grad`` a backward pass adds to in this thread, None for none."""
+    node: Any = torch._C._current_autograd_node()
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+# What every backward pass begins in; what it calls in Python lies above that on the stack.
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def saves_as_always() -> bool:
+    """Say whether autograd in this thread saves tensors themselves, and takes hooks for them."""
+    autograd: Any = torch._C._autograd
+    has_hooks = autograd._top_saved_tensors_default_hooks(True) is not None
+    return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; 0 where inference mode has made it, for none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Let a tensor count as written to so many times, for what autograd has saved of it."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+@cache
+def wrap_recomputed(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let torch.utils.checkpoint keep ``wrap(function)`` wherever it keeps a function to run again.
+
+    Once and for good. ``wrap`` is called in the forward pass, its result in the backward pass too.
+    """
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+    forward = reentrant.forward
+    frame = torch.utils.checkpoint._CheckpointFrame
+    init = frame.__init__
+
+    def wrapping_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, wrap(run_function), *args)  # type: ignore[no-untyped-call]
+
+    def wrapping_init(self: Any, recompute_fn: Callable[..., Any], *args: Any) -> None:
+        init(self, wrap(recompute_fn), *args)
+
+    reentrant.forward = staticmethod(wrapping_forward)  # type: ignore[method-assign]
+    frame.__init__ = wrapping_init  # type: ignore[method-assign,assignment]

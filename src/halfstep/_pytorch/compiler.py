@@ -1,0 +1,168 @@
+"""torch.compile, torch.export and torch.jit: marks for functions, guards of compiled code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.compiler.config
+import torch.utils._pytree
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
+
+
+def allow_in_graph(*functions: Callable[..., None]) -> None:
+    """Let torch.compile put calls of the functions into its graphs as they are."""
+    torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
+
+
+def do_not_compile_alone(
+    function: Callable[_Params, _Result], *, nor_below: bool = True
+) -> Callable[_Params, _Result]:
+    """Let torch.compile trace into ``function`` from its caller, but not start in it.
+
+    Where torch.compile gives up on a function it runs it as it is and compiles what it calls. A
+    graph made of code that switches autocast on would do so while it is traced, and never again.
+
+    Args:
+        function: what is not to be compiled.
+        nor_below: not to start in anything that it calls either.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, skip if nor_below else default)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def keep_out_of_graphs(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile end a graph where ``function`` is called, and compile nothing in it.
+
+    As ``torch.compiler.disable``, which would import all of torch.compile.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it keeps books in Python"  # type: ignore[attr-defined]
+    return do_not_compile_alone(function)
+
+
+def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Let torch.compile call ``function`` while it traces, and take the result for a constant.
+
+    As ``torch.compiler.assume_constant_result``, which would import all of torch.compile.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def constant_while_tracing(kind: type[_Value]) -> type[_Value]:
+    """Let torch.compile of 2.11 pass values of a class to what :func:`run_while_tracing` marks.
+
+    Later versions do without. The class has ``__eq__`` and ``__hash__`` and is no dataclass; its
+    values never change. Code that was compiled with one value is guarded by it.
+    """
+    torch.utils._pytree.register_constant(kind)
+    return kind
+
+
+@run_while_tracing
+def is_exporting() -> bool:
+    """Return whether torch.export traces; 2.11's own answer is True for torch.compile too."""
+    return torch.compiler.is_exporting()
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Say whether calls of a module run what torch.compile made of it."""
+    return module._compiled_call_impl is not None or compiled_from(module) is not None
+
+
+def compiled_from(module: torch.nn.Module) -> Any:
+    """Return the module that torch.compile has made ``module`` of; None if it has not."""
+    return getattr(module, "_orig_mod", None)
+
+
+def script_instead(wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+    """Let torch.jit.script compile ``original`` where it finds ``wrapper``; torch.compile too."""
+    vars(wrapper).update(__script_if_tracing_wrapper=True, __original_fn=original)
+
+
+# torch.compile guards on the autocast dtype of every device type for which autocast is on. This one
+# (Graphcore's) lost its backend, so no op ever looks at it, and a number written there as a dtype
+# becomes part of the guards. It does count for torch._C._is_any_autocast_enabled().
+GUARD_DEVICE = "ipu"
+
+_GUARD_VALUES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+NUM_GUARD_VALUES = len(_GUARD_VALUES)
+
+# Whether autocast is on for that device type, and its dtype there.
+CompileGuard = tuple[bool, torch.dtype]
+
+
+def numbered_guard(number: int) -> CompileGuard:
+    """Return a guard that differs from that of another number, below :data:`NUM_GUARD_VALUES`."""
+    return True, _GUARD_VALUES[number]
+
+
+_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+
+
+def compile_guard() -> CompileGuard:
+    """Return what code compiled in this thread now is guarded by."""
+    return _is_enabled(GUARD_DEVICE), _get_dtype(GUARD_DEVICE)
+
+
+_TAG_MARK = "|halfstep:"
+_tags_after: dict[tuple[object, str], str] = {}
+
+# Where PyTorch keeps an override in a context variable, that is read and written in a tenth of the
+# time of the attribute of the configuration.
+_override: Any = torch.compiler.config._config["cache_key_tag"].user_override  # type: ignore[attr-defined]
+_tag_variable: ContextVar[object] | None = _override if isinstance(_override, ContextVar) else None
+_has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
+
+
+def set_compile_mark(guard: CompileGuard, tag: str) -> None:
+    """Let code compiled in this thread from now on run only while the same guard is set again.
+
+    Args:
+        guard: The guard.
+        tag: What the on-disk caches of torch.compile tell this code by.
+    """
+    enabled, dtype = guard
+    _set_enabled(GUARD_DEVICE, enabled)
+    _set_dtype(GUARD_DEVICE, dtype)
+    if _tag_variable is None:
+        torch.compiler.config.cache_key_tag = _with_tag(tag)
+        return
+    before = _tag_variable.get()
+    after = _tags_after.get((before, tag))
+    if after is None:
+        after = _tags_after[before, tag] = _with_tag(tag)
+    if after != before:
+        _tag_variable.set(after)
+        _has_changed.set(True)
+
+
+def _with_tag(tag: str) -> str:
+    users = torch.compiler.config.cache_key_tag.partition(_TAG_MARK)[0]
+    return users + (_TAG_MARK + tag if tag else "")
+
+
+def is_loaded() -> bool:
+    """Return whether torch.compile is imported in this process; else it has compiled nothing."""
+    return "torch._dynamo" in sys.modules
+
+
+# It keeps the classes of autocast that it finds when it is imported.
+MODULE_OF_CONTEXTS = "torch._dynamo.variables.torch"
+
+
+def forget_compiled_code() -> None:
+    """Drop everything that torch.compile has compiled in this process."""
+    if is_loaded():
+        torch.compiler.reset()

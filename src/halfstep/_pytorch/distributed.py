@@ -1,0 +1,140 @@
+"""torch.distributed: process groups, DTensors, and what wraps a model for several ranks.
+
+None of it is imported here; what a program has not imported, it does not use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def default_store() -> Any:
+    """Return the store through which the ranks of this job have found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.device:
+    """Return where the ranks of a group exchange small tensors: the same kind on all of them.
+
+    An accelerator if the group has a backend for it that is not that of the CPU, else the CPU.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator in process_group._device_types:
+        cpu = torch.device("cpu")
+        own = process_group._get_backend(accelerator).name()
+        types = process_group._device_types
+        if cpu not in types or process_group._get_backend(cpu).name() != own:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def saving_group() -> torch.distributed.ProcessGroup | None:
+    """Return the ranks on which torch.distributed.checkpoint asks for states to save now.
+
+    None if it does not, or on one rank only. It tells nobody; the arguments of its ``save`` do.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
+            arguments = frame.f_locals
+            if {"process_group", "no_dist"} <= arguments.keys():
+                world = None if arguments["no_dist"] else torch.distributed.group.WORLD
+                return world and (arguments["process_group"] or world)
+        frame = frame.f_back
+    return None
+
+
+def is_dtensor(value: object) -> bool:
+    """Say whether ``value`` is a DTensor, without importing what defines them."""
+    return type(value) is not torch.Tensor and is_dtensor_class(type(value))
+
+
+def is_dtensor_class(kind: type) -> bool:
+    """Say whether the tensors of a class are DTensors."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
+    return issubclass(kind, getattr(module, "DTensor", ()))
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return what this rank holds of a DTensor; another tensor as it is. No collective.
+
+    It shares memory with the DTensor and is below autograd.
+    """
+    if not is_dtensor(tensor):
+        return tensor  # type: ignore[no-any-return]
+    local: torch.Tensor = tensor._local_tensor  # to_local() takes 20 times longer
+    # The result of a collective that may be under way.
+    return local if type(local) is torch.Tensor or not hasattr(local, "wait") else local.wait()
+
+
+def spec_of(tensor: Any) -> Any:
+    """Return the value that says where a DTensor lies, None for another tensor.
+
+    DTensors with the same one lie on the same ranks in the same way.
+    """
+    return getattr(tensor, "_spec", None)
+
+
+def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes of this rank's part a whole tensor that lies on the ranks as ``tensor``."""
+    if not is_dtensor(tensor):
+        return lambda local: local
+    cls: Any = type(tensor)
+    spec = tensor._spec  # type: ignore[attr-defined]
+    return lambda local: cls(local, spec, requires_grad=False)
+
+
+def has_process_group() -> bool:
+    """Return whether this process is one of several that work together, or may be.
+
+    As ``torch.distributed.is_initialized()``, but with one call in place of four.
+    """
+    return _c10d is not None and _c10d._world.default_pg is not None
+
+
+_c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
+
+
+def gathered_dtype(module: Any) -> torch.dtype | None:
+    """Return the dtype in which fully_shard gathers a module's parameters, None for their own."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
+    return dtype
+
+
+class _BucketsAsTheyAre:
+    """The reducer of a DistributedDataParallel, which makes its buckets anew at another time."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+
+def keep_buckets(module: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Let forward passes not ask the other ranks for the order of buckets, as the second one does.
+
+    Until the attribute ``reducer`` is put back.
+    """
+    module.reducer = _BucketsAsTheyAre(module.reducer)  # type: ignore[assignment]
+
+
+def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Say whether the gradients are reduced by a function of the user's."""
+    return bool(module._comm_hooks)
+
+
+def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
+    """Return the names of parameters whose gradients DistributedDataParallel leaves alone."""
+    names: set[str] = module.parameters_to_ignore
+    return names

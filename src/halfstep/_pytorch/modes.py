@@ -1,0 +1,100 @@
+"""Modes, transforms and tracers between a program and its ops."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from halfstep._pytorch.amp import Switches, autocast_switches
+from halfstep._pytorch.dispatch import autocast_key
+
+# (with no_torch_function(): ...) runs a block as if no tensor had a __torch_function__ of its own.
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+# (tensor): whether it stands for others inside torch.func.grad or vmap, where nothing outside may
+# be written to.
+is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
+
+# (): whether torch.jit.trace, or an export that uses it, records what runs in this thread.
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+
+# (): whether some __torch_function__ mode is active in this thread.
+has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode whose ``__torch_dispatch__`` sees every op of a thread, below autocast and autograd.
+
+    PyTorch's own imports all of torch.compile with the first op, to keep out of its graphs.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """Return the modes that see the ops of this thread, the innermost last."""
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
+def unseen_by_modes() -> AbstractContextManager[object]:
+    """Return a context whose ops no TorchDispatchMode of the user sees."""
+    if not torch._C._len_torch_dispatch_stack():
+        return nullcontext()
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
+def is_tracing() -> bool:
+    """Say whether ops are not simply carried out, once each.
+
+    So it is under vmap, grad and the like, forward-mode AD, fake tensors, jit.trace, make_fx, and
+    under dispatch modes: some replay ops, or look at their order. Ours only look on.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
+        return True
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return not all(isinstance(mode, DispatchMode) for mode in dispatch_modes())
+
+
+def is_tracing_before_autocast() -> bool:
+    """Return whether ops are recorded before they come to the Autocast keys, and not run.
+
+    So does ``make_fx(pre_dispatch=True)``, and what is made of it; :func:`has_function_mode` is
+    True then, and is faster to ask for.
+    """
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    mode = torch._ops._get_dispatch_mode_pre_dispatch(proxy)  # type: ignore[no-untyped-call]
+    return mode is not None
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has no values: it belongs to a FakeTensorMode."""
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # else there is none
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def autocast_again(device_type: str) -> Any:
+    """In a dispatch mode: return a context in which autocast casts, as it does in the program."""
+    return torch._C._SetExcludeDispatchKeyGuard(autocast_key(device_type), False)
+
+
+def autocast_switches_of_caller(device_type: str) -> Switches:
+    """In a dispatch mode: read the switches under which the program called the op.
+
+    The mode itself runs with all keys above its own excluded, and with them autocast.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return autocast_switches(device_type)

@@ -1,0 +1,13 @@
+"""torch.nn: where modules keep what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return the dictionaries that hold the parameters, buffers and modules of a module itself."""
+    held = vars(module)
+    return held["_parameters"], held["_buffers"], held["_modules"]

@@ -1,0 +1,60 @@
+"""torch.optim and the clipping of gradients: steps that run, schedulers, norms."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Say whether an optimizer of this class was made: then its ``step`` calls the step hooks."""
+    return getattr(optimizer_class.step, "hooked", False)
+
+
+# The code of the function that PyTorch puts around ``step`` of every class of optimizers.
+_STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
+
+
+def optimizer_step_depth() -> int:
+    """Return how many steps of optimizers, each inside the one before, run in this thread."""
+    frame: Any = sys._getframe(1)
+    depth = 0
+    while frame is not None:
+        depth += frame.f_code is _STEP_CODE
+        frame = frame.f_back
+    return depth
+
+
+def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
+    """Say whether a scheduler's ``step`` is the one that its constructor makes."""
+    return scheduler._is_initial
+
+
+@contextmanager
+def listening_to_norms(
+    listener: Callable[[list[torch.Tensor], torch.Tensor], None],
+) -> Iterator[None]:
+    """Hear of the norms that torch.nn.utils.clip_grad_norm_ measures, by whatever name it is known.
+
+    Args:
+        listener: Gets the gradients and their L2 norm, a scalar.
+    """
+    module = torch.nn.utils.clip_grad
+    measure = module._get_total_norm
+
+    def heard(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        norm: torch.Tensor = measure(tensors, norm_type, *args, **kwargs)
+        if float(norm_type) == 2.0:
+            listener(tensors, norm)
+        return norm
+
+    module._get_total_norm = heard
+    try:
+        yield
+    finally:
+        module._get_total_norm = measure
