@@ -182,7 +182,7 @@ class Diagnosis:
         others: The diagnoses of other ranks.
 
     Example:
-        >>> import halfstep
+        >>> import halfstep, torch
         >>> x = torch.tensor([1.0, 0.0], requires_grad=True)
         >>> found = halfstep.diagnose(lambda: torch.log(x).sum().backward())
         >>> found.verdict, found.bad.op, found.cure.text

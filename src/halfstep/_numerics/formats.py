@@ -112,6 +112,7 @@ def rounded(tensor: Tensor, format: Format, *, saturate: bool) -> Tensor:
     Sync: none.
 
     Example:
+        >>> import torch
         >>> from halfstep._numerics.formats import FORMATS
         >>> values = torch.tensor([1.06, 3e-4, 500.0])
         >>> rounded(values, FORMATS["e4m3"], saturate=True).tolist()
