@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import collect
+from halfstep._scaler import GradScaler, passes, stepping
+from halfstep._scaler.gradients import collect
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.ranks.deciding import ALONE
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.rules import Dynamic, LogMax, Rule
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.outliers import NormLimit
+from halfstep._scaler.rules import Dynamic, LogMax, Rule
+from halfstep._scaler.scale_state import ScaleState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own

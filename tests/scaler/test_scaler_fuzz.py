@@ -30,9 +30,9 @@ from tests.scaler.saved import opened
 from torch import Tensor
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale.rules import Dynamic, LogMax, Static
-from halfstep._scaler.scale.state import Reason, ScaleState
-from halfstep._scaler.scale.transition import next_state
+from halfstep._scaler.rules import Dynamic, LogMax, Static
+from halfstep._scaler.scale_state import Reason, ScaleState
+from halfstep._scaler.transition import next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))

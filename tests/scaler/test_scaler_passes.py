@@ -17,9 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients import reductions
-from halfstep._scaler.scale.rules import LogMax
+from halfstep._scaler import GradScaler, reductions
+from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]

@@ -27,9 +27,9 @@ from halfstep._diagnose.owners import owners_in
 from halfstep._diagnose.precision import AS_IT_IS, Entered, Precision, autocast_as
 from halfstep._diagnose.undo import Undo
 from halfstep._diagnose.watcher import FoundModules, Watcher, Witness
+from halfstep._scaler.closures import split_closure
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import parameters
-from halfstep._scaler.loops.closures import split_closure
+from halfstep._scaler.gradients import parameters
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.ranks.finding import Ranks
 from halfstep._scaler.torch_calls import TorchCalls

@@ -32,9 +32,9 @@ from halfstep._diagnose.live import Live
 from halfstep._diagnose.replay import replaying
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.outcomes.outcome import Outcome
-from halfstep._scaler.scale.rules import Static
-from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
 from halfstep.scaled_steps import is_by_scaler

@@ -24,12 +24,12 @@ from halfstep._record.models import Models
 from halfstep._record.sampling import Sampler
 from halfstep._record.steps import RawStep, Waiting
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import collect, parameters
-from halfstep._scaler.gradients.passes import measure
+from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.passes import measure
 from halfstep._scaler.scalars import moved
-from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
 from halfstep.scaled_steps import is_by_scaler
 from halfstep.sinks import Sink, sample_scalars, step_scalars

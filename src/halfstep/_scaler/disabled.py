@@ -10,18 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._scaler import clipping, gates
 from halfstep._scaler.checks import checked_count
-from halfstep._scaler.gradients.collecting import collect, parameters
-from halfstep._scaler.loops.closures import Closure, drop_gradients, split_closure
-from halfstep._scaler.outcomes import gates
-from halfstep._scaler.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep._scaler.closures import Closure, drop_gradients, split_closure
+from halfstep._scaler.gradients import collect, parameters
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.outcome import Findings, Outcome, StepGradients
 from halfstep._scaler.ranks.deciding import ALONE
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.rules import Static
-from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.scaler import GradScaler
-from halfstep._scaler.steps import clipping
-from halfstep._scaler.steps.stepping import Preparation
+from halfstep._scaler.stepping import Preparation
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import RanksError
 

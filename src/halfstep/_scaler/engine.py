@@ -10,31 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import Gradients, collect, parameters
-from halfstep._scaler.names import Names
-from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.optimizers import handles_scale, name, writes_unscaled
-from halfstep._scaler.outcomes.journal import Journal
-from halfstep._scaler.outcomes.outcome import Findings, Outcome, StepGradients
-from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
-from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.saving import Saved
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.scales import Scales
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.steps import clipping, stepping
-from halfstep._scaler.steps.blocks import end_blocks
-from halfstep._scaler.steps.iteration import (
+from halfstep._scaler import clipping, passes, stepping
+from halfstep._scaler.blocks import end_blocks
+from halfstep._scaler.gradients import Gradients, collect, parameters
+from halfstep._scaler.iteration import (
     Iteration,
     Look,
     OptimizerRecord,
     Stage,
     nothing_checked,
 )
-from halfstep._scaler.steps.stepping import Preparation, refuse_float16
-from halfstep._scaler.steps.taking import Args, Kwargs, Steps, require_found
-from halfstep._scaler.steps.unused import Unused, Waiting
+from halfstep._scaler.journal import Journal
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.names import Names
+from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.optimizers import handles_scale, name, writes_unscaled
+from halfstep._scaler.outcome import Findings, Outcome, StepGradients
+from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.finding import Ranks
+from halfstep._scaler.saving import Saved
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.scales import Scales
+from halfstep._scaler.stepping import Preparation, refuse_float16
+from halfstep._scaler.taking import Args, Kwargs, Steps, require_found
+from halfstep._scaler.unused import Unused, Waiting
 from halfstep.errors import CallOrderError, NothingCheckedError, RanksError
 
 

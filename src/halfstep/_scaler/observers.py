@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.outcome import Outcome
 
 if TYPE_CHECKING:
     from halfstep._scaler.engine import Engine

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from halfstep._scaler import clipping, gates
+from halfstep._scaler.accumulation import accumulate
+from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.devices import available_device
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.loops.accumulation import accumulate
-from halfstep._scaler.loops.retrying import retry
 from halfstep._scaler.optimizers import require_optimizer
-from halfstep._scaler.outcomes import gates
-from halfstep._scaler.outcomes.alarm import Alarm, OnSkips
-from halfstep._scaler.outcomes.outcome import HistoryEntry, Outcome
+from halfstep._scaler.outcome import HistoryEntry, Outcome
 from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.scale.rules import Dynamic, Rule
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.steps import clipping
+from halfstep._scaler.retrying import retry
+from halfstep._scaler.rules import Dynamic, Rule
+from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import refuse_never_called
 from halfstep._scaler.torch_calls import TorchCalls
 from halfstep._torch import keep_out_of_graphs

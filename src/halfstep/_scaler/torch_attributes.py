@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.steps.iteration import OptimizerRecord, Stage
+from halfstep._scaler.iteration import OptimizerRecord, Stage
 from halfstep.errors import CallOrderError
 
 NEVER_CALLED = {

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._scaler import clipping, reporting
+from halfstep._scaler.alarm import Alarm
+from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.devices import default_device
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import parameters
-from halfstep._scaler.loops.closures import split_closure, step_with_closure
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
-from halfstep._scaler.outcomes import reporting
-from halfstep._scaler.outcomes.alarm import Alarm
 from halfstep._scaler.ranks.finding import Ranks
+from halfstep._scaler.rules import Dynamic, Rule
 from halfstep._scaler.saving import Saved
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.rules import Dynamic, Rule
-from halfstep._scaler.steps import clipping
 from halfstep._scaler.torch_attributes import TorchAttributes
 from halfstep._torch import keep_out_of_graphs, saving_group
 from halfstep.errors import CallOrderError

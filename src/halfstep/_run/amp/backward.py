@@ -18,10 +18,9 @@ from halfstep import _torch
 from halfstep._common.patches import Patches
 from halfstep._run.amp.findings import Findings
 from halfstep._run.amp.fresh import Fresh
-from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import collect
-from halfstep._scaler.scale.loss_scale import LossScale
+from halfstep._scaler import GradScaler, passes
+from halfstep._scaler.gradients import collect
+from halfstep._scaler.loss_scale import LossScale
 
 
 class ScaledPass:

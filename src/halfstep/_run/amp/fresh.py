@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import Gradients, collect, parameters
+from halfstep._scaler import passes
+from halfstep._scaler.gradients import Gradients, collect, parameters
+from halfstep._scaler.iteration import Look
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scalars import combine
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.steps.iteration import Look
 
 
 class Finding:

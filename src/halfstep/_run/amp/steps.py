@@ -17,10 +17,10 @@ from halfstep._run.amp.findings import Findings
 from halfstep._run.amp.fresh import Fresh
 from halfstep._run.amp.schedules import Schedules
 from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients.collecting import Gradients, parameters
-from halfstep._scaler.loops.closures import Undo, UnusableEvaluationError, split_closure
+from halfstep._scaler.closures import Undo, UnusableEvaluationError, split_closure
+from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._scaler.iteration import Look
 from halfstep._scaler.optimizers import handles_scale
-from halfstep._scaler.steps.iteration import Look
 
 Step = Callable[..., Any]
 

@@ -21,7 +21,7 @@ from halfstep._scaler.scalars import any_of, is_nonfinite, moved, to_float32
 from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:
-    from halfstep._scaler.scale.loss_scale import LossScale
+    from halfstep._scaler.loss_scale import LossScale
 
 FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
 OWN_NORM, *STATE = range(5)

@@ -14,15 +14,15 @@ import torch
 from torch import distributed
 
 from halfstep._scaler.checks import float32_from_bits
+from halfstep._scaler.host_copy import HostCopy
 from halfstep._scaler.ranks.group import Group, listed
-from halfstep._scaler.scale.host_copy import HostCopy
 from halfstep._torch import default_store
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from halfstep._scaler.scale.loss_scale import LossScale
+    from halfstep._scaler.loss_scale import LossScale
 
 CHECK_EVERY = 100
 """Ranks compare every so many times what would cost a wait or a request if compared each time."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import Gradients
-from halfstep._scaler.gradients.passes import Norms
+from halfstep._scaler import passes
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.passes import Norms
 from halfstep._scaler.ranks.agreement import Agreement, Claim
 from halfstep._scaler.ranks.group import Group
 from halfstep._scaler.ranks.sharding import Layout
@@ -20,7 +20,7 @@ from halfstep._scaler.scalars import moved
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
-    from halfstep._scaler.steps.iteration import Look
+    from halfstep._scaler.iteration import Look
 
 
 @dataclass(eq=False)

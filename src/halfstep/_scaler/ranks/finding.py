@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._scaler.scale.loss_scale import LossScale
+    from halfstep._scaler.loss_scale import LossScale
 
 CURE = (
     "Cure: say which ranks step together: "

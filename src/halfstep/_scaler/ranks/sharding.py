@@ -16,7 +16,7 @@ from halfstep._torch import is_dtensor, is_dtensor_class, spec_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._scaler.gradients.collecting import Gradients
+    from halfstep._scaler.gradients import Gradients
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:

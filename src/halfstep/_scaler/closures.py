@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._scaler import stepping
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import Gradients, parameters
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.iteration import (
+from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._scaler.iteration import (
     Iteration,
     Look,
     OptimizerRecord,
     Stage,
 )
-from halfstep._scaler.steps.stepping import Preparation
-from halfstep._scaler.steps.taking import require_found
+from halfstep._scaler.optimizers import name
+from halfstep._scaler.stepping import Preparation
+from halfstep._scaler.taking import require_found
 from halfstep.errors import CallOrderError
 
 Closure = Callable[[], Any]

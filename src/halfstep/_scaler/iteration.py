@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._scaler.gradients.collecting import Gradients, parameters
-from halfstep._scaler.gradients.passes import Norms
+from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import name
+from halfstep._scaler.passes import Norms
 from halfstep._scaler.ranks.agreement import Agreement
 from halfstep._scaler.scalars import combine, moved
-from halfstep._scaler.scale.loss_scale import LossScale
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError, NothingCheckedError
 

@@ -10,19 +10,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._scaler import stepping
+from halfstep._scaler.blocks import note_versions
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import Gradients, parameters
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.blocks import note_versions
-from halfstep._scaler.steps.iteration import (
+from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._scaler.iteration import (
     Blocks,
     Iteration,
     Look,
     OptimizerRecord,
     Stage,
 )
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.optimizers import name
 from halfstep._torch import is_dtensor, local_part
 from halfstep.errors import CallOrderError
 

@@ -1,8 +1,8 @@
 """The state of a gradient scaler, in plain Python numbers.
 
 Nothing here needs a tensor or a device. How it goes on is
-:func:`halfstep._scaler.scale.transition.next_state`; the same on a device is
-:class:`halfstep._scaler.scale.device_state.DeviceState`.
+:func:`halfstep._scaler.transition.next_state`; the same on a device is
+:class:`halfstep._scaler.device_state.DeviceState`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep._scaler.checks import (
     checked_scale,
     round_to_float32,
 )
-from halfstep._scaler.scale.rules import (
+from halfstep._scaler.rules import (
     LARGEST_HEADROOM,
     Dynamic,
     Rule,

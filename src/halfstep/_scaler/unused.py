@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import collect_local, parameters
-from halfstep._scaler.outcomes.journal import Journal
+from halfstep._scaler import passes
+from halfstep._scaler.gradients import collect_local, parameters
+from halfstep._scaler.iteration import Iteration, OptimizerRecord, Stage
+from halfstep._scaler.journal import Journal
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.losses import tensors_in
 from halfstep._scaler.scalars import ratio
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.losses import tensors_in
-from halfstep._scaler.scale.scales import Scales
-from halfstep._scaler.steps.iteration import Iteration, OptimizerRecord, Stage
+from halfstep._scaler.scales import Scales
 from halfstep._torch import after_backward, keep_out_of_graphs, leaves_of
 
 NUM_LOSSES = 16

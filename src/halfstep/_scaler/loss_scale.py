@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import checked_scale
+from halfstep._scaler.device_state import DeviceState, StateSnapshot
+from halfstep._scaler.host_copy import HostCopy
+from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import any_of, describe, is_nonfinite, moved
-from halfstep._scaler.scale.device_state import DeviceState, StateSnapshot
-from halfstep._scaler.scale.host_copy import HostCopy
-from halfstep._scaler.scale.rules import LogMax, Rule
-from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.scale_state import ScaleState
 from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
 

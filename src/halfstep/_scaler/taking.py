@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients import passes
+from halfstep._scaler import passes, stepping
+from halfstep._scaler.early_clipping import EarlyClipping
+from halfstep._scaler.iteration import nothing_checked
 from halfstep._scaler.names import Names
+from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.optimizers import handles_scale, step_with_scale
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.early_clipping import EarlyClipping
-from halfstep._scaler.steps.iteration import nothing_checked
-from halfstep._scaler.steps.outliers import NormLimits
-from halfstep._scaler.steps.stepping import Preparation
+from halfstep._scaler.stepping import Preparation
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep._scaler import scalars
+from halfstep._scaler import gradients as collecting
+from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import float32_from_bits
-from halfstep._scaler.gradients import collecting, passes
-from halfstep._scaler.gradients.collecting import Gradients, collect
+from halfstep._scaler.gradients import Gradients, collect
+from halfstep._scaler.iteration import Iteration, Look, OptimizerRecord, Stage, ids_asked
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.names import Names
+from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.ranks.agreement import NUM_NUMBERS, Agreement
 from halfstep._scaler.ranks.deciding import Alone, Together
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.steps.iteration import Iteration, Look, OptimizerRecord, Stage, ids_asked
-from halfstep._scaler.steps.outliers import NormLimit
 from halfstep.errors import CallOrderError
 
 

@@ -10,12 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfstep._scaler import scalars
+from halfstep._scaler import passes, scalars, stepping
 from halfstep._scaler.checks import checked_number
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import parameters
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.stepping import Preparation
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.stepping import Preparation
 
 Per = Literal["all", "layer", "parameter"]
 LARGEST_P = 8.0

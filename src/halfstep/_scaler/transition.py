@@ -1,6 +1,6 @@
 """How the state of a gradient scaler goes on after an iteration: the reference, in plain Python.
 
-:meth:`halfstep._scaler.scale.device_state.DeviceState.update_` does the same on a device without
+:meth:`halfstep._scaler.device_state.DeviceState.update_` does the same on a device without
 waiting for it; the tests hold the two together bit for bit.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halfstep._scaler.checks import round_to_float32
-from halfstep._scaler.scale.rules import LogMax, LogMaxStatistics
-from halfstep._scaler.scale.state import NO_RUN, ScaleState
+from halfstep._scaler.rules import LogMax, LogMaxStatistics
+from halfstep._scaler.scale_state import NO_RUN, ScaleState
 
 
 def next_state(
@@ -33,7 +33,7 @@ def next_state(
         amax: The largest magnitude of the unscaled gradients, which ``LogMax`` wants to know.
 
     Example:
-        >>> from halfstep._scaler.scale.rules import Dynamic
+        >>> from halfstep._scaler.rules import Dynamic
         >>> state = ScaleState.first(4.0, Dynamic(growth_interval=1))
         >>> next_state(state, found_inf=False).scale, next_state(state, found_inf=True).scale
         (8.0, 2.0)

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from halfstep._scaler.optimizers import name
-from halfstep._scaler.outcomes.outcome import HistoryEntry, Outcome, read_all
+from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep.errors import CallOrderError
 
 HISTORY_LENGTH = 10_000

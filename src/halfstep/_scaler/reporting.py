@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfstep._scaler.outcomes.alarm import Alarm, SkipReport
-from halfstep._scaler.outcomes.journal import Journal
-from halfstep._scaler.outcomes.outcome import Outcome
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.state import Reason, ScaleState
+from halfstep._scaler.alarm import Alarm, SkipReport
+from halfstep._scaler.journal import Journal
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.scale_state import Reason, ScaleState
 
 NUM_SEARCHED = 16
 """The skipped step is looked for among this many: those of one iteration, or of some before it."""

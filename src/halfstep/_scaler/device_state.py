@@ -1,7 +1,7 @@
 """The changing part of a scale state on a device, with the transition done there.
 
 The host never waits: :meth:`DeviceState.update_` is
-:func:`halfstep._scaler.scale.transition.next_state` in the same float32 arithmetic, and tests
+:func:`halfstep._scaler.transition.next_state` in the same float32 arithmetic, and tests
 compare the two bit for bit.
 """
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
+from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import moved
-from halfstep._scaler.scale.rules import LogMax, Rule
-from halfstep._scaler.scale.slots import SLOT, decode, encode, on_device, rule_slots, views
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.scale.table import (
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.slots import SLOT, decode, encode, on_device, rule_slots, views
+from halfstep._scaler.table import (
     Table,
     logmax_candidates,
     scale_candidates,
@@ -37,7 +37,7 @@ class DeviceState:
         device: Where they live.
 
     Attributes:
-        buffer: float32 tensor; :mod:`halfstep._scaler.scale.slots` says what is where.
+        buffer: float32 tensor; :mod:`halfstep._scaler.slots` says what is where.
 
     Sync: none, in all methods but :meth:`read`.
     """

@@ -13,16 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients.collecting import Gradients, collect
-from halfstep._scaler.gradients.passes import Norms, measure
+from halfstep._scaler.alarm import Culprit, culprits
+from halfstep._scaler.device_state import StateSnapshot
+from halfstep._scaler.gradients import Gradients, collect
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.names import Names
 from halfstep._scaler.optimizers import name
-from halfstep._scaler.outcomes.alarm import Culprit, culprits
+from halfstep._scaler.passes import Norms, measure
 from halfstep._scaler.ranks.agreement import Agreement
 from halfstep._scaler.scalars import moved
-from halfstep._scaler.scale.device_state import StateSnapshot
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.state import Reason, reason
+from halfstep._scaler.scale_state import Reason, reason
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.losses import Multiplier
-from halfstep._scaler.scale.rules import Rule
-from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.losses import Multiplier
+from halfstep._scaler.rules import Rule
+from halfstep._scaler.scale_state import ScaleState
 
 
 class Scales(dict[str | None, LossScale]):

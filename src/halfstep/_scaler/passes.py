@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients.collecting import Gradients
-from halfstep._scaler.gradients.reductions import largest_magnitudes, sums_of_squares
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.reductions import largest_magnitudes, sums_of_squares
 from halfstep._scaler.scalars import is_nonfinite, moved, reciprocal
 from halfstep._torch import check_and_unscale_
 

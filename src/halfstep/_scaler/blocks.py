@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import collect, parameters
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.ranks.deciding import Alone, Together
-from halfstep._scaler.scalars import is_nonfinite
-from halfstep._scaler.steps.iteration import (
+from halfstep._scaler import passes
+from halfstep._scaler.gradients import collect, parameters
+from halfstep._scaler.iteration import (
     Blocks,
     Iteration,
     Look,
     OptimizerRecord,
     ids_asked,
 )
+from halfstep._scaler.optimizers import name
+from halfstep._scaler.ranks.deciding import Alone, Together
+from halfstep._scaler.scalars import is_nonfinite
 from halfstep.errors import CallOrderError
 
 
