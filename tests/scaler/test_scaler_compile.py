@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from halfstep._scaler import GradScaler, passes, stepping
+from halfstep._scaler import GradScaler, passes, step
 from halfstep._scaler.gradients import collect
+from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.ranks.deciding import ALONE
@@ -49,46 +50,46 @@ def num_graphs() -> int:
 Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
 
 
-def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> stepping.Preparation:
-    return stepping.Preparation(collect(params), scale, scale.tensor.clone(), [], ALONE)
+def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Step:
+    return Step(None, scale, collect(params), scale.number(), [], ALONE)
 
 
-def finish(ready: stepping.Preparation) -> torch.Tensor:
-    found_inf, look = ready.found_inf(), ready.look
-    assert found_inf is not None
-    assert look is not None
-    ready.loss_scale.update([found_inf], [], [] if look.amax is None else [look.amax])
+def finish(ready: Step) -> torch.Tensor:
+    found_inf, check = ready.found_inf(), ready.own_check
+    assert isinstance(found_inf, torch.Tensor)
+    assert check is not None
+    ready.loss_scale.update([found_inf], [], [] if check.amax is None else [check.amax])
     return found_inf
 
 
 def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.unscale_(ready)
+    step.unscale_(ready)
     return [finish(ready)]
 
 
 def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.measure(ready)
-    stepping.limit(ready, 1.0, None)
-    stepping.multiply_(ready)
-    assert ready.norm is not None
+    measured = step.measure(ready)
+    step.limit(ready, measured and measured[1], 1.0, None)
+    step.multiply_(ready)
+    assert isinstance(ready.norm, torch.Tensor)
     return [finish(ready), ready.norm]
 
 
 def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.measure(ready)
-    stepping.limit(ready, 1.0, None)
-    grad_scale = ready.grad_scale()
-    assert grad_scale is not None
+    measured = step.measure(ready)
+    step.limit(ready, measured and measured[1], 1.0, None)
+    divisor = ready.divisor()
+    assert isinstance(divisor, torch.Tensor)
     assert ready.norms is not None
-    return [finish(ready), grad_scale, *(sums for _, sums in ready.norms.on_device.values())]
+    return [finish(ready), divisor, *(sums for _, sums in ready.norms.on_device.values())]
 
 
 def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.unscale_(ready)
+    step.unscale_(ready)
     return [finish(ready), passes.p_norm(ready.gradients, math.inf, CPU)]
 
 
@@ -141,6 +142,7 @@ def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: floa
     ],
 )
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.usefixtures("waiting_device")
 def test_one_graph(part: Part, rule: Rule, min_scale: float | None, backend: str) -> None:
     compiled = torch.compile(part, backend=backend, fullgraph=True)
     expected = run(part, rule, min_scale)
@@ -152,6 +154,7 @@ def test_one_graph(part: Part, rule: Rule, min_scale: float | None, backend: str
     assert mine[2].num_skipped == 1
 
 
+@pytest.mark.usefixtures("waiting_device")
 def test_one_graph_of_inductor() -> None:
     """It rearranges what it is given: ``x * 0`` is 0 for it, even if x is inf."""
     compiled = torch.compile(plain_with_clip, fullgraph=True)

@@ -123,6 +123,7 @@ class NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("waiting_device")
 def test_making_outcomes_reads_nothing_and_reading_is_late() -> None:
     setup = Setup(fused=True)
     outcomes = []

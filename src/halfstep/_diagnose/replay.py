@@ -27,12 +27,12 @@ from halfstep._diagnose.owners import owners_in
 from halfstep._diagnose.precision import AS_IT_IS, Entered, Precision, autocast_as
 from halfstep._diagnose.undo import Undo
 from halfstep._diagnose.watcher import FoundModules, Watcher, Witness
+from halfstep._scaler import GradScaler
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.torch_calls import TorchCalls
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _scaled(patches: Patches, watcher: Watcher, ends: Ends, scale: float | None)
         ends.scaling.append(range(first, watcher.num_ops))
         return result
 
-    patches.wrap(TorchCalls, "scale", _here(multiply))
+    patches.wrap(GradScaler, "scale", _here(multiply))
     patches.wrap(TorchGradScaler, "scale", _here(multiply))
     try:
         with warnings.catch_warnings():

@@ -31,13 +31,12 @@ from halfstep._diagnose.finite import is_finite
 from halfstep._diagnose.live import Live
 from halfstep._diagnose.replay import replaying
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.observers import OBSERVERS, is_in_step
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
-from halfstep.scaled_steps import is_by_scaler
 
 START_STEPS = 50
 """So many steps are the start of a run ..."""
@@ -170,7 +169,7 @@ class Watch:
         """Diagnose a step that no scaler has a part in, before it is taken."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
+        if _torch.optimizer_step_depth() > 1 or not self._losses or is_in_step():
             return
         losses, self._losses = self._losses, []
         self._end_step(None, is_bad=not _are_finite(losses))

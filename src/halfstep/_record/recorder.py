@@ -25,13 +25,12 @@ from halfstep._record.sampling import Sampler
 from halfstep._record.steps import RawStep, Waiting
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.observers import OBSERVERS, is_in_step
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.passes import measure
-from halfstep._scaler.scalars import moved
+from halfstep._scaler.scalars import as_tensor, moved
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
-from halfstep.scaled_steps import is_by_scaler
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
 _Params = ParamSpec("_Params")
@@ -156,7 +155,7 @@ class Recorder:
         """Take note of a step that no scaler has a part in."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if _torch.optimizer_step_depth() > 1 or is_by_scaler():
+        if _torch.optimizer_step_depth() > 1 or is_in_step():
             return  # of an optimizer that another one is made of, or told by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
@@ -352,7 +351,8 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     found = collect(parameters(optimizer))
     if not found.grads or any(map(_torch.is_dtensor, found.grads)):
         return None  # of what this rank holds of them there is a norm, and it is not theirs
-    return measure(found, None).total(found.values[0].device)
+    device = found.values[0].device
+    return as_tensor(measure(found, None).total(device), device)
 
 
 def _warn(text: str) -> None:

@@ -19,7 +19,6 @@ from halfstep._run.amp.fresh import Fresh
 from halfstep._run.amp.schedules import Schedules
 from halfstep._run.amp.steps import Steps
 from halfstep._scaler import GradScaler
-from halfstep._scaler.torch_calls import TorchCalls
 
 
 @contextmanager
@@ -133,6 +132,6 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, findings: Findings
             look(scaler)
         return original(scaler, *args, **kwargs)
 
-    for made, used in ((GradScaler, TorchCalls), (TorchGradScaler, TorchGradScaler)):
+    for made, used in ((GradScaler, GradScaler), (TorchGradScaler, TorchGradScaler)):
         patches.wrap(made, "__init__", init)
         patches.wrap(used, "scale", scale)

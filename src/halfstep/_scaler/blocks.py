@@ -5,18 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfstep._scaler import passes
+from halfstep._scaler import passes, scalars
 from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.iteration import (
-    Blocks,
-    Iteration,
-    Look,
-    OptimizerRecord,
-    ids_asked,
-)
+from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Step
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.ranks.deciding import Alone, Together
-from halfstep._scaler.scalars import is_nonfinite
 from halfstep.errors import CallOrderError
 
 
@@ -27,28 +20,25 @@ def end_blocks(iteration: Iteration, params: list[Tensor], ranks: Alone | Togeth
         CallOrderError: There was a ``backward`` after the last block.
     """
     # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
-    for record, blocks in _sharing(iteration, params):
-        _require_no_backward_after(iteration, record, blocks)
-        _put_together(iteration, record, blocks, ranks)
+    for blocks in _sharing(iteration, params):
+        _require_no_backward_after(iteration, blocks)
+        _put_together(iteration, blocks, ranks)
 
 
 def note_versions(iteration: Iteration, params: list[Tensor]) -> None:
     """Note how the gradients are after a block, for all optimizers that share them."""
-    for record, blocks in _sharing(iteration, params):
+    for blocks in _sharing(iteration, params):
         blocks.num_losses = iteration.num_losses
-        blocks.versions = _versions(record.optimizer)
+        blocks.versions = _versions(blocks.optimizer)
 
 
-def _sharing(iteration: Iteration, params: list[Tensor]) -> list[tuple[OptimizerRecord, Blocks]]:
-    """Return the optimizers with blocks that have one of the parameters."""
-    found = [(record, record.blocks) for record in iteration.records() if record.blocks is not None]
-    if not found:  # the rule, and a set of thousands takes its time
-        return []
+def _sharing(iteration: Iteration, params: list[Tensor]) -> list[Blocks]:
+    """Return the blocks of the optimizers that have one of the parameters."""
     wanted = set(map(id, params))
     return [
-        (record, blocks)
-        for record, blocks in found
-        if not wanted.isdisjoint(map(id, parameters(record.optimizer)))
+        blocks
+        for blocks in iteration.blocks.values()
+        if not wanted.isdisjoint(map(id, parameters(blocks.optimizer)))
     ]
 
 
@@ -57,39 +47,35 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
     return [param.grad._version for param in parameters(optimizer) if param.grad is not None]
 
 
-def _require_no_backward_after(
-    iteration: Iteration, record: OptimizerRecord, blocks: Blocks
-) -> None:
+def _require_no_backward_after(iteration: Iteration, blocks: Blocks) -> None:
     has_new_loss = iteration.num_losses != blocks.num_losses
-    if has_new_loss and _versions(record.optimizer) != blocks.versions:
+    if has_new_loss and _versions(blocks.optimizer) != blocks.versions:
         raise CallOrderError(
-            f"accumulate({name(record.optimizer)}): a loss was scaled and backward() called "
+            f"accumulate({name(blocks.optimizer)}): a loss was scaled and backward() called "
             "after the last block, which adds scaled gradients to unscaled ones. Put every "
             "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
             "end this one"
         )
 
 
-def _put_together(
-    iteration: Iteration, record: OptimizerRecord, blocks: Blocks, ranks: Alone | Together
-) -> None:
+def _put_together(iteration: Iteration, blocks: Blocks, ranks: Alone | Together) -> None:
     """Make the sum over the good blocks an average over as many as there were."""
     assert blocks.scale is not None
-    device = blocks.scale.tensor.device
+    optimizer, device = blocks.optimizer, blocks.scale.tensor.device
     is_lost = blocks.bad == blocks.count
-    gradients = collect(parameters(record.optimizer))
+    gradients = collect(parameters(optimizer))
     rest, _ = iteration.split(gradients)  # a parameter may be in the blocks of another optimizer
     if blocks.bad and not is_lost and not blocks.has_several_losses:
-        factor = blocks.count / (blocks.count - blocks.bad)
-        passes.multiply_(rest, torch.tensor(factor, device=device))
+        passes.multiply_(rest, blocks.count / (blocks.count - blocks.bad))
     if is_lost and not blocks.overflowed:
         blocks.scale.see_loss(torch.full((), torch.inf, device=device))
     if is_lost or not gradients.grads:
         found_inf = torch.full((), float(is_lost), device=device)
     else:  # each block was finite, and their sum may not be
-        found_inf = is_nonfinite(passes.measure(gradients, None).total(device))
-    asked = ids_asked(parameters(record.optimizer), ranks)
-    look = Look(blocks.scale, gradients, {device: found_inf}, asked=asked)
-    ranks.agree_on(look)
-    iteration.add(look)
-    record.looks, record.blocks = [look], None
+        found_inf = scalars.flag_nonfinite(passes.measure(gradients, None).total(device), device)
+    asked = frozenset(map(id, parameters(optimizer))) if ranks.is_together else frozenset[int]()
+    check = GradientCheck(blocks.scale, gradients, {device: found_inf}, asked=asked)
+    ranks.agree_on(check)
+    iteration.add(check)
+    del iteration.blocks[id(optimizer)]
+    iteration.steps[id(optimizer)] = Step(optimizer, blocks.scale, checks=[check])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
+from halfstep._scaler.host_state import zero_if_finite
 from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import moved
 from halfstep._scaler.scale_state import ScaleState
@@ -62,9 +63,12 @@ class DeviceState:
     @property
     def scale(self) -> Tensor:
         """The scale, a float32 scalar; a copy of it while torch.compile traces."""
-        # Inductor of 2.13 drops a clone(), and the backward pass would then see a later scale. It
-        # does not drop abs(), which is a copy too: no scale is negative.
-        return self._slots()["scale"].abs() if torch.compiler.is_compiling() else self._scale
+        return self.traced_scale() if torch.compiler.is_compiling() else self._scale
+
+    def traced_scale(self) -> Tensor:
+        """Return a copy of the scale while torch.compile traces."""
+        # See HostState.traced_scale.
+        return self._slots()["scale"].abs()
 
     @property
     def growth_tracker(self) -> Tensor:
@@ -87,23 +91,13 @@ class DeviceState:
         """Remember whether all entries of a loss are finite, until :meth:`update_`.
 
         Args:
-            loss: Tensor of any shape and dtype, on any device. Of a DTensor the local part is
-                looked at.
-
-        Sync: none, except from another device to the CPU.
+            loss: Tensor of any shape and dtype, on any device.
         """
-        loss = loss.detach()
-        if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed for it
-            loss = loss.to_local()
-        if loss.is_complex():
-            loss = torch.view_as_real(loss.resolve_conj())
-        if not loss.is_floating_point():
+        zero = zero_if_finite(loss)
+        if zero is None:
             return
-        # 0, or NaN for inf and NaN. The sum of the loss itself may overflow, and Inductor takes
-        # loss * 0 for 0 always.
-        zero = loss - loss
-        if zero.dim() or zero.device != self.device:
-            zero = moved(zero.sum(), self.device)
+        if zero.device != self.device:
+            zero = moved(zero, self.device)
         self.bad_loss.add_(zero)
 
     def update_(
@@ -184,7 +178,7 @@ class DeviceState:
 
     def read(self, state: ScaleState) -> ScaleState:
         """Return ``state`` with the values from the device. Sync: one."""
-        return StateSnapshot(self._slots()["state"]).read(state)
+        return DeviceSnapshot(self._slots()["state"]).read(state)
 
     def write_(self, state: ScaleState) -> None:
         """Take over a state, in place and in one copy."""
@@ -198,9 +192,9 @@ class DeviceState:
         counts = [slots["num_taken"], slots["num_skipped"]]
         return torch.cat([slots["scale, growth_tracker"], torch.stack(counts)])
 
-    def snapshot(self) -> StateSnapshot:
+    def snapshot(self) -> DeviceSnapshot:
         """Return a copy of the present values, to be read later."""
-        return StateSnapshot(self._slots()["state"].clone())
+        return DeviceSnapshot(self._slots()["state"].clone())
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -220,7 +214,7 @@ class DeviceState:
 
 
 @dataclass(frozen=True, eq=False)
-class StateSnapshot:
+class DeviceSnapshot:
     """The values of a state as they once were on a device.
 
     Attributes:
@@ -229,9 +223,9 @@ class StateSnapshot:
 
     values: Tensor
 
-    def on_cpu(self) -> StateSnapshot:
+    def on_cpu(self) -> DeviceSnapshot:
         """Return a copy on the CPU. Sync: one."""
-        return StateSnapshot(self.values.cpu())
+        return DeviceSnapshot(self.values.cpu())
 
     @keep_out_of_graphs
     def read(self, state: ScaleState) -> ScaleState:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ NUM_NAMED = 3
 """An error message names this many parameters and counts the rest."""
 
 
-Kind = tuple[torch.device, torch.dtype]
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+
+_PLAIN_TYPES = {Tensor}
+_NONE_TYPE = type(None)
+_STRIDED = {torch.strided}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Gradients:
     """The gradients of some parameters, three lists of one length.
 
@@ -37,7 +42,7 @@ class Gradients:
     grads: list[Tensor]
     values: list[Tensor]
 
-    _kinds: dict[Kind, list[Tensor]] | None = field(default=None, init=False, repr=False)
+    _kinds: dict[Kind, list[Tensor]] | None = field(default=None, repr=False)
 
     def by_kind(self) -> dict[Kind, list[Tensor]]:
         """Return ``values`` by device and dtype, as the fused kernels want them."""
@@ -55,9 +60,9 @@ class Gradients:
             found[values.device].append(index)
         return found
 
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of ``values``."""
-        return {dtype for _, dtype in self.by_kind()}
+    def has(self, dtype: torch.dtype) -> bool:
+        """Return whether some of ``values`` are of a dtype."""
+        return dtype in map(itemgetter(1), self.by_kind())
 
     def without(self, ids: Iterable[int]) -> Gradients:
         """Return the gradients whose ``id`` is not among ``ids``."""
@@ -90,24 +95,27 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         TypeError: A gradient is in another sparse layout than COO. Nothing was changed.
     """
     params = list(params)
-    found = [param.grad for param in params]  # asked once: it adds up for thousands of parameters
-    grads = [grad for grad in found if grad is not None]
-    if len(grads) < len(params):
-        params = [param for param, grad in zip(params, found, strict=True) if grad is not None]
+    # Asked once: it adds up for thousands of parameters.
+    grads: list[Any] = [param.grad for param in params]
+    types = set(map(type, grads))
+    if _NONE_TYPE in types:
+        types.remove(_NONE_TYPE)
+        params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
     values = grads
-    if has_dtensors(grads):
+    if types != _PLAIN_TYPES and has_dtensors(grads):
         pairs = zip(params, grads, strict=True)
         grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
         values = list(map(local_part, grads))
-    gradients = Gradients(params, grads, values)
-    if _are_plain(gradients):
-        return gradients
+    kinds = _by_kind(values)
+    if _are_plain(values, kinds):
+        return Gradients(params, grads, values, kinds)
     for param in params:
         _refuse_layout(param)
     with torch.no_grad():
         for param in params:
             param.grad = _writable(param.grad)
-    grads = [param.grad for param in params]  # type: ignore[misc]
+    grads = [param.grad for param in params]
     return Gradients(params, grads, [_values(grad) for grad in grads])
 
 
@@ -127,22 +135,20 @@ def collect_local(params: Iterable[Tensor]) -> Gradients:
     )
 
 
-def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[str]]) -> None:
-    """Raise if a gradient is float16: unscaling it in place would flush its small entries to zero.
+def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
+    """Raise since a gradient is float16: unscaled in place its small entries would become zero.
 
     Args:
         gradients: What is to be unscaled.
         owner: What the message says has these gradients.
-        names: Returns the names of their parameters.
+        names: The names of their parameters.
 
     Raises:
         ValueError: Names the owner, the parameters, the cause and the cure.
     """
-    if torch.float16 not in gradients.dtypes():
-        return
     found = [
         f"{name} ({describe(grad)})"
-        for name, grad in zip(names(), gradients.grads, strict=True)
+        for name, grad in zip(names, gradients.grads, strict=True)
         if grad.dtype in (torch.float16, torch.complex32)
     ]
     rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
@@ -171,16 +177,17 @@ def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
     return kinds
 
 
-def _are_plain(gradients: Gradients) -> bool:
-    grads = gradients.values
+def _are_plain(values: list[Tensor], kinds: Mapping[Kind, object]) -> bool:
+    for _, dtype in kinds:
+        if dtype.is_complex:
+            return False
     return (
-        all(layout is torch.strided for layout in set(map(attrgetter("layout"), grads)))
-        and not any(dtype.is_complex for dtype in gradients.dtypes())
+        set(map(attrgetter("layout"), values)) <= _STRIDED
         and (
-            all(map(Tensor.is_contiguous, grads))
-            or not any(0 in stride for stride in map(Tensor.stride, grads))
+            all(map(Tensor.is_contiguous, values))
+            or not any(0 in stride for stride in map(Tensor.stride, values))
         )
-        and not any(map(Tensor.is_neg, grads))
+        and not any(map(Tensor.is_neg, values))
     )
 
 

@@ -2,60 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from halfstep._scaler import passes, scalars
+from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.passes import Norms
-from halfstep._scaler.ranks.agreement import Agreement
-from halfstep._scaler.scalars import combine, moved
+from halfstep._scaler.ranks.agreement import NUM_NUMBERS, Agreement
+from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.scalars import Scalar, moved
 from halfstep._torch import keep_out_of_graphs
-from halfstep.errors import CallOrderError, NothingCheckedError
 
-if TYPE_CHECKING:
-    from halfstep._scaler.ranks.deciding import Alone, Together
-
-
-class Stage(Enum):
-    """How far an optimizer has come since the last ``update``."""
-
-    SCALED = "its gradients are still multiplied by the scale"
-    UNSCALED = "its gradients have already been unscaled"
-    STEPPED = "step() has already been called"
+NONE = Gradients([], [], [])
+"""No gradients."""
 
 
-@dataclass(eq=False)
-class Look:
-    """One look at gradients that were multiplied by one scale.
+@dataclass(eq=False, slots=True)
+class GradientCheck:
+    """A check of gradients that were multiplied by one scale.
 
     Attributes:
         scale: The scale, which moves by what was found.
-        gradients: What was looked at. Held until the iteration ends, so that no other tensor can
+        gradients: What was checked. Held until the iteration ends, so that no other tensor can
             take over the ``id`` of one of them meanwhile.
         found_here: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else
             0.
         amax_here: The largest unscaled magnitude, a scalar on the device of the scale, if the
             scale's rule wants to know.
-        left_scaled: A scalar that is 1 if the step that looked was skipped, and what its gradients
-            are still multiplied by in that case.
+        left_scaled: Whether the step that checked was skipped, and what its gradients are still
+            multiplied by in that case.
         agreement: What all ranks have found, if several decide.
         asked: In that case the ids of all parameters that were asked for gradients, which some
-            ranks may not have: they are to know of the look all the same.
+            ranks may not have: they are to know of the check all the same.
     """
 
     scale: LossScale
     gradients: Gradients
     found_here: dict[torch.device, Tensor]
     amax_here: Tensor | None = None
-    left_scaled: tuple[Tensor, Tensor] | None = None
+    left_scaled: tuple[Scalar, Scalar] | None = None
     agreement: Agreement | None = None
     asked: frozenset[int] = frozenset()
 
@@ -73,20 +65,157 @@ class Look:
         return self.amax_here if self.agreement is None else self.agreement.amax()
 
 
+class Stage(Enum):
+    """How far an optimizer has come since the last ``update``."""
+
+    SCALED = "its gradients are still multiplied by the scale"
+    UNSCALED = "its gradients have already been unscaled"
+    STEPPED = "step() has already been called"
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """The gradients of an optimizer on their way through one call, and what is known of them.
+
+    The last one is kept until the iteration ends; see :attr:`Iteration.steps`.
+
+    Attributes:
+        optimizer: Whose gradients; None for those of parameters.
+        loss_scale: The scale of the loss that they come from.
+        gradients: The gradients.
+        multiplier: What they are multiplied by, None for nothing.
+        checks: Every check that saw one of them: those of earlier calls, and those of another
+            optimizer or of a wrapper which shares parameters with it.
+        ranks: Who decides what becomes of them.
+        asked: Ids of the parameters, those without gradients too, if several ranks decide.
+        stage: How far the optimizer has come.
+        num_losses: Number of losses that had been scaled when the call ended.
+        own_check: The check of what was still scaled, once there was one.
+        norms: Their norms before any clipping, if measured.
+        norm: Norm of all of them together, unscaled and before clipping, if measured.
+        coefficient: What clipping multiplies them by, None without clipping.
+        outlier: 1 if the norm is too large to be believed, else 0; None if not asked.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    loss_scale: LossScale
+    gradients: Gradients = NONE
+    multiplier: Scalar | None = None
+    checks: list[GradientCheck] = field(default_factory=list)
+    ranks: Alone | Together = ALONE
+    asked: frozenset[int] = frozenset()
+    stage: Stage = Stage.SCALED
+    num_losses: int = 0
+    own_check: GradientCheck | None = None
+    norms: passes.Norms | None = None
+    norm: Scalar | None = None
+    coefficient: Scalar | None = None
+    outlier: Scalar | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients, if only on other ranks."""
+        # torch.compile of 2.11 cannot take bool() of a list.
+        return len(self.gradients.grads) > 0 or self.ranks.is_together
+
+    @property
+    def device(self) -> torch.device:
+        """Where the scale is, and what the step decides."""
+        return self.loss_scale.tensor.device
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Return the parameters of the optimizer."""
+        assert self.optimizer is not None
+        return parameters(self.optimizer)
+
+    def agreements(self) -> list[Agreement]:
+        """Return what all ranks have found, of every check, if several decide."""
+        own = self.own_check
+        checks = self.checks if own is None or own in self.checks else [*self.checks, own]
+        return [check.agreement for check in checks if check.agreement is not None]
+
+    def found_inf(self) -> Scalar | None:
+        """Return 1 if any check saw inf or NaN, else 0; None if there was no check."""
+        own = self.own_check
+        if own is not None and not self.checks:
+            flags = list(own.found_inf.values())
+            # Elsewhere a kernel less than to combine one.
+            return scalars.scalar(flags[0]) if len(flags) == 1 else self._combined(flags)
+        flags = [flag for check in self.checks for flag in check.found_inf.values()]
+        if own is not None:
+            flags += own.found_inf.values()
+        return self._combined(flags)
+
+    def _combined(self, flags: list[Tensor]) -> Scalar | None:
+        return scalars.combine(flags, self.device) if flags else None
+
+    def found_inf_by_device(self) -> dict[torch.device, Tensor]:
+        """Return for each device 1 if some gradient there is inf or NaN, else 0."""
+        if len(self.checks) == 1:
+            return self.checks[0].found_inf  # itself: who shares it between ranks writes to it
+        found: dict[torch.device, list[Tensor]] = {}
+        for check in self.checks:
+            for device, flag in check.found_inf.items():
+                found.setdefault(device, []).append(flag)
+        return {
+            device: scalars.as_tensor(scalars.combine(flags, device), device)
+            for device, flags in found.items()
+        }
+
+    def skip(self, found_inf: Scalar) -> Scalar:
+        """Return 1 if the step is to be skipped, else 0."""
+        return found_inf if self.outlier is None else scalars.larger(found_inf, self.outlier)
+
+    def factor(self) -> Scalar | None:
+        """Return what the gradients are to be multiplied by, None for nothing."""
+        if self.multiplier is None:
+            return None if self.coefficient is None else scalars.to_single(self.coefficient)
+        factor = scalars.reciprocal(self.multiplier)
+        return factor if self.coefficient is None else scalars.to_single(factor * self.coefficient)
+
+    def divisor(self) -> Scalar | None:
+        """Return what an optimizer that handles the scale is to divide by, None for nothing."""
+        if self.coefficient is None:
+            return self.multiplier
+        multiplier = 1.0 if self.multiplier is None else self.multiplier
+        if not isinstance(self.coefficient, Tensor) and self.coefficient == 0.0:
+            return math.inf  # clipped to 0
+        return scalars.to_single(multiplier / self.coefficient)
+
+    def read(self, values: list[Scalar]) -> list[float]:
+        """Return numbers of the scale's device; raise if the ranks disagree. Sync: one."""
+        agreements = self.agreements()
+        if self.device.type in scalars.READABLE:
+            for agreement in agreements:
+                agreement.require(agreement.vector().tolist())
+            return [float(value) for value in values]
+        tensors = [scalars.as_tensor(value, self.device) for value in values]
+        if not agreements:
+            return torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
+        vectors = [agreement.vector() for agreement in agreements]
+        bits = torch.cat([*vectors, torch.stack(tensors).view(torch.int32)]).tolist()
+        for agreement in agreements:
+            agreement.require(bits[:NUM_NUMBERS])
+            del bits[:NUM_NUMBERS]
+        return [float32_from_bits(number) for number in bits]
+
+
 @dataclass(eq=False)
 class Blocks:
     """How many blocks of ``accumulate`` there were, and how many were dropped.
 
     Attributes:
+        optimizer: Whose gradients.
         count: All blocks.
-        bad: Those whose gradients were dropped.
-        overflowed: Those of them whose loss was finite.
-        scale: The scale of the last one that overflowed, else of the last one.
+        bad: Blocks that were dropped.
+        overflowed: Blocks that were dropped and whose loss was finite.
+        scale: The scale of the last block whose overflow moves a scale, else of the last one.
         has_several_losses: Whether they had different scales: then there is no average over them.
         num_losses: Number of losses scaled in the iteration when the last one ended.
         versions: How often each gradient had been written to then.
     """
 
+    optimizer: torch.optim.Optimizer
     count: int = 0
     bad: int = 0
     overflowed: int = 0
@@ -96,145 +225,99 @@ class Blocks:
     versions: list[int] = field(default_factory=list)
 
 
-@dataclass(eq=False)
-class OptimizerRecord:
-    """One optimizer in this iteration.
+class Iteration:
+    """The steps of all optimizers, and the checks of all gradients, since the last ``update``.
 
-    It holds the optimizer, so that no other object can take over its ``id`` meanwhile.
+    A step is kept only when something has been done for its optimizer, so that a call which fails
+    leaves no trace. Sync: none.
 
     Attributes:
-        looks: Every look that saw one of its gradients: its own, and that of another optimizer or
-            of a wrapper which shares parameters with it.
-        outlier: float32 scalar, 1 if its norm is too large to be believed; None if not asked.
-        blocks: The blocks of ``accumulate`` that have not been put together yet.
-        num_losses: Number of losses that had been scaled when its gradients were unscaled.
-        norms: Their norms when they were unscaled, if measured then.
-        norm: The norm of all of them, unscaled and before clipping, if measured then.
-    """
-
-    optimizer: torch.optim.Optimizer
-    stage: Stage = Stage.SCALED
-    looks: list[Look] = field(default_factory=list)
-    outlier: Tensor | None = None
-    blocks: Blocks | None = None
-    num_losses: int = 0
-    norms: Norms | None = None
-    norm: Tensor | None = None
-
-    def found_inf(self) -> dict[torch.device, Tensor]:
-        """Return for each device 1 if some gradient there is inf or NaN, else 0."""
-        if len(self.looks) == 1:
-            return self.looks[0].found_inf  # itself: who shares it between ranks writes to it
-        found: dict[torch.device, list[Tensor]] = {}
-        for look in self.looks:
-            for device, scalar in look.found_inf.items():
-                found.setdefault(device, []).append(scalar)
-        return {device: combine(flags, device) for device, flags in found.items()}
-
-
-class Iteration:
-    """The records of all optimizers, and the looks at all gradients, since the last ``update``.
-
-    A record is kept only when something has been done for its optimizer, so that a call which fails
-    leaves no trace. Sync: none.
+        steps: What the last call of each optimizer has left, by the ``id`` of the optimizer, which
+            the step holds: no other object can take over the ``id`` meanwhile.
+        blocks: The blocks of ``accumulate`` that have not been put together yet, in the same way.
+        checks: The checks, in order.
+        losses: How many losses of each name have been scaled. A list would be compiled once per
+            length.
+        num_losses: How many losses have been scaled.
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, OptimizerRecord] = {}
-        self.looks: list[Look] = []
+        self.steps: dict[int, Step] = {}
+        self.blocks: dict[int, Blocks] = {}
+        self.checks: list[GradientCheck] = []
+        self.losses: dict[str | None, int] = {}
+        self.num_losses = 0
         # Made only when another optimizer asks: for thousands of gradients it takes its time.
-        self._look_at: dict[int, Look] = {}
-        self._num_looks_in_it = 0
-        # Parameters whose gradients backward has added to since they were looked at, by id.
+        self._check_of: dict[int, GradientCheck] = {}
+        self._num_checks_in_it = 0
+        # Parameters whose gradients backward has added to since they were checked, by id.
         self._fresh: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._num_watched = 0
         self._in_doubt: list[Gradients] = []
-        # How many losses of each name have been scaled. A list would be compiled once per length.
-        self.losses: dict[str | None, int] = {}
-
-    @property
-    def num_losses(self) -> int:
-        """How many losses have been scaled."""
-        return sum(self.losses.values())
 
     def count_loss(self, loss: str | None, number: int = 1) -> None:
-        """Take note that losses of a name have been scaled."""
+        """Count losses of a name that have been scaled."""
         self.losses[loss] = self.losses.get(loss, 0) + number
+        self.num_losses += number
 
     def count_losses_of(self, part: Iteration) -> None:
-        """Take note of the losses of a part of this iteration."""
+        """Count the losses of a part of this iteration."""
         for loss, number in part.losses.items():
             self.count_loss(loss, number)
 
-    def record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-        """Return the record of an optimizer, a fresh one if nothing has been done for it."""
-        return self._records.get(id(optimizer)) or OptimizerRecord(optimizer)
-
-    def keep(self, record: OptimizerRecord) -> None:
-        """Keep a record until the iteration ends."""
-        self._records[id(record.optimizer)] = record
-
-    def drop(self, record: OptimizerRecord) -> None:
-        """Forget a record that was kept for a call which did nothing."""
-        self._records.pop(id(record.optimizer), None)
-
-    def find(self, key: int) -> OptimizerRecord | None:
-        """Return the record of the optimizer with an ``id``, None if none was kept."""
-        return self._records.get(key)
-
-    def records(self) -> list[OptimizerRecord]:
-        """Return the records of all optimizers that something has been done for."""
-        return list(self._records.values())
+    def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
+        """Return what the last call of an optimizer has left, None if nothing has been done."""
+        return self.steps.get(id(optimizer))
 
     def scale_of(self, param: Tensor) -> LossScale | None:
         """Return the scale that the gradient has been divided by, None if it has not."""
-        look = None if id(param) in self._fresh else self._looks_by_gradient().get(id(param.grad))
-        return None if look is None else look.scale
+        check = None if id(param) in self._fresh else self._checks_by_gradient().get(id(param.grad))
+        return None if check is None else check.scale
 
     def scales_of_blocks(self) -> dict[int, LossScale | None]:
         """Return the scale of the last block for each parameter, by id, that was in blocks."""
         return {
-            id(param): record.blocks.scale
-            for record in self.records()
-            if record.blocks is not None
-            for param in parameters(record.optimizer)
+            id(param): blocks.scale
+            for blocks in self.blocks.values()
+            for param in parameters(blocks.optimizer)
         }
 
-    def split(self, gradients: Gradients) -> tuple[Gradients, list[Look]]:
-        """Return the gradients that are still scaled, and the looks that unscaled the others.
+    def split(self, gradients: Gradients) -> tuple[Gradients, list[GradientCheck]]:
+        """Return the gradients that are still scaled, and the checks that unscaled the others.
 
         A parameter in two optimizers, or in an optimizer and in a wrapper of it, is unscaled once:
-        by whoever comes first.
+        by whichever comes first.
         """
-        look_at = self._looks_by_gradient()
-        if not look_at:
+        check_of = self._checks_by_gradient()
+        if not check_of:
             return gradients, []
-        seen = look_at.keys() & set(map(id, gradients.grads))
+        seen = check_of.keys() & set(map(id, gradients.grads))
         if self._fresh:
             pairs = zip(gradients.params, gradients.grads, strict=True)
             seen -= {id(grad) for param, grad in pairs if id(param) in self._fresh}
-        found = {look_at[key] for key in seen}
-        # In the order of the looks, which a set does not have.
-        return gradients.without(seen), [look for look in self.looks if look in found]
+        found = {check_of[key] for key in seen}
+        # In the order of the checks, which a set does not have.
+        return gradients.without(seen), [check for check in self.checks if check in found]
 
-    def add(self, look: Look) -> None:
-        """Remember a look, and that its gradients are no longer to be unscaled."""
-        self.looks.append(look)
-        self._fresh.difference_update(map(id, look.gradients.params if self._fresh else ()))
+    def add(self, check: GradientCheck) -> None:
+        """Remember a check, and that its gradients are no longer to be unscaled."""
+        self.checks.append(check)
+        if self._fresh:
+            self._fresh.difference_update(map(id, check.gradients.params))
 
     @keep_out_of_graphs
     def watch(self) -> None:
-        """Notice what backward adds to gradients that have been looked at: it is still scaled.
+        """Notice what backward adds to gradients that have been checked: it is still scaled.
 
         ``zero_grad(set_to_none=False)``, buckets and flat buffers keep a gradient where it was.
         """
-        for look in self.looks[self._num_watched :]:
-            for param in look.gradients.params:
+        for check in self.checks[self._num_watched :]:
+            for param in check.gradients.params:
                 if param.is_leaf and param.requires_grad:
                     hook = param.register_post_accumulate_grad_hook(self._note_fresh)  # type: ignore[no-untyped-call]
                     self._hooks.append(hook)
-        self._num_watched = len(self.looks)
+        self._num_watched = len(self.checks)
 
     def _note_fresh(self, param: Tensor) -> None:
         self._fresh.add(id(param))
@@ -244,7 +327,7 @@ class Iteration:
         self._in_doubt.append(gradients)
 
     def is_in_doubt(self, gradients: Gradients) -> bool:
-        """Say whether nobody knows what some of these are multiplied by."""
+        """Return whether nobody knows what some of these are multiplied by."""
         if not self._in_doubt:
             return False
         ids = {id(grad) for doubted in self._in_doubt for grad in doubted.grads}
@@ -255,28 +338,9 @@ class Iteration:
         for hook in self._hooks:
             hook.remove()
 
-    def _looks_by_gradient(self) -> dict[int, Look]:
-        # Filled when somebody asks, which with one optimizer nobody does.
-        for look in self.looks[self._num_looks_in_it :]:
-            self._look_at.update(dict.fromkeys(map(id, look.gradients.grads), look))
-        self._num_looks_in_it = len(self.looks)
-        return self._look_at
-
-
-def ids_asked(params: Iterable[Tensor], ranks: Alone | Together) -> frozenset[int]:
-    """Return what a look at the gradients of parameters remembers of them: see ``Look.asked``."""
-    return frozenset(map(id, params)) if ranks.is_together else frozenset()
-
-
-def nothing_checked(optimizer: torch.optim.Optimizer) -> CallOrderError:
-    """Return the error for an optimizer without any gradient."""
-    num_params = sum(1 for _ in parameters(optimizer))
-    return NothingCheckedError(
-        f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
-        "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
-        "it, or the loss does not depend on these parameters (is it the optimizer of this "
-        "model?).\n"
-        "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
-        "leave out step() for this optimizer in this iteration. (torch.amp says: No inf checks "
-        "were recorded for this optimizer.)"
-    )
+    def _checks_by_gradient(self) -> dict[int, GradientCheck]:
+        # Filled when it is asked for, which never happens with one optimizer.
+        for check in self.checks[self._num_checks_in_it :]:
+            self._check_of.update(dict.fromkeys(map(id, check.gradients.grads), check))
+        self._num_checks_in_it = len(self.checks)
+        return self._check_of

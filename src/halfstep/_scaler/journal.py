@@ -16,10 +16,17 @@ HISTORY_LENGTH = 10_000
 """So many steps are kept, some hundred bytes each on the device."""
 
 
-class _Slot:
-    """The last outcome of an optimizer."""
+class Memory:
+    """What is kept of an optimizer from one iteration to the next.
 
-    outcome: Outcome | None = None
+    Attributes:
+        outcome: That of its last step.
+        first_norms: The scaled norms of its first steps.
+    """
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.first_norms: list[float] = []
 
     def clear(self) -> None:
         """Let go of its parameters: the optimizer is gone."""
@@ -29,46 +36,48 @@ class _Slot:
 
 
 class Journal:
-    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`."""
+    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`.
+
+    Attributes:
+        open: The outcomes of the iteration that has not ended.
+    """
 
     def __init__(self) -> None:
-        self._last: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Slot] = (
+        self._memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
             weakref.WeakKeyDictionary()
         )
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
-        self._open: list[Outcome] = []
+        self.open: list[Outcome] = []
 
-    def add(self, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
-        """Take note of a step."""
-        slot = self._last.get(optimizer)
-        if slot is None:
-            slot = self._last[optimizer] = _Slot()
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Return what is kept of an optimizer."""
+        memory = self._memories.get(optimizer)
+        if memory is None:
+            memory = self._memories[optimizer] = Memory()
             # Without the journal, which must not live as long as the optimizer.
-            weakref.finalize(optimizer, slot.clear).atexit = False
-        slot.clear()
-        slot.outcome = outcome
+            weakref.finalize(optimizer, memory.clear).atexit = False
+        return memory
+
+    def add(self, memory: Memory, outcome: Outcome) -> None:
+        """Add the outcome of a step."""
+        if memory.outcome is not None:
+            memory.outcome.forget_gradients()
+        memory.outcome = outcome
         self._all.append(outcome)
-        self._open.append(outcome)
+        self.open.append(outcome)
 
     @property
     def num_optimizers(self) -> int:
         """How many optimizers have stepped and still exist."""
-        return len(self._last)
+        return len(self._memories)
 
     def last_outcomes(self) -> list[tuple[torch.optim.Optimizer, Outcome | None]]:
         """Return each optimizer that has stepped with the outcome of its last step."""
-        return [(optimizer, slot.outcome) for optimizer, slot in self._last.items()]
+        return [(optimizer, memory.outcome) for optimizer, memory in self._memories.items()]
 
     def newest(self, count: int) -> list[Outcome]:
         """Return the last outcomes, newest last. Sync: none."""
         return list(islice(reversed(self._all), count))[::-1]
-
-    def end(self) -> list[Outcome]:
-        """End an iteration: its outcomes, which are returned, take note of the new scale."""
-        ended, self._open = self._open, []
-        for outcome in ended:
-            outcome.end()
-        return ended
 
     def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return the outcome of the last step of an optimizer, or of one that it wraps.
@@ -86,11 +95,12 @@ class Journal:
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the same, None if ``step`` has not been called for it."""
-        if optimizer in self._last:
-            return self._last[optimizer].outcome
-        for stepped, slot in self._last.items():
-            if stepped.param_groups is optimizer.param_groups:
-                return slot.outcome
+        memory = self._memories.get(optimizer)
+        if memory is not None and memory.outcome is not None:
+            return memory.outcome
+        for stepped, memory in self._memories.items():
+            if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
+                return memory.outcome
         return None
 
     def entries(self) -> list[HistoryEntry]:

@@ -1,35 +1,48 @@
-"""The scale of one loss: its state on the host until a device is known, then on the device."""
+"""The scale of every loss: its state, and losses multiplied by it."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import checked_scale
-from halfstep._scaler.device_state import DeviceState, StateSnapshot
+from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
 from halfstep._scaler.host_copy import HostCopy
+from halfstep._scaler.host_state import HostSnapshot, HostState
 from halfstep._scaler.rules import LogMax, Rule
-from halfstep._scaler.scalars import any_of, describe, is_nonfinite, moved
+from halfstep._scaler.scalars import READABLE, Scalar, any_of, as_tensor, describe, is_nonfinite, moved
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
 
+Snapshot: TypeAlias = HostSnapshot | DeviceSnapshot
+"""A state as it once was."""
+
 
 class LossScale:
-    """A scale and how it moves.
+    """The scale of one loss, and how it moves.
 
     Args:
-        state: What it starts from. The rule is always read from ``host``; what changes from step to
-            step only until ``on_device`` exists.
+        state: What it starts from.
+
+    Attributes:
+        host: The state as it was set last. Its rule is the rule; what changes from step to step is
+            in ``live`` once there is one.
+        live: The present state, where the first loss was.
+        can_amplify: Whether unscaling may multiply by more than 1.
     """
 
     def __init__(self, state: ScaleState) -> None:
         self.host = state
-        self.on_device: DeviceState | None = None
+        self.live: HostState | DeviceState | None = None
         self.can_amplify = state.can_amplify
-        self._arrived = HostCopy()
+        self._after_update: HostSnapshot | None = None
+        self._arriving: HostCopy | None = None
         self._settled_loss: Tensor | None = None
         self._is_shared = False
 
@@ -41,40 +54,59 @@ class LossScale:
     @property
     def tensor(self) -> Tensor:
         """The scale, a float32 scalar on its device; only after :meth:`create`."""
-        assert self.on_device is not None
-        return self.on_device.scale
+        assert self.live is not None
+        return self.live.scale
 
     @keep_out_of_graphs
     def create(self, device: torch.device) -> None:
         """Move the state to a device. Sync: none."""
-        self.on_device = DeviceState(self.host, device)
+        if device.type in READABLE:
+            self.live = HostState(self.host)
+        else:
+            self.live, self._arriving = DeviceState(self.host, device), HostCopy()
 
-    def see_loss(self, loss: Tensor) -> Tensor:
-        """Remember whether the loss is finite; return the scale on its device. Sync: none.
+    def multiply(self, loss: Tensor, *, is_traced: bool = False) -> Tensor:
+        """Return a loss multiplied by the scale; remember whether it is finite. Sync: none.
 
-        It is not looked at inside ``torch.func.grad`` or ``vmap``.
+        It is not looked at inside ``torch.func.grad`` or ``vmap``. A float16 tensor with dimensions
+        becomes float32, since 1.0 * 65536 is inf in float16; otherwise PyTorch's usual type
+        promotion with a float32 scalar applies.
+
+        Args:
+            loss: A tensor on any device.
+            is_traced: Whether torch.compile traces.
         """
-        if self.on_device is None:
+        live = self.see_loss(loss, is_traced=is_traced)
+        scale = live.traced_scale() if is_traced else live.scale
+        if scale.device != loss.device:
+            scale = moved(scale, loss.device)
+        if loss.dtype == torch.float16 and loss.dim() > 0:
+            # Type promotion lets the dtype of a tensor with dimensions win over that of a scalar.
+            loss = loss.float()
+        return loss * scale
+
+    def see_loss(self, loss: Tensor, *, is_traced: bool = False) -> HostState | DeviceState:
+        """Remember whether a loss is finite; return the state. Sync: none."""
+        if self.live is None:
             self.create(loss.device)
-            assert self.on_device is not None
+            assert self.live is not None
         # torch.compile cannot trace the question, and not torch.func.grad around it either.
-        is_inside = not torch.compiler.is_compiling() and is_inside_functorch(loss)
-        if not is_inside:
-            self.on_device.see_loss_(loss)
-        return moved(self.on_device.scale, loss.device)
+        if is_traced or not is_inside_functorch(loss):
+            self.live.see_loss_(loss)
+        return self.live
 
     def take_bad_loss(self) -> Tensor:
         """Return 1 if a loss since the last ``update`` was not finite, else 0, and forget it."""
-        assert self.on_device is not None
-        is_bad = is_nonfinite(self.on_device.bad_loss)
+        assert self.live is not None
+        is_bad = is_nonfinite(self.live.bad_loss)
         self.forget_bad_loss()
         return is_bad
 
     def forget_bad_loss(self) -> None:
         """Forget whether a loss since the last ``update`` was not finite. Sync: none."""
         self._settled_loss = None
-        if self.on_device is not None:
-            self.on_device.bad_loss.zero_()
+        if self.live is not None:
+            self.live.bad_loss.zero_()
 
     def settle_loss(self, is_bad: Tensor | None) -> None:
         """Let the losses of all ranks count, and not what this one has seen. Sync: none.
@@ -83,8 +115,8 @@ class LossScale:
             is_bad: bool scalar, whether the loss of some rank was not finite; None if they have
                 not told each other: then none counts.
         """
-        assert self.on_device is not None
-        settled = torch.zeros_like(self.on_device.bad_loss)
+        assert self.live is not None
+        settled = torch.zeros_like(self.live.bad_loss)
         if is_bad is not None:
             settled = torch.where(is_bad, torch.nan, settled)
         if self._settled_loss is not None:  # an earlier one of this iteration counts as well
@@ -95,29 +127,38 @@ class LossScale:
     def forget_later_losses(self) -> None:
         """Forget losses that this rank alone knows of, having come after the others were told."""
         if self._settled_loss is not None:
-            assert self.on_device is not None
-            self.on_device.bad_loss.copy_(self._settled_loss)
+            assert self.live is not None
+            self.live.bad_loss.copy_(self._settled_loss)
 
     def value(self) -> float:
         """Return the scale. Sync: one."""
-        return self.host.scale if self.on_device is None else self.on_device.scale.item()
+        return self.host.scale if self.live is None else self.live.scale.item()
+
+    def number(self) -> Scalar:
+        """Return the scale as it is now, to calculate with. Sync: none."""
+        live = self.live
+        assert live is not None
+        # A copy: update() changes the tensor in place.
+        return live.now.scale if isinstance(live, HostState) else live.scale.clone()
 
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one."""
-        return self.host if self.on_device is None else self.on_device.read(self.host)
+        if self.live is None:
+            return self.host
+        return self.live.read() if isinstance(self.live, HostState) else self.live.read(self.host)
 
     def load(self, state: ScaleState) -> None:
         """Take over a state, in place on the device. Sync: none."""
         self.host = state
         self.can_amplify = state.can_amplify
-        if self.on_device is not None:
-            self.on_device.write_(state)
+        if self.live is not None:
+            self.live.write_(state)
 
     def set_rule(self, rule: Rule) -> None:
         """Move by another rule from now on. Sync: none."""
         self.host = replace(self.host, rule=rule)
-        if self.on_device is not None:
-            self.on_device.set_rule_(rule)
+        if self.live is not None:
+            self.live.set_rule_(rule)
 
     def set(self, new_scale: object) -> None:
         """Set the scale to a number or to a 1-element tensor. Sync: none."""
@@ -126,38 +167,55 @@ class LossScale:
         else:
             self.host = self.host.with_scale(checked_scale("new_scale", new_scale))
             self.can_amplify |= self.host.can_amplify
-            if self.on_device is not None:
-                self.on_device.fill_(self.host.scale)
+            if self.live is not None:
+                self.live.fill_(self.host.scale)
         self.forget_bad_loss()
 
-    def update(self, found_inf: list[Tensor], outliers: list[Tensor], amaxes: list[Tensor]) -> None:
+    def update(self, found_inf: list[Tensor], outliers: list[Scalar], amaxes: list[Tensor]) -> None:
         """Back off, count or grow after an iteration. Sync: none."""
-        assert self.on_device is not None
-        device = self.on_device.device
-        self.forget_later_losses()
-        self._settled_loss = None
-        self.on_device.update_(
+        live = self.live
+        if self._settled_loss is not None:
+            self.forget_later_losses()
+            self._settled_loss = None
+        if isinstance(live, HostState):
+            found = False
+            for flag in found_inf:
+                found |= flag.item() != 0.0
+            live.update_(
+                found,
+                any(outlier != 0.0 for outlier in outliers) if outliers else False,
+                max(amax.item() for amax in amaxes) if amaxes else None,
+            )
+            self._after_update = live.snapshot()
+            return
+        assert live is not None
+        device = live.device
+        live.update_(
             any_of(found_inf, device),
             self.host,
-            outlier=any_of(outliers, device) if outliers else None,
+            outlier=any_of([as_tensor(each, device) for each in outliers], device)
+            if outliers
+            else None,
             amax=torch.stack([moved(amax, device) for amax in amaxes]).amax() if amaxes else None,
         )
-
         if not torch.compiler.is_compiling():
-            self._arrived.send(self.on_device.buffer)
+            assert self._arriving is not None
+            self._arriving.send(live.buffer)
 
-    def snapshot(self) -> StateSnapshot:
-        """Return a copy of the state on the device. Sync: none."""
-        assert self.on_device is not None
-        return self.on_device.snapshot()
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the present state. Sync: none."""
+        assert self.live is not None
+        return self.live.snapshot()
 
-    def arrived(self, *, at_once: bool = False) -> StateSnapshot | None:
+    def arrived(self, *, at_once: bool = False) -> Snapshot | None:
         """Return the newest state after an update that has come to the host.
 
         Sync: none; one if several ranks have to see the same ``at_once``.
         """
-        values = self._arrived.latest(wait=at_once and self._is_shared)
-        return None if values is None else StateSnapshot(values)
+        if self._arriving is None:
+            return self._after_update
+        values = self._arriving.latest(wait=at_once and self._is_shared)
+        return None if values is None else DeviceSnapshot(values)
 
     def _set_from_tensor(self, new_scale: Tensor) -> None:
         if new_scale.is_complex() or new_scale.dtype == torch.bool:
@@ -168,10 +226,121 @@ class LossScale:
                 f"requires_grad={new_scale.requires_grad}: pass a number or a tensor with one "
                 "element that requires no gradient (tensor.detach())"
             )
-        if self.on_device is None:
+        if self.live is None:
             raise CallOrderError(
                 "update(new_scale=tensor) before scale(): the scale is not on any device yet. Pass "
                 "a number, or scale a loss first"
             )
         self.can_amplify = True
-        self.on_device.copy_(new_scale)
+        self.live.copy_(new_scale)
+
+
+class Scales(dict[str | None, LossScale]):
+    """The scales of all losses by name; that of losses without a name, None, is always there.
+
+    Args:
+        first: The state that the scale of every loss starts from.
+    """
+
+    def __init__(self, first: ScaleState) -> None:
+        super().__init__({None: LossScale(first)})
+        self.first = first
+
+    def multiply(self, outputs: Any, loss: str | None, *, is_traced: bool) -> Any:
+        """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
+        scale = self.get(loss) or LossScale(self.first)
+        if isinstance(outputs, Tensor):
+            scaled = scale.multiply(outputs, is_traced=is_traced)
+        else:
+            scaled = _for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
+        self[loss] = scale  # not if that was refused
+        return scaled
+
+    def forget_bad_losses(self) -> None:
+        """Forget which losses were not finite. Sync: none."""
+        for scale in self.values():
+            scale.forget_bad_loss()
+
+    def device_type(self) -> str | None:
+        """Return the type of the device that the first loss came from, None before it."""
+        for scale in self.values():
+            if scale.live is not None:
+                return scale.live.device.type
+        return None
+
+    def set_first(self, scale: object) -> None:
+        """Set the scale that every loss starts from, before there is one. Sync: none."""
+        self[None].set(scale)
+        self.first = self.first.with_scale(self[None].host.scale)
+
+    def set_rule(self, rule: Rule) -> None:
+        """Move all scales by another rule. Sync: none."""
+        self.first = replace(self.first, rule=rule)
+        for scale in self.values():
+            scale.set_rule(rule)
+
+    def read(self) -> dict[str | None, ScaleState]:
+        """Return the states of all. Sync: one for each."""
+        return {loss: scale.read() for loss, scale in self.items()}
+
+    def load(self, states: Mapping[str | None, ScaleState]) -> None:
+        """Take over what :meth:`read` returned. Sync: none."""
+        rule = states[None].rule
+        self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
+        for loss in self.keys() - states.keys():
+            del self[loss]
+        for loss, state in states.items():
+            self.setdefault(loss, LossScale(state)).load(state)
+
+
+def _for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
+    """Return ``outputs`` with every tensor in it replaced.
+
+    Args:
+        function: What a tensor is replaced by.
+        outputs: A tensor, or a (nested) list, tuple, named tuple, mapping or other iterable.
+        where: The name of ``outputs`` in an error message.
+
+    Returns:
+        Lists, tuples, named tuples and mappings keep their type, other iterables become lists.
+
+    Raises:
+        TypeError: Something in it is not a tensor; the message says where it is.
+    """
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    if isinstance(outputs, Mapping):
+        items = {key: _for_each(function, v, f"{where}[{key!r}]") for key, v in outputs.items()}
+        return _like(outputs, items) if isinstance(outputs, MutableMapping) else items
+    if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
+        raise TypeError(
+            f"{where} is {_shortly(outputs)} ({type(outputs).__name__}): scale() takes a "
+            "tensor, or a list, tuple, mapping or other iterable of tensors"
+        )
+    values = [_for_each(function, v, f"{where}[{index}]") for index, v in enumerate(outputs)]
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*values)
+    return type(outputs)(values) if isinstance(outputs, list | tuple) else values
+
+
+def _like(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
+    # A copy keeps what the class adds: the factory of a defaultdict, the attributes of a
+    # transformers ModelOutput.
+    result = copy.copy(mapping)
+    for key, item in items.items():
+        result[key] = item
+    return result
+
+
+def tensors_in(scaled: Any) -> Iterator[Tensor]:
+    """Yield all tensors in what :meth:`Scales.multiply` has returned."""
+    if isinstance(scaled, Tensor):
+        yield scaled
+        return
+    for item in scaled.values() if isinstance(scaled, Mapping) else scaled:
+        yield from tensors_in(item)
+
+
+def _shortly(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -6,25 +6,29 @@ import math
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfstep._scaler.alarm import Culprit, culprits
-from halfstep._scaler.device_state import StateSnapshot
-from halfstep._scaler.gradients import Gradients, collect
-from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.checks import round_to_float32
+from halfstep._scaler.device_state import DeviceSnapshot
+from halfstep._scaler.gradients import collect
+from halfstep._scaler.host_state import HostSnapshot
+from halfstep._scaler.loss_scale import Snapshot
 from halfstep._scaler.names import Names
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.passes import Norms, measure
+from halfstep._scaler.passes import measure
 from halfstep._scaler.ranks.agreement import Agreement
-from halfstep._scaler.scalars import moved
+from halfstep._scaler.scalars import Scalar, moved, on_cpu
 from halfstep._scaler.scale_state import Reason, reason
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
+
+if TYPE_CHECKING:
+    from halfstep._scaler.iteration import Step
 
 NUM_WITNESSES = 512
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
@@ -48,96 +52,6 @@ class HistoryEntry(NamedTuple):
     reason: Reason | None
     scale: float
     norm: float
-
-
-@dataclass(frozen=True, eq=False)
-class Findings:
-    """What a step found, still on the device.
-
-    Attributes:
-        before: State of the scale when ``optimizer.step`` was due.
-        found_inf: float32 scalar, 1 if a gradient is inf or NaN, else 0.
-        outlier: The same for a norm that is too large to be believed; None if not asked.
-        norm: Norm of the unscaled gradients, before clipping; None if not measured.
-        agreements: What all ranks have found, of each look at the gradients, if several decide.
-    """
-
-    before: StateSnapshot
-    found_inf: Tensor
-    outlier: Tensor | None
-    norm: Tensor | None
-    agreements: Sequence[Agreement] = ()
-
-    def on_cpu(self) -> Findings:
-        """Return a copy on the CPU, without the agreements. Sync: some."""
-        outlier = None if self.outlier is None else self.outlier.cpu()
-        norm = None if self.norm is None else self.norm.cpu()
-        return Findings(self.before.on_cpu(), self.found_inf.cpu(), outlier, norm)
-
-    def row(self) -> list[Tensor]:
-        """Return found_inf, outlier and norm as three scalars."""
-        missing = torch.full_like(self.found_inf, math.nan)
-        return [
-            self.found_inf,
-            torch.zeros_like(missing) if self.outlier is None else self.outlier,
-            missing if self.norm is None else self.norm.to(missing),
-        ]
-
-
-class StepGradients:
-    """The gradients of the last step of an optimizer: measured then, or looked at again.
-
-    Args:
-        gradients: As they are when ``step`` returns. Only the parameters are kept: the memory of
-            the gradients belongs to the user.
-        norms: Their norms, if they were measured.
-        scale: What they are multiplied by now, None for nothing.
-    """
-
-    def __init__(self, gradients: Gradients, norms: Norms | None, scale: Tensor | None) -> None:
-        self.params = gradients.params
-        self._norms = norms
-        self._scale = scale
-        # To notice zero_grad() and a new backward(), which touch almost all of them. Measured ones
-        # are not read again, and the first of them tells enough.
-        self._is_measured = norms is not None
-        self._witnesses = [
-            (weakref.ref(grad), grad._version)
-            for grad in (gradients.grads[:1] if self._is_measured else _witnesses(gradients.grads))
-        ]
-
-    @keep_out_of_graphs
-    def norms(self) -> list[float]:
-        """Return the unscaled norm of every gradient. Sync: one for each device.
-
-        Raises:
-            CallOrderError: They were not measured and are gone.
-        """
-        if self._norms is None:
-            self._require_present()
-            self._norms = measure(collect(self.params), self._scale)
-        return self._norms.unscaled()
-
-    def are_present(self) -> bool:
-        """Return whether nobody has written to the gradients since. Sync: none."""
-        watched = self.params[:1] if self._is_measured else _witnesses(self.params)
-        return all(
-            param.grad is not None and ref() is param.grad and param.grad._version == version
-            for (ref, version), param in zip(self._witnesses, watched, strict=True)
-        )
-
-    def _require_present(self) -> None:
-        if not self.are_present():
-            raise CallOrderError(
-                "the gradients of this step were not measured and are gone: look at norm, "
-                "norms and culprits of an outcome before zero_grad() and the next backward(), "
-                "or " + HOW_TO_MEASURE
-            )
-
-
-def _witnesses(tensors: list[Tensor]) -> list[Tensor]:
-    """Return all of a few tensors, of many only the ends: asking them takes its time."""
-    return tensors if len(tensors) <= NUM_WITNESSES else [tensors[0], tensors[-1]]
 
 
 class Outcome:
@@ -166,25 +80,43 @@ class Outcome:
         self,
         optimizer: torch.optim.Optimizer,
         names: Names,
-        loss_scale: LossScale,
-        findings: Findings,
-        gradients: StepGradients,
-        *,
-        can_measure_late: bool = True,
+        step: Step,
+        found_inf: Scalar,
+        multiplier: Scalar | None,
+        can_measure_late: bool,
     ) -> None:
-        self._can_measure_late = can_measure_late
-        self.optimizer_name = name(optimizer)
+        """Keep what a step has found.
+
+        Args:
+            optimizer: The optimizer.
+            names: Names of parameters.
+            step: The step as it ended. Of its gradients only the parameters are kept: the memory
+                of the gradients belongs to the user.
+            found_inf: 1 if a gradient is inf or NaN, else 0.
+            multiplier: What the gradients are multiplied by now, None for nothing.
+            can_measure_late: Whether the gradients are, unscaled, what they were.
+        """
+        self.optimizer_name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
         self._names = names
-        self.loss_scale = loss_scale
+        self.loss_scale = loss_scale = step.loss_scale
         self._rule = loss_scale.host
-        self._findings = findings
-        self._gradients: StepGradients | None = gradients
-        self._after: StateSnapshot | None = None
-
-    def end(self) -> None:
-        """Take note of the state after ``update``. Sync: none."""
-        self._after = self.loss_scale.snapshot()
+        self._before = loss_scale.snapshot()
+        self.after: Snapshot | None = None  # the state after update()
+        self._found_inf, self._outlier, self._norm = found_inf, step.outlier, step.norm
+        self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
+        # From here on: only as long as it is the last outcome of the optimizer.
+        gradients = step.gradients
+        self._params: list[Tensor] | None = gradients.params
+        self._measured = step.norms
+        self._multiplier, self._can_measure_late = multiplier, can_measure_late
+        # To notice zero_grad() and a new backward(), which touch almost all of them. Measured ones
+        # are not read again, and the first of them tells enough.
+        grads = gradients.grads if step.norms is None else gradients.grads[:1]
+        if len(grads) > NUM_WITNESSES:
+            grads = [grads[0], grads[-1]]
+        versions = map(attrgetter("_version"), grads)
+        self._witnesses = list(zip(map(weakref.ref, grads), versions, strict=True))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -194,15 +126,25 @@ class Outcome:
     @property
     def has_ended(self) -> bool:
         """Whether ``update`` has been called since the step. Sync: none."""
-        return self._after is not None
+        return self.after is not None
 
     def has_its_gradients(self) -> bool:
-        """Return whether the gradients are still those of this step. Sync: none."""
-        return self._gradients is not None and self._gradients.are_present()
+        """Return whether nobody has written to the gradients since. Sync: none."""
+        params = self._params
+        if params is None:
+            return False
+        if self._measured is not None:
+            params = params[:1]
+        elif len(params) > NUM_WITNESSES:
+            params = [params[0], params[-1]]
+        return all(
+            param.grad is not None and ref() is param.grad and param.grad._version == version
+            for (ref, version), param in zip(self._witnesses, params, strict=True)
+        )
 
     def forget_gradients(self) -> None:
         """Drop what is kept only for the last step of an optimizer."""
-        self._gradients = None
+        self._params = self._measured = self._multiplier = None
 
     @property
     def taken(self) -> bool:
@@ -214,8 +156,7 @@ class Outcome:
         """Whether it was skipped."""
         if "entry" in vars(self):
             return not self.entry.taken
-        found = (self._findings.found_inf, self._findings.outlier)
-        return any(bool(flag.item()) for flag in found if flag is not None)
+        return any(bool(flag) for flag in (self._found_inf, self._outlier) if flag is not None)
 
     @property
     def reason(self) -> Reason | None:
@@ -229,7 +170,7 @@ class Outcome:
         None if there was none, or if the ranks did not have to tell each other: with one of them,
         or under DistributedDataParallel, which gives all the same gradients.
         """
-        ranks = [agreement.first_rank() for agreement in self._findings.agreements]
+        ranks = [agreement.first_rank() for agreement in self._agreements]
         return min((rank for rank in ranks if rank is not None), default=None)
 
     @property
@@ -244,14 +185,14 @@ class Outcome:
         Raises:
             CallOrderError: ``update`` has not been called yet.
         """
-        if self._after is None:
+        if self.after is None:
             raise CallOrderError("outcome.scale_after before update(): call scaler.update() first")
-        return self._after.read(self._rule).scale
+        return self.after.read(self._rule).scale
 
     @property
     def is_measured(self) -> bool:
         """Whether the norm was measured during the step. Sync: none."""
-        return self._findings.norm is not None
+        return self._norm is not None
 
     @cached_property
     def norm(self) -> float:
@@ -261,7 +202,7 @@ class Outcome:
             CallOrderError: It was not measured and the gradients are gone.
         """
         measured = self.entry.norm
-        if not self.is_measured and self._findings.agreements:
+        if not self.is_measured and self._agreements:
             raise CallOrderError(
                 "outcome.norm: the gradients of this step are spread over several ranks, and their "
                 "norm was not measured: " + HOW_TO_MEASURE
@@ -278,8 +219,8 @@ class Outcome:
             CallOrderError: They were not measured and the gradients are gone.
         """
         norms = self._norms
-        assert self._gradients is not None
-        names = self._names.of(self._gradients.params, self._optimizer())
+        assert self._params is not None
+        names = self._names.of(self._params, self._optimizer())
         return dict(zip(names, norms, strict=True))
 
     @cached_property
@@ -293,16 +234,16 @@ class Outcome:
 
     def culprit_parameters(self) -> list[Tensor]:
         """Return the parameters that :attr:`culprits` names."""
-        norms, gradients = self._norms, self._gradients
-        assert gradients is not None
-        pairs = zip(gradients.params, norms, strict=True)
+        norms, params = self._norms, self._params
+        assert params is not None
+        pairs = zip(params, norms, strict=True)
         return [param for param, norm in pairs if not math.isfinite(norm)]
 
     def find_culprits(self) -> list[Culprit]:
         """Count inf and NaN in the gradients as they are now; names only if they are gone."""
-        if self._gradients is None:
+        if self._params is None:
             return []
-        gradients = collect(self._gradients.params)
+        gradients = collect(self._params)
         found = culprits(gradients, self._names.of(gradients.params, self._optimizer()))
         try:
             return found or [Culprit(name) for name in self.culprits]
@@ -315,10 +256,23 @@ class Outcome:
         return read_all([self])[0]
 
     def packed(self) -> Tensor:
-        """Return a vector of float32 for :meth:`unpack`, on the device of the scale. Sync: none."""
-        states = [self._findings.before, *([] if self._after is None else [self._after])]
-        values = [state.values.view(torch.float32) for state in states]
-        return torch.cat([torch.stack(self._findings.row()), *values])
+        """Return a vector of float32 for :meth:`unpack`, on the device of the scale. Sync: none.
+
+        It is empty if all is on the host already.
+        """
+        before, found_inf = self._before, self._found_inf
+        if isinstance(before, HostSnapshot):
+            return torch.empty(0)
+        assert isinstance(found_inf, Tensor)
+        missing = torch.full_like(found_inf, math.nan)
+        outlier, norm = self._outlier, self._norm
+        row = [
+            found_inf,
+            outlier if isinstance(outlier, Tensor) else torch.zeros_like(missing),
+            norm.to(missing) if isinstance(norm, Tensor) else missing,
+        ]
+        states = [before, *([self.after] if isinstance(self.after, DeviceSnapshot) else [])]
+        return torch.cat([torch.stack(row), *(s.values.view(torch.float32) for s in states)])
 
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
         """Return the entry, and the scale after ``update`` if it has been called.
@@ -326,28 +280,43 @@ class Outcome:
         Args:
             packed: What :meth:`packed` has returned, on the CPU.
         """
-        found_inf, outlier, norm = packed[:3].tolist()
-        state, end = StateSnapshot(packed[3:]), 3 + len(self._findings.before.values)
-        before, loss_is_finite = state.read_with_loss(self._rule)
-        why = reason(before, bool(found_inf), loss_is_finite, bool(outlier))
-        step = before.num_taken + before.num_skipped + 1
-        entry = HistoryEntry(step, self.optimizer_name, why is None, why, before.scale, norm)
-        after = StateSnapshot(packed[end:]).read(self._rule) if len(packed) > end else None
-        return entry, None if after is None else after.scale
+        if isinstance(self._before, HostSnapshot):
+            state, loss_is_finite = self._before.state, self._before.loss_is_finite
+            found_inf, outlier = self._found_inf, self._outlier
+            norm = math.nan if self._norm is None else round_to_float32(float(self._norm))
+            after = None if self.after is None else self.after.read(self._rule).scale
+        else:
+            found_inf, outlier, norm = packed[:3].tolist()
+            end = 3 + len(self._before.values)
+            state, loss_is_finite = DeviceSnapshot(packed[3:]).read_with_loss(self._rule)
+            is_over = len(packed) > end
+            after = DeviceSnapshot(packed[end:]).read(self._rule).scale if is_over else None
+        why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
+        number = state.num_taken + state.num_skipped + 1
+        return HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm), after
 
     @cached_property
+    @keep_out_of_graphs
     def _norms(self) -> list[float]:
-        if self._gradients is None:
+        if self._params is None:
             raise CallOrderError(
                 "norms and culprits are kept for the last step of each optimizer only, and this "
                 "outcome is older, or a copy of such a one"
             )
-        if not self._can_measure_late and self._findings.norm is None and self.taken:
+        if not self._can_measure_late and not self.is_measured and self.taken:
             raise CallOrderError(
                 f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
                 "they were not measured before: " + HOW_TO_MEASURE
             )
-        return self._gradients.norms()
+        if self._measured is not None:
+            return self._measured.unscaled()
+        if not self.has_its_gradients():
+            raise CallOrderError(
+                "the gradients of this step were not measured and are gone: look at norm, "
+                "norms and culprits of an outcome before zero_grad() and the next backward(), "
+                "or " + HOW_TO_MEASURE
+            )
+        return measure(collect(self._params), self._multiplier).unscaled()
 
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:
@@ -356,8 +325,11 @@ class Outcome:
             "optimizer_name": self.optimizer_name,
             "rank": self.rank,
             "_rule": self._rule,
-            "_findings": self._findings.on_cpu(),
-            "_after": None if self._after is None else self._after.on_cpu(),
+            "_before": self._before.on_cpu(),
+            "after": None if self.after is None else self.after.on_cpu(),
+            "_found_inf": on_cpu(self._found_inf),
+            "_outlier": on_cpu(self._outlier),
+            "_norm": on_cpu(self._norm),
         }
         for what in ("norm", "norms", "culprits"):
             with suppress(CallOrderError):
@@ -366,15 +338,16 @@ class Outcome:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Make an outcome of a step that was elsewhere, or is over."""
-        self.__dict__ |= state | {"_optimizer": _gone, "_names": Names(), "_gradients": None}
+        self.__dict__ |= state | {"_optimizer": _gone, "_names": Names(), "_agreements": ()}
+        self.forget_gradients()
 
     def __repr__(self) -> str:
         """Return all of it in a line. Sync: one."""
         verdict = "taken" if self.taken else f"skipped, {self.reason}"
         if self.rank is not None:
             verdict += f", rank {self.rank}"
-        after = "" if self._after is None else f" -> {self.scale_after:g}"
-        norm = "" if self._findings.norm is None else f"; norm {self.norm:.4g}"
+        after = "" if self.after is None else f" -> {self.scale_after:g}"
+        norm = "" if self._norm is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
 
 

@@ -107,7 +107,7 @@ class Backward:
 
     def _scaled(self, run: Callable[[Any], None], roots: list[Tensor], inputs: Any) -> None:
         engine = self._scaler._engine
-        if engine.iteration.looks:  # an optimizer has stepped, and another had not yet
+        if engine.iteration.checks:  # an optimizer has stepped, and another had not yet
             self._scaler.update()
         scaled = self._scaler.scale(roots)
         running = ScaledPass(engine.scales[None], self._fresh)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from halfstep._scaler import passes
 from halfstep._scaler.gradients import Gradients, collect, parameters
-from halfstep._scaler.iteration import Look
+from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.scalars import combine
+from halfstep._scaler.scalars import as_tensor, combine
 
 
 class Finding:
@@ -100,11 +100,11 @@ class Fresh:
                 if id(group[0]) not in owners:
                     self._of_strangers = [*_alive(self._of_strangers), finding]
 
-    def take(self, optimizer: torch.optim.Optimizer) -> Look | None:
+    def take(self, optimizer: torch.optim.Optimizer) -> GradientCheck | None:
         """Return what was found for an optimizer since its last step, and forget it.
 
         Returns:
-            A look at every gradient that it has now: one that the script has put in the place of
+            A check of every gradient that it has now: one that the script has put in the place of
             another is checked here. None without gradients, or if they come from no scaled pass.
         """
         self._optimizers.add(optimizer)
@@ -116,10 +116,11 @@ class Fresh:
         found = [finding.found_inf for finding in findings if finding.is_alive]
         others = gradients.without(set[int]().union(*(finding.present() for finding in findings)))
         if others.grads:
-            found.append(passes.multiply_(others, torch.ones_like(scale.tensor)))
+            found.append(passes.check(others))
         device = scale.tensor.device
         flags = [flag for by_device in found for flag in by_device.values()]
-        return Look(scale, gradients, {device: combine(flags, device)})
+        found_inf = as_tensor(combine(flags, device), device)
+        return GradientCheck(scale, gradients, {device: found_inf})
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget what was found for an optimizer, whose gradients are dropped or zeroed."""

@@ -18,8 +18,8 @@ from halfstep._run.amp.fresh import Fresh
 from halfstep._run.amp.schedules import Schedules
 from halfstep._scaler import GradScaler
 from halfstep._scaler.closures import Undo, UnusableEvaluationError, split_closure
-from halfstep._scaler.gradients import Gradients, parameters
-from halfstep._scaler.iteration import Look
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.iteration import NONE, GradientCheck
 from halfstep._scaler.optimizers import handles_scale
 
 Step = Callable[..., Any]
@@ -96,18 +96,18 @@ class Steps:
         running = self._backward.running
         if running is not None:  # an optimizer that steps in a hook, while backward runs
             running.unscale_(parameters(optimizer))
-        look = self._fresh.take(optimizer)
-        if look is None:
+        check = self._fresh.take(optimizer)
+        if check is None:
             # The script has made the gradients itself, or there are none.
             return original(optimizer, *args, **kwargs)
         self._findings.note_step(optimizer)
-        if self._scaler._engine.iteration.record(optimizer).looks:
+        if self._scaler._engine.iteration.step_of(optimizer) is not None:
             self._scaler.update()
-        self._add(look, optimizer)
+        self._add(check, optimizer)
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
             was_called = self._thread.was_called
-        look.gradients = Gradients([], [], [])  # their memory belongs to the script
+        check.gradients = NONE  # their memory belongs to the script
         self._finish(optimizer, was_called)
         return result
 
@@ -115,16 +115,16 @@ class Steps:
         """Step with a closure that may be evaluated many times."""
         self._findings.note_step(optimizer)
         engine = self._scaler._engine
-        if engine.iteration.looks:
+        if engine.iteration.checks:
             self._scaler.update()
         loss = None
 
         def evaluate() -> Any:
             nonlocal loss
             loss = closure()
-            look = self._fresh.take(optimizer)
-            if look is not None:
-                self._add(look, optimizer)
+            check = self._fresh.take(optimizer)
+            if check is not None:
+                self._add(check, optimizer)
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
@@ -145,10 +145,10 @@ class Steps:
         undo = Undo(optimizer)
 
         def require_finite() -> None:
-            look = self._fresh.take(optimizer)
-            if look is not None:
-                self._add(look, optimizer)
-                if any(flag.item() for flag in look.found_inf.values()):
+            check = self._fresh.take(optimizer)
+            if check is not None:
+                self._add(check, optimizer)
+                if any(flag.item() for flag in check.found_inf.values()):
                     raise UnusableEvaluationError
 
         def evaluate() -> Any:
@@ -168,10 +168,10 @@ class Steps:
         self._schedules.note(optimizer, True)
         return result
 
-    def _add(self, look: Look, optimizer: Optimizer) -> None:
+    def _add(self, check: GradientCheck, optimizer: Optimizer) -> None:
         engine = self._scaler._engine
-        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(look)
-        engine.iteration.add(look)
+        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(check)
+        engine.iteration.add(check)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -190,7 +190,7 @@ class Steps:
 
     def end(self) -> None:
         """Let the scale move by the last steps."""
-        if self._scaler._engine.iteration.looks:
+        if self._scaler._engine.iteration.checks:
             self._scaler.update()
 
 

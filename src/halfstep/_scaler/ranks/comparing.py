@@ -105,10 +105,10 @@ class StateComparison:
             self._world, self._number = ref(world), self._ask(_number_scaler)
         self._key = f"halfstep/states/{self._number}/{self._num_updates}"
         for name in sorted(scales, key=repr):
-            on_device = scales[name].on_device
-            if on_device is not None:
+            live = scales[name].live
+            if live is not None:
                 self._copies[name] = HostCopy()
-                self._copies[name].send(on_device.counters())
+                self._copies[name].send(live.counters())
 
     def _leave_state(self) -> None:
         """Put the state into the store, once it has come to the host."""
