@@ -221,7 +221,7 @@ def test_a_scale_below_one_needs_the_second_look() -> None:
 
 def test_gradients_are_sorted_by_device_and_dtype() -> None:
     """The CUDA kernel takes tensors of one dtype; the CPU kernel would not mind."""
-    collected = collect(optimizer_over(*make_grads("mixed_dtypes"))).by_kind()
+    collected = collect(optimizer_over(*make_grads("mixed_dtypes"))).by_kind
     assert {key: len(group) for key, group in collected.items()} == {
         (torch.device("cpu"), torch.float32): 2,
         (torch.device("cpu"), torch.float64): 1,

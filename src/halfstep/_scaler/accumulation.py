@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halfstep._scaler.blocks import note_versions
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.iteration import NONE, Blocks, GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.step import gather, refuse_half, unscale_
@@ -56,7 +56,8 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
         if engine.iteration is block:
             engine.iteration = block.around
             for scale, is_bad in bad_losses:
-                scale.see_loss(1.0 / (1.0 - is_bad))
+                assert scale.live is not None
+                scale.live.see_loss_(1.0 / (1.0 - is_bad))
     block.join()
     block.root.blocks[id(optimizer)] = blocks
     note_versions(block.root, list(parameters(optimizer)))

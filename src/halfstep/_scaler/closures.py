@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.iteration import NONE, GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.optimizers import handles_scale, name
 from halfstep._scaler.step import (
     gather,
@@ -150,7 +150,8 @@ class _Evaluations:
         for check in [*self._earlier, *self._iteration.checks]:
             iteration.add(check)
         is_fused = handles_scale(self._optimizer)
-        remember(self._engine, self._optimizer, self.last, found_inf, is_fused=is_fused)
+        memory = self._engine.journal.memory(self._optimizer)
+        remember(self._engine, self._optimizer, self.last, memory, found_inf, is_fused=is_fused)
 
     def _forget_last_gradients(self) -> None:
         """Make room for those of the next evaluation; what was found still moves the scale."""

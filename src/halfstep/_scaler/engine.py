@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler import clipping, passes, step
-from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.iteration import NONE, GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.gradients import NONE, collect, parameters
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale, Scales
 from halfstep._scaler.names import Names
 from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.optimizers import handles_scale, name
-from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.deciding import Alone, Together
 from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.saving import Saved
 from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.scale_state import ScaleState
@@ -109,8 +108,6 @@ class Engine:
 
         Where several do, one that has no loss has a scale all the same.
         """
-        if not has_process_group():
-            return ALONE
         has_scale = any(scale.live is not None for scale in self.scales.values())
         call = f"{call}({name(owner)})"
         ranks = self.ranks.of(call, params, list(self.iteration.losses), has_scale)
@@ -207,7 +204,8 @@ class Engine:
         gradients = collect(parameters(optimizer))
         ready = Step(optimizer, checks[0].scale, gradients, checks=checks)
         found_inf = step.require_found(ready)
-        step.remember(self, optimizer, ready, found_inf, is_fused=handles_scale(optimizer))
+        is_fused, memory = handles_scale(optimizer), self.journal.memory(optimizer)
+        step.remember(self, optimizer, ready, memory, found_inf, is_fused=is_fused)
 
     # --- the end of an iteration ------------------------------------------------------------------
 
@@ -236,9 +234,11 @@ class Engine:
                 outliers_of[each.checks[0].scale].append(each.outlier)
         for scale, found in found_of.items():
             scale.update(found, outliers_of[scale], amaxes_of[scale])
-        self.unused.wait(waiting)
+        if waiting or self.unused.waiting:
+            self.unused.wait(waiting)
         self.end_iteration()
-        self.ranks.count_update(self.scales)
+        if self.ranks.is_to_compare:
+            self.ranks.count_update(self.scales)
         return list(found_of)
 
     def set_scale(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
@@ -36,23 +36,18 @@ class Gradients:
         grads: Their ``grad``.
         values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
             complex one as real with a last dimension of 2, of a DTensor what this rank holds.
+        by_kind: ``values`` by device and dtype, as the fused kernels want them.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     values: list[Tensor]
 
-    _kinds: dict[Kind, list[Tensor]] | None = field(default=None, repr=False)
-
-    def by_kind(self) -> dict[Kind, list[Tensor]]:
-        """Return ``values`` by device and dtype, as the fused kernels want them."""
-        if self._kinds is None:
-            self._kinds = _by_kind(self.values)
-        return self._kinds
+    by_kind: dict[Kind, list[Tensor]]
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
         """Return the positions of the gradients on each device."""
-        devices = dict.fromkeys(device for device, _ in self.by_kind())
+        devices = dict.fromkeys(device for device, _ in self.by_kind)
         if len(devices) == 1:
             return {device: range(len(self.values)) for device in devices}
         found: dict[torch.device, list[int]] = {device: [] for device in devices}
@@ -60,9 +55,10 @@ class Gradients:
             found[values.device].append(index)
         return found
 
-    def has(self, dtype: torch.dtype) -> bool:
-        """Return whether some of ``values`` are of a dtype."""
-        return dtype in map(itemgetter(1), self.by_kind())
+    @property
+    def dtypes(self) -> Iterable[torch.dtype]:
+        """The dtypes of ``values``."""
+        return map(itemgetter(1), self.by_kind)
 
     def without(self, ids: Iterable[int]) -> Gradients:
         """Return the gradients whose ``id`` is not among ``ids``."""
@@ -71,11 +67,17 @@ class Gradients:
 
     def at(self, positions: list[int]) -> Gradients:
         """Return the gradients at some positions."""
+        values = [self.values[position] for position in positions]
         return Gradients(
             [self.params[position] for position in positions],
             [self.grads[position] for position in positions],
-            [self.values[position] for position in positions],
+            values,
+            _by_kind(values),
         )
+
+
+NONE = Gradients([], [], [], {})
+"""No gradients."""
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -107,16 +109,25 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         pairs = zip(params, grads, strict=True)
         grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
         values = list(map(local_part, grads))
-    kinds = _by_kind(values)
-    if _are_plain(values, kinds):
-        return Gradients(params, grads, values, kinds)
+    by_kind = _by_kind(values)
+    if (
+        not any(map(attrgetter("is_complex"), map(itemgetter(1), by_kind)))
+        and set(map(attrgetter("layout"), values)) <= _STRIDED
+        and (
+            all(map(Tensor.is_contiguous, values))
+            or not any(0 in stride for stride in map(Tensor.stride, values))
+        )
+        and not any(map(Tensor.is_neg, values))
+    ):
+        return Gradients(params, grads, values, by_kind)
     for param in params:
         _refuse_layout(param)
     with torch.no_grad():
         for param in params:
             param.grad = _writable(param.grad)
     grads = [param.grad for param in params]
-    return Gradients(params, grads, [_values(grad) for grad in grads])
+    values = [_values(grad) for grad in grads]
+    return Gradients(params, grads, values, _by_kind(values))
 
 
 def collect_local(params: Iterable[Tensor]) -> Gradients:
@@ -128,10 +139,12 @@ def collect_local(params: Iterable[Tensor]) -> Gradients:
     spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
     layouts = (torch.strided, torch.sparse_coo)
     found = collect(p for p, grad in pairs if not is_dtensor(grad) and grad.layout in layouts)
+    values = found.values + [local_part(grad) for _, grad in spread]
     return Gradients(
         found.params + [param for param, _ in spread],
         found.grads + [grad for _, grad in spread],
-        found.values + [local_part(grad) for _, grad in spread],
+        values,
+        _by_kind(values),
     )
 
 
@@ -175,20 +188,6 @@ def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)
     return kinds
-
-
-def _are_plain(values: list[Tensor], kinds: Mapping[Kind, object]) -> bool:
-    for _, dtype in kinds:
-        if dtype.is_complex:
-            return False
-    return (
-        set(map(attrgetter("layout"), values)) <= _STRIDED
-        and (
-            all(map(Tensor.is_contiguous, values))
-            or not any(0 in stride for stride in map(Tensor.stride, values))
-        )
-        and not any(map(Tensor.is_neg, values))
-    )
 
 
 def _refuse_layout(param: Tensor) -> None:

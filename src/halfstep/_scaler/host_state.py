@@ -6,8 +6,6 @@ It moves by :func:`halfstep._scaler.transition.next_state` itself;
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,35 +15,6 @@ from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.transition import changed, next_state
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class HostSnapshot:
-    """A state as it once was.
-
-    Attributes:
-        state: The state.
-        loss_is_finite: Whether the losses of its iteration were finite by then.
-    """
-
-    state: ScaleState
-    loss_is_finite: bool
-
-    def on_cpu(self) -> HostSnapshot:
-        """Return itself."""
-        return self
-
-    def read(self, rule: ScaleState) -> ScaleState:
-        """Return the state."""
-        return self.state
-
-    def read_with_loss(self, rule: ScaleState) -> tuple[ScaleState, bool]:
-        """Return the state, and whether the loss was finite."""
-        return self.state, self.loss_is_finite
-
-    def skips(self) -> tuple[int, bool]:
-        """Return how many steps in a row were skipped, and whether the scale is held."""
-        return self.state.skipped_in_a_row, self.state.held
 
 
 class HostState:
@@ -67,6 +36,11 @@ class HostState:
             self.scale, self.bad_loss = torch.zeros((), device=CPU), torch.zeros((), device=CPU)
         self.now: ScaleState
         self.write_(state)
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """Whether the losses of this iteration were finite."""
+        return self.bad_loss.item() == 0.0
 
     @property
     def growth_tracker(self) -> Tensor:
@@ -93,22 +67,17 @@ class HostState:
             outlier: Whether a norm was too large to be believed.
             amax: The largest magnitude of the unscaled gradients, for ``LogMax``.
         """
-        loss_is_finite = not found_inf or self.bad_loss.item() == 0.0
+        loss_is_finite = not found_inf or self.loss_is_finite
         self.bad_loss.zero_()
-        before, self.now = (
+        self.now = next_state(
             self.now,
-            next_state(
-                self.now,
-                found_inf=found_inf,
-                loss_is_finite=loss_is_finite,
-                outlier=outlier,
-                amax=amax,
-            ),
+            found_inf=found_inf,
+            loss_is_finite=loss_is_finite,
+            outlier=outlier,
+            amax=amax,
         )
-        if self.now.scale != before.scale:
-            self.scale.fill_(self.now.scale)
-        else:  # a backward pass of a loss from before the update is an error all the same
-            torch.autograd.graph.increment_version(self.scale)
+        # The same value is a change too: a backward pass of a loss from before is an error.
+        self.scale.fill_(self.now.scale)
 
     def set_rule_(self, rule: Rule) -> None:
         """Move by another rule from now on."""
@@ -125,10 +94,6 @@ class HostState:
             self.fill_(scale)
         self.bad_loss.zero_()
 
-    def read(self) -> ScaleState:
-        """Return the state."""
-        return self.now
-
     def write_(self, state: ScaleState) -> None:
         """Take over a state."""
         self.now = _with_valid_tracker(state)
@@ -140,10 +105,6 @@ class HostState:
         now = self.now
         counts = [float32_bits(now.scale), now.growth_tracker, now.num_taken, now.num_skipped]
         return torch.tensor(counts, dtype=torch.int32)
-
-    def snapshot(self) -> HostSnapshot:
-        """Return the present values."""
-        return HostSnapshot(self.now, self.bad_loss.item() == 0.0)
 
 
 def zero_if_finite(loss: Tensor) -> Tensor | None:

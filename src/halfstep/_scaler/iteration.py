@@ -13,15 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import float32_from_bits
-from halfstep._scaler.gradients import Gradients, parameters
+from halfstep._scaler.gradients import NONE, Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.ranks.agreement import NUM_NUMBERS, Agreement
 from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
 from halfstep._scaler.scalars import Scalar, moved
 from halfstep._torch import keep_out_of_graphs
-
-NONE = Gradients([], [], [])
-"""No gradients."""
 
 
 @dataclass(eq=False, slots=True)
@@ -138,9 +135,12 @@ class Step:
         """Return 1 if any check saw inf or NaN, else 0; None if there was no check."""
         own = self.own_check
         if own is not None and not self.checks:
-            flags = list(own.found_inf.values())
-            # Elsewhere a kernel less than to combine one.
-            return scalars.scalar(flags[0]) if len(flags) == 1 else self._combined(flags)
+            flags = list((own.found_here if own.agreement is None else own.found_inf).values())
+            if len(flags) == 1:
+                # On an accelerator a kernel less than to combine one.
+                flag = flags[0]
+                return flag.item() if flag.device.type in scalars.READABLE else flag
+            return self._combined(flags)
         flags = [flag for check in self.checks for flag in check.found_inf.values()]
         if own is not None:
             flags += own.found_inf.values()
@@ -239,6 +239,7 @@ class Iteration:
         losses: How many losses of each name have been scaled. A list would be compiled once per
             length.
         num_losses: How many losses have been scaled.
+        in_doubt: Gradients of which nobody knows what they are multiplied by.
     """
 
     def __init__(self) -> None:
@@ -254,7 +255,7 @@ class Iteration:
         self._fresh: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._num_watched = 0
-        self._in_doubt: list[Gradients] = []
+        self.in_doubt: list[Gradients] = []
 
     def count_loss(self, loss: str | None, number: int = 1) -> None:
         """Count losses of a name that have been scaled."""
@@ -324,13 +325,11 @@ class Iteration:
 
     def doubt(self, gradients: Gradients) -> None:
         """Remember that nobody knows what these gradients are multiplied by."""
-        self._in_doubt.append(gradients)
+        self.in_doubt.append(gradients)
 
     def is_in_doubt(self, gradients: Gradients) -> bool:
         """Return whether nobody knows what some of these are multiplied by."""
-        if not self._in_doubt:
-            return False
-        ids = {id(grad) for doubted in self._in_doubt for grad in doubted.grads}
+        ids = {id(grad) for doubted in self.in_doubt for grad in doubted.grads}
         return not ids.isdisjoint(map(id, gradients.grads))
 
     def end(self) -> None:

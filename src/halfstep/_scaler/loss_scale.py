@@ -13,15 +13,28 @@ from torch import Tensor
 from halfstep._scaler.checks import checked_scale
 from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
 from halfstep._scaler.host_copy import HostCopy
-from halfstep._scaler.host_state import HostSnapshot, HostState
+from halfstep._scaler.host_state import HostState
 from halfstep._scaler.rules import LogMax, Rule
-from halfstep._scaler.scalars import READABLE, Scalar, any_of, as_tensor, describe, is_nonfinite, moved
+from halfstep._scaler.scalars import (
+    READABLE,
+    Scalar,
+    any_of,
+    as_tensor,
+    describe,
+    is_nonfinite,
+    moved,
+)
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
 
-Snapshot: TypeAlias = HostSnapshot | DeviceSnapshot
+Snapshot: TypeAlias = ScaleState | DeviceSnapshot
 """A state as it once was."""
+
+
+def state_of(snapshot: Snapshot, rule: ScaleState) -> ScaleState:
+    """Return the state of a snapshot; ``rule`` gives the rule of one on a device. Sync: one."""
+    return snapshot if isinstance(snapshot, ScaleState) else snapshot.read(rule)
 
 
 class LossScale:
@@ -35,21 +48,19 @@ class LossScale:
             in ``live`` once there is one.
         live: The present state, where the first loss was.
         can_amplify: Whether unscaling may multiply by more than 1.
+        wants_amax: Whether the rule wants to know the largest magnitude of the gradients.
+        is_quiet: Whether it is known that neither this iteration nor the last was skipped.
     """
 
     def __init__(self, state: ScaleState) -> None:
         self.host = state
         self.live: HostState | DeviceState | None = None
         self.can_amplify = state.can_amplify
-        self._after_update: HostSnapshot | None = None
+        self.wants_amax = isinstance(state.rule, LogMax)
+        self.is_quiet = False
         self._arriving: HostCopy | None = None
         self._settled_loss: Tensor | None = None
         self._is_shared = False
-
-    @property
-    def wants_amax(self) -> bool:
-        """Whether the rule wants to know the largest magnitude of the gradients."""
-        return isinstance(self.host.rule, LogMax)
 
     @property
     def tensor(self) -> Tensor:
@@ -145,18 +156,20 @@ class LossScale:
         """Return the whole state. Sync: one."""
         if self.live is None:
             return self.host
-        return self.live.read() if isinstance(self.live, HostState) else self.live.read(self.host)
+        return self.live.now if isinstance(self.live, HostState) else self.live.read(self.host)
 
     def load(self, state: ScaleState) -> None:
         """Take over a state, in place on the device. Sync: none."""
         self.host = state
         self.can_amplify = state.can_amplify
+        self.wants_amax = isinstance(state.rule, LogMax)
         if self.live is not None:
             self.live.write_(state)
 
     def set_rule(self, rule: Rule) -> None:
         """Move by another rule from now on. Sync: none."""
         self.host = replace(self.host, rule=rule)
+        self.wants_amax = isinstance(rule, LogMax)
         if self.live is not None:
             self.live.set_rule_(rule)
 
@@ -181,12 +194,13 @@ class LossScale:
             found = False
             for flag in found_inf:
                 found |= flag.item() != 0.0
+            skipped_before = live.now.skipped_in_a_row
             live.update_(
                 found,
                 any(outlier != 0.0 for outlier in outliers) if outliers else False,
                 max(amax.item() for amax in amaxes) if amaxes else None,
             )
-            self._after_update = live.snapshot()
+            self.is_quiet = skipped_before == live.now.skipped_in_a_row == 0
             return
         assert live is not None
         device = live.device
@@ -205,15 +219,17 @@ class LossScale:
     def snapshot(self) -> Snapshot:
         """Return a copy of the present state. Sync: none."""
         assert self.live is not None
-        return self.live.snapshot()
+        return self.live.now if isinstance(self.live, HostState) else self.live.snapshot()
 
     def arrived(self, *, at_once: bool = False) -> Snapshot | None:
         """Return the newest state after an update that has come to the host.
 
         Sync: none; one if several ranks have to see the same ``at_once``.
         """
+        if isinstance(self.live, HostState):
+            return self.live.now
         if self._arriving is None:
-            return self._after_update
+            return None
         values = self._arriving.latest(wait=at_once and self._is_shared)
         return None if values is None else DeviceSnapshot(values)
 

@@ -17,13 +17,13 @@ from halfstep._scaler.alarm import Culprit, culprits
 from halfstep._scaler.checks import round_to_float32
 from halfstep._scaler.device_state import DeviceSnapshot
 from halfstep._scaler.gradients import collect
-from halfstep._scaler.host_state import HostSnapshot
-from halfstep._scaler.loss_scale import Snapshot
+from halfstep._scaler.host_state import HostState
+from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.names import Names
 from halfstep._scaler.passes import measure
 from halfstep._scaler.ranks.agreement import Agreement
 from halfstep._scaler.scalars import Scalar, moved, on_cpu
-from halfstep._scaler.scale_state import Reason, reason
+from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep._torch import keep_out_of_graphs
 from halfstep.errors import CallOrderError
 
@@ -102,6 +102,10 @@ class Outcome:
         self.loss_scale = loss_scale = step.loss_scale
         self._rule = loss_scale.host
         self._before = loss_scale.snapshot()
+        # A snapshot of a device knows it too, and is read later.
+        self._loss_is_finite = True
+        if isinstance(loss_scale.live, HostState) and found_inf:
+            self._loss_is_finite = loss_scale.live.loss_is_finite
         self.after: Snapshot | None = None  # the state after update()
         self._found_inf, self._outlier, self._norm = found_inf, step.outlier, step.norm
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
@@ -187,7 +191,7 @@ class Outcome:
         """
         if self.after is None:
             raise CallOrderError("outcome.scale_after before update(): call scaler.update() first")
-        return self.after.read(self._rule).scale
+        return state_of(self.after, self._rule).scale
 
     @property
     def is_measured(self) -> bool:
@@ -261,7 +265,7 @@ class Outcome:
         It is empty if all is on the host already.
         """
         before, found_inf = self._before, self._found_inf
-        if isinstance(before, HostSnapshot):
+        if isinstance(before, ScaleState):
             return torch.empty(0)
         assert isinstance(found_inf, Tensor)
         missing = torch.full_like(found_inf, math.nan)
@@ -280,11 +284,11 @@ class Outcome:
         Args:
             packed: What :meth:`packed` has returned, on the CPU.
         """
-        if isinstance(self._before, HostSnapshot):
-            state, loss_is_finite = self._before.state, self._before.loss_is_finite
+        if isinstance(self._before, ScaleState):
+            state, loss_is_finite = self._before, self._loss_is_finite
             found_inf, outlier = self._found_inf, self._outlier
             norm = math.nan if self._norm is None else round_to_float32(float(self._norm))
-            after = None if self.after is None else self.after.read(self._rule).scale
+            after = None if self.after is None else state_of(self.after, self._rule).scale
         else:
             found_inf, outlier, norm = packed[:3].tolist()
             end = 3 + len(self._before.values)
@@ -325,8 +329,9 @@ class Outcome:
             "optimizer_name": self.optimizer_name,
             "rank": self.rank,
             "_rule": self._rule,
-            "_before": self._before.on_cpu(),
-            "after": None if self.after is None else self.after.on_cpu(),
+            "_before": _on_cpu(self._before),
+            "after": None if self.after is None else _on_cpu(self.after),
+            "_loss_is_finite": self._loss_is_finite,
             "_found_inf": on_cpu(self._found_inf),
             "_outlier": on_cpu(self._outlier),
             "_norm": on_cpu(self._norm),
@@ -349,6 +354,10 @@ class Outcome:
         after = "" if self.after is None else f" -> {self.scale_after:g}"
         norm = "" if self._norm is None else f"; norm {self.norm:.4g}"
         return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
+
+
+def _on_cpu(snapshot: Snapshot) -> Snapshot:
+    return snapshot if isinstance(snapshot, ScaleState) else snapshot.on_cpu()
 
 
 def _gone() -> None:

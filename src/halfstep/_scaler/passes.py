@@ -115,12 +115,12 @@ def is_measured_fast(gradients: Gradients) -> bool:
     Not on the CPU if gradients are float16, which is converted first, or many and small: each
     costs a copy.
     """
-    if any(device.type != "cpu" for device, _ in gradients.by_kind()):
+    if any(device.type != "cpu" for device, _ in gradients.by_kind):
         return True
     # Some of them tell: to ask thousands takes its time.
     some = gradients.values[:: len(gradients.values) // NUM_ASKED + 1]
     size = sum(map(Tensor.numel, some))
-    return size >= LARGE * len(some) and not gradients.has(torch.float16)
+    return size >= LARGE * len(some) and torch.float16 not in gradients.dtypes
 
 
 def unscale_(
@@ -160,7 +160,7 @@ def multiply_(gradients: Gradients, factor: Scalar) -> dict[torch.device, Tensor
     # A kernel for the check; but it is also the fastest of PyTorch's that multiply by a scalar on
     # the device: 0.8 ms for 4,096 x 256 entries where _foreach_mul_ takes 1.5.
     with torch.no_grad():
-        for (device, _), values in gradients.by_kind().items():
+        for (device, _), values in gradients.by_kind.items():
             if device not in found_inf:
                 found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
                 factors[device] = as_tensor(factor, device)
@@ -179,7 +179,7 @@ def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor
         A scalar on ``device``; inf or NaN if a gradient is.
     """
     found = [
-        moved(largest_magnitudes(values).amax(), device) for values in gradients.by_kind().values()
+        moved(largest_magnitudes(values).amax(), device) for values in gradients.by_kind.values()
     ]
     return torch.stack([amax.float() for amax in found]).amax() * reciprocal(scale)
 
@@ -192,7 +192,7 @@ def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
         For each device and dtype a float32 scalar, 1 or 0. One read (1 G).
     """
     found = []
-    for (device, dtype), values in gradients.by_kind().items():
+    for (device, dtype), values in gradients.by_kind.items():
         amax, by = largest_magnitudes(values).amax(), as_tensor(scale, device)
         # Kernels multiply by the reciprocal or divide. Rounded to the dtype of the gradient, both
         # are what they write.
@@ -206,7 +206,7 @@ def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
     """Return the p-norm of all gradients together, a tensor on ``device``. One read (1 G)."""
     found = []
     wide = torch.float32 if device.type == "mps" else torch.float64  # entries ** p may be large
-    for values in gradients.by_kind().values():
+    for values in gradients.by_kind.values():
         if p == math.inf:
             norm = largest_magnitudes(values).amax()
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from halfstep._scaler.alarm import Alarm, SkipReport
 from halfstep._scaler.journal import Journal
-from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason, ScaleState
 
@@ -34,7 +34,7 @@ def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
     snapshot = scale.arrived(at_once=alarm.on_skips != "warn")
     if snapshot is None or not alarm.is_due(scale, *snapshot.skips()):
         return
-    state = snapshot.read(scale.host)
+    state = state_of(snapshot, scale.host)
     step = state.num_taken + state.num_skipped
     skipped = [
         outcome

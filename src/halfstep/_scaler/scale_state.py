@@ -209,6 +209,10 @@ class ScaleState:
         """Whether unscaling may multiply by more than 1, and so make a finite gradient inf."""
         return self.min_scale < 1.0
 
+    def skips(self) -> tuple[int, bool]:
+        """Return how many steps in a row were skipped, and whether the scale is held."""
+        return self.skipped_in_a_row, self.held
+
     def with_scale(self, scale: float) -> ScaleState:
         """Return this state with a scale chosen by the user, inside limits widened to include it.
 

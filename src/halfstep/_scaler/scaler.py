@@ -323,7 +323,8 @@ class GradScaler(TorchAttributes):
             self._engine.set_scale(self._named(name), new_scale)
             return
         for scale in self._engine.update():
-            reporting.sound(self._alarm, scale, self._engine.journal)
+            if not scale.is_quiet:
+                reporting.sound(self._alarm, scale, self._engine.journal)
 
     @keep_out_of_graphs
     def clip_grad_norm_(

@@ -24,13 +24,14 @@ from torch import Tensor
 from halfstep._scaler import passes, scalars
 from halfstep._scaler.blocks import end_blocks
 from halfstep._scaler.early_clipping import NUM_STEPS, see_first_norm
-from halfstep._scaler.gradients import Gradients, collect, parameters, refuse_float16
-from halfstep._scaler.iteration import NONE, GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.journal import Memory
 from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.scalars import Scalar
 from halfstep.errors import CallOrderError, NothingCheckedError, RanksError
 
@@ -69,18 +70,17 @@ def take(
     if earlier is not None:
         require_not_stepped(earlier)
     step = gather(engine, "step", optimizer, earlier)
+    memory = engine.journal.memory(optimizer)
+    take_it = _take_fused if is_fused else _take_plain
     try:
-        if is_fused:
-            result, found_inf = _take_fused(engine, optimizer, step, args, kwargs, max_norm)
-        else:
-            result, found_inf = _take_plain(engine, optimizer, step, args, kwargs, max_norm)
+        result, found_inf = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # it is raised on all ranks, and they can go on
         else:
             _remember_failure(engine.iteration, step)
         raise
-    remember(engine, optimizer, step, found_inf, is_fused=is_fused)
+    remember(engine, optimizer, step, memory, found_inf, is_fused=is_fused)
     return result
 
 
@@ -126,7 +126,7 @@ def gather(
     owner: object = params if optimizer is None else optimizer
     if engine.unused.waiting:
         engine.unused.use(params)
-    ranks = engine.ranks_of(call, owner, params)
+    ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     loss_scale = None
     if earlier is not None and earlier.checks:
         loss_scale = earlier.checks[0].scale
@@ -140,7 +140,7 @@ def gather(
     if call == "step" and is_scaled and not gradients.grads:
         _require_ranks(ranks, optimizer)
     loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
-    if iteration.is_in_doubt(gradients):
+    if iteration.in_doubt and iteration.is_in_doubt(gradients):
         raise CallOrderError(
             f"{call}(): an earlier step() of these gradients raised, and may have divided some "
             "of them by the scale already: zero_grad() and call backward() again"
@@ -220,7 +220,7 @@ def _unscale_what_was_left(check: GradientCheck) -> None:
 
 def refuse_half(engine: Engine, step: Step) -> None:
     """Raise if float16 gradients would have to be unscaled in place."""
-    if step.multiplier is not None and step.gradients.has(torch.float16):
+    if step.multiplier is not None and torch.float16 in step.gradients.dtypes:
         owner = "the list of parameters" if step.optimizer is None else name(step.optimizer)
         refuse_float16(
             step.gradients, owner, engine.names.of(step.gradients.params, step.optimizer)
@@ -234,7 +234,7 @@ def unscale_(step: Step) -> None:
     """Divide the gradients by the scale in place and look for inf and NaN. 2 G. Sync: none."""
     if step.multiplier is None or not step.has_gradients:
         return
-    amax = _largest(step)
+    amax = _largest(step) if step.loss_scale.wants_amax else None
     found_inf = passes.unscale_(
         step.gradients, step.multiplier, can_amplify=step.loss_scale.can_amplify
     )
@@ -301,7 +301,8 @@ def _add_check_of_scaled(
     if step.loss_scale.can_amplify:
         found += passes.overflows_when_divided(step.gradients, step.multiplier)
     found_inf = {step.device: scalars.any_of(found, step.device)} if found else {}
-    _add_check(step, found_inf, _largest(step), norms)
+    amax = _largest(step) if step.loss_scale.wants_amax else None
+    _add_check(step, found_inf, amax, norms)
 
 
 def _add_check(
@@ -319,8 +320,8 @@ def _add_check(
 
 
 def _largest(step: Step) -> Tensor | None:
-    """Return the largest unscaled magnitude, if the rule wants to know. 1 G."""
-    if not (step.loss_scale.wants_amax and step.gradients.grads):
+    """Return the largest unscaled magnitude, which the rule wants to know. 1 G."""
+    if not step.gradients.grads:
         return None
     assert step.multiplier is not None
     return passes.largest(step.gradients, step.multiplier, step.device)
@@ -355,13 +356,14 @@ def _take_plain(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     step: Step,
+    memory: Memory,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
 ) -> tuple[Any, Scalar]:
-    refuse_half(engine, step)
-    norm_limit = engine.norm_limits.of(optimizer)
-    memory = engine.journal.memory(optimizer)
+    if torch.float16 in step.gradients.dtypes:
+        refuse_half(engine, step)
+    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     is_first = step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     undo = None
     if is_first or max_norm is not None or norm_limit is not None:
@@ -374,12 +376,13 @@ def _take_plain(
         undo = step.multiplier
         unscale_(step)
     found_inf = require_found(step)
-    if _is_skipped(step, step.skip(found_inf), memory if is_first else None):
+    if is_skipped(step, found_inf, memory if is_first else None):
         if undo is not None:
             passes.multiply_(step.gradients, undo)
             step.multiplier = undo
         return None, found_inf
-    multiply_(step)
+    if undo is None:
+        multiply_(step)
     # Through the instance: accelerate replaces `step` there to see whether it was called.
     return optimizer.step(*args, **kwargs), found_inf
 
@@ -388,13 +391,13 @@ def _take_fused(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     step: Step,
+    memory: Memory,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
 ) -> tuple[Any, Scalar]:
-    norm_limit = engine.norm_limits.of(optimizer)
+    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     is_on_host = step.device.type in scalars.READABLE
-    memory = engine.journal.memory(optimizer)
     # Elsewhere reading the first norms would be a sync.
     is_first = is_on_host and step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     if is_first or max_norm is not None or norm_limit is not None:
@@ -404,7 +407,7 @@ def _take_fused(
         check(step)
     found_inf = require_found(step)
     if is_on_host:
-        _is_skipped(step, found_inf, memory if is_first else None)
+        is_skipped(step, found_inf, memory if is_first else None)
     else:
         for agreement in step.agreements():
             agreement.verify()
@@ -431,8 +434,15 @@ def require_found(step: Step) -> Scalar:
     return found_inf
 
 
-def _is_skipped(step: Step, skip: Scalar, memory: Memory | None) -> bool:
-    """Return whether to skip, and note the norm of a first step. Sync: the one of a plain step."""
+def is_skipped(step: Step, found_inf: Scalar, memory: Memory | None) -> bool:
+    """Return whether to skip. Sync: the one of a plain step.
+
+    Args:
+        step: The step.
+        found_inf: 1 if inf or NaN was found.
+        memory: Takes the norm of one of the first steps of the optimizer, None for others.
+    """
+    skip = step.skip(found_inf)
     if memory is None or step.norm is None or step.multiplier is None:
         if step.ranks is ALONE and not isinstance(skip, Tensor):
             return skip != 0.0
@@ -462,6 +472,7 @@ def remember(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     step: Step,
+    memory: Memory,
     found_inf: Scalar,
     *,
     is_fused: bool,
@@ -469,19 +480,20 @@ def remember(
     """Remember the step and its outcome. Sync: none."""
     multiplier = step.multiplier
     if step.own_check is not None and multiplier is not None:
-        is_skipped = step.skip(found_inf)
-        step.own_check.left_scaled = is_skipped, multiplier
+        skip = step.skip(found_inf)
+        step.own_check.left_scaled = skip, multiplier
         if step.norms is None:
-            multiplier = scalars.where(is_skipped, multiplier, 1.0)
+            multiplier = scalars.where(skip, multiplier, 1.0)
     keep(engine.iteration, step, Stage.STEPPED)
-    step.loss_scale.forget_later_losses()
+    if step.ranks is not ALONE:
+        step.loss_scale.forget_later_losses()
     # Whether the gradients of a step that was taken are, unscaled, what they were: what is small
     # may be zero in float16 when it is unscaled.
     can_measure_late = not is_fused or (
-        writes_unscaled(optimizer) and not step.gradients.has(torch.float16)
+        writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
     outcome = Outcome(optimizer, engine.names, step, found_inf, multiplier, can_measure_late)
-    engine.journal.add(engine.journal.memory(optimizer), outcome)
+    engine.journal.add(memory, outcome)
 
 
 def _remember_failure(iteration: Iteration, step: Step) -> None:

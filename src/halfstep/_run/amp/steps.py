@@ -18,8 +18,8 @@ from halfstep._run.amp.fresh import Fresh
 from halfstep._run.amp.schedules import Schedules
 from halfstep._scaler import GradScaler
 from halfstep._scaler.closures import Undo, UnusableEvaluationError, split_closure
-from halfstep._scaler.gradients import parameters
-from halfstep._scaler.iteration import NONE, GradientCheck
+from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.optimizers import handles_scale
 
 Step = Callable[..., Any]
