@@ -151,7 +151,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     is_bad, loss_is_bad = step.read([found_inf, scale.take_bad_loss()])
     device = scale.tensor.device
     if loss_is_bad and block.around is not block.root:
-        scale.see_loss(torch.full((), torch.inf, device=device))  # the block around sees it
+        scale.mark_loss_bad()  # the block around sees it
     overflowed = bool(is_bad and not loss_is_bad)
     blocks.count += 1
     blocks.bad += bool(is_bad)

@@ -68,7 +68,7 @@ def _put_together(iteration: Iteration, blocks: Blocks, ranks: Alone | Together)
     if blocks.bad and not is_lost and not blocks.has_several_losses:
         passes.multiply_(rest, blocks.count / (blocks.count - blocks.bad))
     if is_lost and not blocks.overflowed:
-        blocks.scale.see_loss(torch.full((), torch.inf, device=device))
+        blocks.scale.mark_loss_bad()
     if is_lost or not gradients.grads:
         found_inf = torch.full((), float(is_lost), device=device)
     else:  # each block was finite, and their sum may not be

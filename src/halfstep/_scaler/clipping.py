@@ -101,13 +101,13 @@ def clip_(
         norms, norm = measured
     else:
         unscale_(step)
-        norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.device))
+        norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.loss_scale.device))
     if per == "all":
         limit(step, norm, max_norm, None)
         multiply_(step)
     else:
         _clip_groups_(step, norms, max_norm, norm_type, groups)
-    return scalars.as_float32(norm, step.device)
+    return scalars.as_float32(norm, step.loss_scale.device)
 
 
 def _clip_groups_(
@@ -117,7 +117,7 @@ def _clip_groups_(
     norm_type: float,
     groups: list[list[int]],
 ) -> None:
-    device = step.device
+    device = step.loss_scale.device
     inverse = None if step.multiplier is None else scalars.reciprocal(step.multiplier)
     parts = [step.gradients.at(positions) for positions in groups]
     found: list[Scalar]

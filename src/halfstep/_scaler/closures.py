@@ -151,7 +151,10 @@ class _Evaluations:
             iteration.add(check)
         is_fused = handles_scale(self._optimizer)
         memory = self._engine.journal.memory(self._optimizer)
-        remember(self._engine, self._optimizer, self.last, memory, found_inf, is_fused=is_fused)
+        skip = self.last.skip(found_inf)
+        remember(
+            self._engine, self._optimizer, self.last, memory, found_inf, skip, is_fused=is_fused
+        )
 
     def _forget_last_gradients(self) -> None:
         """Make room for those of the next evaluation; what was found still moves the scale."""

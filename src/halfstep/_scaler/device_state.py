@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
-from halfstep._scaler.host_state import zero_if_finite
 from halfstep._scaler.rules import LogMax, Rule
-from halfstep._scaler.scalars import moved
+from halfstep._scaler.scalars import moved, zero_if_finite
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.slots import SLOT, decode, encode, on_device, rule_slots, views
 from halfstep._scaler.table import (

@@ -12,12 +12,12 @@ from torch import Tensor
 from halfstep._scaler import clipping, passes, step
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
-from halfstep._scaler.journal import Journal
-from halfstep._scaler.loss_scale import LossScale, Scales
+from halfstep._scaler.loss_scale import LossScale, Scales, for_each
 from halfstep._scaler.names import Names
 from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.optimizers import handles_scale, name
+from halfstep._scaler.outcome import Journal
 from halfstep._scaler.ranks.deciding import Alone, Together
 from halfstep._scaler.ranks.finding import Ranks
 from halfstep._scaler.saving import Saved
@@ -55,12 +55,18 @@ class Engine:
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
                 observer.on_loss(self, outputs)
-        scaled = self.scales.multiply(outputs, loss, is_traced=is_traced)
+        scale = self.scales.get(loss) or LossScale(self.scales.first)
+        if isinstance(outputs, Tensor):
+            scaled = scale.multiply(outputs, is_traced=is_traced)
+        else:
+            scaled = for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
+        self.scales[loss] = scale  # not if that was refused
         if is_traced:
             unused.has_compiled_losses = True
         elif unused.is_searching or unused.waiting:
-            unused.see_loss(scaled, self.scales[loss])
-        iteration.count_loss(loss)
+            unused.see_loss(scaled, scale)
+        iteration.losses[loss] = iteration.losses.get(loss, 0) + 1
+        iteration.num_losses += 1
         return scaled
 
     def scale_of_iteration(self, call: str, owner: object, params: list[Tensor]) -> LossScale:
@@ -205,7 +211,8 @@ class Engine:
         ready = Step(optimizer, checks[0].scale, gradients, checks=checks)
         found_inf = step.require_found(ready)
         is_fused, memory = handles_scale(optimizer), self.journal.memory(optimizer)
-        step.remember(self, optimizer, ready, memory, found_inf, is_fused=is_fused)
+        skip = ready.skip(found_inf)
+        step.remember(self, optimizer, ready, memory, found_inf, skip, is_fused=is_fused)
 
     # --- the end of an iteration ------------------------------------------------------------------
 
@@ -223,7 +230,8 @@ class Engine:
         amaxes_of: dict[LossScale, list[Tensor]] = defaultdict(list)
         outliers_of: dict[LossScale, list[Scalar]] = defaultdict(list)
         for check in iteration.checks:
-            found_of.setdefault(check.scale, []).extend(check.found_inf.values())
+            found = check.found_here if check.agreement is None else check.found_inf
+            found_of.setdefault(check.scale, []).extend(found.values())
             if check.amax_here is not None or check.agreement is not None:
                 amax = check.amax
                 if amax is not None:
@@ -232,8 +240,8 @@ class Engine:
         for each in iteration.steps.values():
             if each.outlier is not None:
                 outliers_of[each.checks[0].scale].append(each.outlier)
-        for scale, found in found_of.items():
-            scale.update(found, outliers_of[scale], amaxes_of[scale])
+        for scale, flags in found_of.items():
+            scale.update(flags, outliers_of[scale], amaxes_of[scale])
         if waiting or self.unused.waiting:
             self.unused.wait(waiting)
         self.end_iteration()
@@ -263,7 +271,8 @@ class Engine:
 
     def end_iteration(self) -> None:
         """Forget what was done to gradients."""
-        self.iteration.end()
+        if self.iteration.hooks:
+            self.iteration.end()
         self.iteration = Iteration()
         if len(self.scales) > 1:  # one alone has been asked by update()
             self.scales.forget_bad_losses()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -37,6 +37,7 @@ class Gradients:
         values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
             complex one as real with a last dimension of 2, of a DTensor what this rank holds.
         by_kind: ``values`` by device and dtype, as the fused kernels want them.
+        dtypes: The dtypes of ``values``.
     """
 
     params: list[Tensor]
@@ -44,6 +45,7 @@ class Gradients:
     values: list[Tensor]
 
     by_kind: dict[Kind, list[Tensor]]
+    dtypes: Set[torch.dtype]
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
         """Return the positions of the gradients on each device."""
@@ -55,11 +57,6 @@ class Gradients:
             found[values.device].append(index)
         return found
 
-    @property
-    def dtypes(self) -> Iterable[torch.dtype]:
-        """The dtypes of ``values``."""
-        return map(itemgetter(1), self.by_kind)
-
     def without(self, ids: Iterable[int]) -> Gradients:
         """Return the gradients whose ``id`` is not among ``ids``."""
         seen = set(ids)
@@ -67,16 +64,14 @@ class Gradients:
 
     def at(self, positions: list[int]) -> Gradients:
         """Return the gradients at some positions."""
-        values = [self.values[position] for position in positions]
-        return Gradients(
+        return _gradients(
             [self.params[position] for position in positions],
             [self.grads[position] for position in positions],
-            values,
-            _by_kind(values),
+            [self.values[position] for position in positions],
         )
 
 
-NONE = Gradients([], [], [], {})
+NONE = Gradients([], [], [], {}, frozenset())
 """No gradients."""
 
 
@@ -109,9 +104,11 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         pairs = zip(params, grads, strict=True)
         grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
         values = list(map(local_part, grads))
-    by_kind = _by_kind(values)
+    # Thousands of gradients, all alike: asked by map(), one question after the other, they cost
+    # half of a loop that asks each of them everything.
+    dtypes = set(map(attrgetter("dtype"), values))
     if (
-        not any(map(attrgetter("is_complex"), map(itemgetter(1), by_kind)))
+        not any(map(attrgetter("is_complex"), dtypes))
         and set(map(attrgetter("layout"), values)) <= _STRIDED
         and (
             all(map(Tensor.is_contiguous, values))
@@ -119,15 +116,17 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         )
         and not any(map(Tensor.is_neg, values))
     ):
-        return Gradients(params, grads, values, by_kind)
+        devices = set(map(attrgetter("device"), values))
+        is_one_kind = len(devices) == len(dtypes) == 1
+        by_kind = {(*devices, *dtypes): values} if is_one_kind else _by_kind(values)
+        return Gradients(params, grads, values, by_kind, dtypes)
     for param in params:
         _refuse_layout(param)
     with torch.no_grad():
         for param in params:
             param.grad = _writable(param.grad)
     grads = [param.grad for param in params]
-    values = [_values(grad) for grad in grads]
-    return Gradients(params, grads, values, _by_kind(values))
+    return _gradients(params, grads, [_values(grad) for grad in grads])
 
 
 def collect_local(params: Iterable[Tensor]) -> Gradients:
@@ -139,12 +138,10 @@ def collect_local(params: Iterable[Tensor]) -> Gradients:
     spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
     layouts = (torch.strided, torch.sparse_coo)
     found = collect(p for p, grad in pairs if not is_dtensor(grad) and grad.layout in layouts)
-    values = found.values + [local_part(grad) for _, grad in spread]
-    return Gradients(
+    return _gradients(
         found.params + [param for param, _ in spread],
         found.grads + [grad for _, grad in spread],
-        values,
-        _by_kind(values),
+        found.values + [local_part(grad) for _, grad in spread],
     )
 
 
@@ -175,15 +172,11 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
     )
 
 
-# Thousands of gradients, all alike: asked by map(), one question after the other, they cost half of
-# a loop that asks each of them everything.
+def _gradients(params: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> Gradients:
+    return Gradients(params, grads, values, _by_kind(values), {value.dtype for value in values})
 
 
 def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
-    devices = set(map(attrgetter("device"), tensors))
-    dtypes = set(map(attrgetter("dtype"), tensors))
-    if len(devices) == len(dtypes) == 1:
-        return {(*devices, *dtypes): tensors}
     kinds: dict[Kind, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)

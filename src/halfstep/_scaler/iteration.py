@@ -115,11 +115,6 @@ class Step:
         # torch.compile of 2.11 cannot take bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
-    @property
-    def device(self) -> torch.device:
-        """Where the scale is, and what the step decides."""
-        return self.loss_scale.tensor.device
-
     def parameters(self) -> Iterator[Tensor]:
         """Return the parameters of the optimizer."""
         assert self.optimizer is not None
@@ -147,7 +142,7 @@ class Step:
         return self._combined(flags)
 
     def _combined(self, flags: list[Tensor]) -> Scalar | None:
-        return scalars.combine(flags, self.device) if flags else None
+        return scalars.combine(flags, self.loss_scale.device) if flags else None
 
     def found_inf_by_device(self) -> dict[torch.device, Tensor]:
         """Return for each device 1 if some gradient there is inf or NaN, else 0."""
@@ -185,11 +180,11 @@ class Step:
     def read(self, values: list[Scalar]) -> list[float]:
         """Return numbers of the scale's device; raise if the ranks disagree. Sync: one."""
         agreements = self.agreements()
-        if self.device.type in scalars.READABLE:
+        if self.loss_scale.device.type in scalars.READABLE:
             for agreement in agreements:
                 agreement.require(agreement.vector().tolist())
             return [float(value) for value in values]
-        tensors = [scalars.as_tensor(value, self.device) for value in values]
+        tensors = [scalars.as_tensor(value, self.loss_scale.device) for value in values]
         if not agreements:
             return torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0].item()]
         vectors = [agreement.vector() for agreement in agreements]
@@ -239,6 +234,7 @@ class Iteration:
         losses: How many losses of each name have been scaled. A list would be compiled once per
             length.
         num_losses: How many losses have been scaled.
+        hooks: Those that notice what backward adds to checked gradients.
         in_doubt: Gradients of which nobody knows what they are multiplied by.
     """
 
@@ -253,19 +249,15 @@ class Iteration:
         self._num_checks_in_it = 0
         # Parameters whose gradients backward has added to since they were checked, by id.
         self._fresh: set[int] = set()
-        self._hooks: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
         self._num_watched = 0
         self.in_doubt: list[Gradients] = []
-
-    def count_loss(self, loss: str | None, number: int = 1) -> None:
-        """Count losses of a name that have been scaled."""
-        self.losses[loss] = self.losses.get(loss, 0) + number
-        self.num_losses += number
 
     def count_losses_of(self, part: Iteration) -> None:
         """Count the losses of a part of this iteration."""
         for loss, number in part.losses.items():
-            self.count_loss(loss, number)
+            self.losses[loss] = self.losses.get(loss, 0) + number
+            self.num_losses += number
 
     def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
         """Return what the last call of an optimizer has left, None if nothing has been done."""
@@ -317,7 +309,7 @@ class Iteration:
             for param in check.gradients.params:
                 if param.is_leaf and param.requires_grad:
                     hook = param.register_post_accumulate_grad_hook(self._note_fresh)  # type: ignore[no-untyped-call]
-                    self._hooks.append(hook)
+                    self.hooks.append(hook)
         self._num_watched = len(self.checks)
 
     def _note_fresh(self, param: Tensor) -> None:
@@ -334,7 +326,7 @@ class Iteration:
 
     def end(self) -> None:
         """Stop watching."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
 
     def _checks_by_gradient(self) -> dict[int, GradientCheck]:

@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._scaler.checks import checked_scale
+from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE, checked_scale, float32_bits
 from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
 from halfstep._scaler.host_copy import HostCopy
-from halfstep._scaler.host_state import HostState
 from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import (
     READABLE,
@@ -23,10 +22,114 @@ from halfstep._scaler.scalars import (
     describe,
     is_nonfinite,
     moved,
+    zero_if_finite,
 )
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.transition import changed, next_state
 from halfstep._torch import is_inside_functorch, keep_out_of_graphs
 from halfstep.errors import CallOrderError
+
+CPU = torch.device("cpu")
+
+
+class HostState:
+    """The changing part of a scale state on the CPU, where numbers are read without waiting.
+
+    It moves by :func:`halfstep._scaler.transition.next_state` itself; ``DeviceState`` is its
+    counterpart on other devices.
+
+    Attributes:
+        now: The state.
+        scale: Its scale, a float32 scalar. It keeps its memory for good.
+        bad_loss: float32 scalar: 0, or NaN once a loss in this iteration was not finite.
+
+    Sync: none, in all methods, except for values from other devices.
+    """
+
+    device = CPU
+
+    def __init__(self, state: ScaleState) -> None:
+        # The first loss may come in inference mode, the next one from training.
+        with torch.inference_mode(False):
+            self.scale, self.bad_loss = torch.zeros((), device=CPU), torch.zeros((), device=CPU)
+        self.now: ScaleState
+        self.write_(state)
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """Whether the losses of this iteration were finite."""
+        return self.bad_loss.item() == 0.0
+
+    @property
+    def growth_tracker(self) -> Tensor:
+        """The count of steps in a row, an int32 scalar; a copy."""
+        return torch.tensor(self.now.growth_tracker, dtype=torch.int32)
+
+    def traced_scale(self) -> Tensor:
+        """Return a copy of the scale while torch.compile traces."""
+        # Inductor of 2.13 drops a clone(), and the backward pass would then see a later scale. It
+        # does not drop abs(), which is a copy too: no scale is negative.
+        return self.scale.abs()
+
+    def see_loss_(self, loss: Tensor) -> None:
+        """Remember whether all entries of a loss are finite, until :meth:`update_`."""
+        zero = zero_if_finite(loss)
+        if zero is not None:
+            self.bad_loss.add_(zero if zero.device == CPU else zero.to(CPU))
+
+    def update_(self, found_inf: bool, outlier: bool = False, amax: float | None = None) -> None:
+        """Go on to the next iteration.
+
+        Args:
+            found_inf: Whether a gradient was inf or NaN.
+            outlier: Whether a norm was too large to be believed.
+            amax: The largest magnitude of the unscaled gradients, for ``LogMax``.
+        """
+        loss_is_finite = not found_inf or self.loss_is_finite
+        self.bad_loss.zero_()
+        self.now = next_state(
+            self.now,
+            found_inf=found_inf,
+            loss_is_finite=loss_is_finite,
+            outlier=outlier,
+            amax=amax,
+        )
+        # The same value is a change too: a backward pass of a loss from before is an error.
+        self.scale.fill_(self.now.scale)
+
+    def set_rule_(self, rule: Rule) -> None:
+        """Move by another rule from now on."""
+        self.now = _with_valid_tracker(changed(self.now, rule=rule))
+
+    def fill_(self, scale: float) -> None:
+        """Set the scale to a number that has been checked, as :meth:`ScaleState.with_scale`."""
+        self.write_(self.now.with_scale(scale))
+
+    def copy_(self, new_scale: Tensor) -> None:
+        """Set the scale as :meth:`fill_` does; keep everything if the new one is unusable."""
+        scale = new_scale.detach().reshape(()).float().item()
+        if SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+            self.fill_(scale)
+        self.bad_loss.zero_()
+
+    def write_(self, state: ScaleState) -> None:
+        """Take over a state."""
+        self.now = _with_valid_tracker(state)
+        self.scale.fill_(state.scale)
+        self.bad_loss.zero_()
+
+    def counters(self) -> Tensor:
+        """Return scale (its bits), growth tracker, steps taken and skipped, int32 ``[4]``."""
+        now = self.now
+        counts = [float32_bits(now.scale), now.growth_tracker, now.num_taken, now.num_skipped]
+        return torch.tensor(counts, dtype=torch.int32)
+
+
+def _with_valid_tracker(state: ScaleState) -> ScaleState:
+    """Let a count that is already past a lowered interval grow the scale at the next step."""
+    last = state.growth_interval - 1
+    return changed(state, growth_tracker=last) if state.growth_tracker > last else state
+
 
 Snapshot: TypeAlias = ScaleState | DeviceSnapshot
 """A state as it once was."""
@@ -47,6 +150,7 @@ class LossScale:
         host: The state as it was set last. Its rule is the rule; what changes from step to step is
             in ``live`` once there is one.
         live: The present state, where the first loss was.
+        device: Where that is, and where steps are decided.
         can_amplify: Whether unscaling may multiply by more than 1.
         wants_amax: Whether the rule wants to know the largest magnitude of the gradients.
         is_quiet: Whether it is known that neither this iteration nor the last was skipped.
@@ -55,6 +159,7 @@ class LossScale:
     def __init__(self, state: ScaleState) -> None:
         self.host = state
         self.live: HostState | DeviceState | None = None
+        self.device = CPU
         self.can_amplify = state.can_amplify
         self.wants_amax = isinstance(state.rule, LogMax)
         self.is_quiet = False
@@ -71,6 +176,7 @@ class LossScale:
     @keep_out_of_graphs
     def create(self, device: torch.device) -> None:
         """Move the state to a device. Sync: none."""
+        self.device = device
         if device.type in READABLE:
             self.live = HostState(self.host)
         else:
@@ -87,7 +193,13 @@ class LossScale:
             loss: A tensor on any device.
             is_traced: Whether torch.compile traces.
         """
-        live = self.see_loss(loss, is_traced=is_traced)
+        if self.live is None:
+            self.create(loss.device)
+        live = self.live
+        assert live is not None
+        # torch.compile cannot trace the question, and not torch.func.grad around it either.
+        if is_traced or not is_inside_functorch(loss):
+            live.see_loss_(loss)
         scale = live.traced_scale() if is_traced else live.scale
         if scale.device != loss.device:
             scale = moved(scale, loss.device)
@@ -96,15 +208,10 @@ class LossScale:
             loss = loss.float()
         return loss * scale
 
-    def see_loss(self, loss: Tensor, *, is_traced: bool = False) -> HostState | DeviceState:
-        """Remember whether a loss is finite; return the state. Sync: none."""
-        if self.live is None:
-            self.create(loss.device)
-            assert self.live is not None
-        # torch.compile cannot trace the question, and not torch.func.grad around it either.
-        if is_traced or not is_inside_functorch(loss):
-            self.live.see_loss_(loss)
-        return self.live
+    def mark_loss_bad(self) -> None:
+        """Remember that a loss was not finite. Sync: none."""
+        assert self.live is not None
+        self.live.bad_loss.fill_(torch.nan)
 
     def take_bad_loss(self) -> Tensor:
         """Return 1 if a loss since the last ``update`` was not finite, else 0, and forget it."""
@@ -262,16 +369,6 @@ class Scales(dict[str | None, LossScale]):
         super().__init__({None: LossScale(first)})
         self.first = first
 
-    def multiply(self, outputs: Any, loss: str | None, *, is_traced: bool) -> Any:
-        """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
-        scale = self.get(loss) or LossScale(self.first)
-        if isinstance(outputs, Tensor):
-            scaled = scale.multiply(outputs, is_traced=is_traced)
-        else:
-            scaled = _for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
-        self[loss] = scale  # not if that was refused
-        return scaled
-
     def forget_bad_losses(self) -> None:
         """Forget which losses were not finite. Sync: none."""
         for scale in self.values():
@@ -309,7 +406,7 @@ class Scales(dict[str | None, LossScale]):
             self.setdefault(loss, LossScale(state)).load(state)
 
 
-def _for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
+def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
     """Return ``outputs`` with every tensor in it replaced.
 
     Args:
@@ -326,14 +423,14 @@ def _for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "
     if isinstance(outputs, Tensor):
         return function(outputs)
     if isinstance(outputs, Mapping):
-        items = {key: _for_each(function, v, f"{where}[{key!r}]") for key, v in outputs.items()}
+        items = {key: for_each(function, v, f"{where}[{key!r}]") for key, v in outputs.items()}
         return _like(outputs, items) if isinstance(outputs, MutableMapping) else items
     if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
         raise TypeError(
             f"{where} is {_shortly(outputs)} ({type(outputs).__name__}): scale() takes a "
             "tensor, or a list, tuple, mapping or other iterable of tensors"
         )
-    values = [_for_each(function, v, f"{where}[{index}]") for index, v in enumerate(outputs)]
+    values = [for_each(function, v, f"{where}[{index}]") for index, v in enumerate(outputs)]
     if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
         return type(outputs)(*values)
     return type(outputs)(values) if isinstance(outputs, list | tuple) else values
@@ -349,7 +446,7 @@ def _like(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMa
 
 
 def tensors_in(scaled: Any) -> Iterator[Tensor]:
-    """Yield all tensors in what :meth:`Scales.multiply` has returned."""
+    """Yield all tensors in what :func:`for_each` has returned."""
     if isinstance(scaled, Tensor):
         yield scaled
         return

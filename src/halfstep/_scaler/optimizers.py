@@ -94,7 +94,8 @@ def step_with_scale(
     fresh = _without_momentum(optimizer)
     try:
         result = optimizer.step(*args, **kwargs)
-        _clear_momentum(fresh, found_inf)
+        if fresh:
+            _clear_momentum(fresh, found_inf)
         return result
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

@@ -1,12 +1,14 @@
-"""What became of a step: taken or skipped, why, at which scale, with which gradients."""
+"""Outcomes: what became of the steps, why, at which scale and with which gradients."""
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,9 +19,9 @@ from halfstep._scaler.alarm import Culprit, culprits
 from halfstep._scaler.checks import round_to_float32
 from halfstep._scaler.device_state import DeviceSnapshot
 from halfstep._scaler.gradients import collect
-from halfstep._scaler.host_state import HostState
-from halfstep._scaler.loss_scale import Snapshot, state_of
+from halfstep._scaler.loss_scale import HostState, Snapshot, state_of
 from halfstep._scaler.names import Names
+from halfstep._scaler.optimizers import name
 from halfstep._scaler.passes import measure
 from halfstep._scaler.ranks.agreement import Agreement
 from halfstep._scaler.scalars import Scalar, moved, on_cpu
@@ -29,6 +31,9 @@ from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from halfstep._scaler.iteration import Step
+
+HISTORY_LENGTH = 10_000
+"""So many steps are kept, some hundred bytes each on the device."""
 
 NUM_WITNESSES = 512
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
@@ -373,3 +378,87 @@ def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
     together = torch.cat([moved(values, packed[0].device) for values in packed]).cpu()
     parts = torch.split(together, [len(values) for values in packed])
     return [outcome.unpack(part)[0] for outcome, part in zip(outcomes, parts, strict=True)]
+
+
+class Memory:
+    """What is kept of an optimizer from one iteration to the next.
+
+    Attributes:
+        outcome: That of its last step.
+        first_norms: The scaled norms of its first steps.
+    """
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.first_norms: list[float] = []
+
+    def clear(self) -> None:
+        """Let go of its parameters: the optimizer is gone."""
+        if self.outcome is not None:
+            self.outcome.forget_gradients()
+            self.outcome = None
+
+
+class Journal:
+    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`.
+
+    Attributes:
+        memories: What is kept of each optimizer that still exists.
+        open: The outcomes of the iteration that has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
+        self.open: list[Outcome] = []
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Return what is kept of an optimizer."""
+        memory = self.memories.get(optimizer)
+        if memory is None:
+            memory = self.memories[optimizer] = Memory()
+            # Without the journal, which must not live as long as the optimizer.
+            weakref.finalize(optimizer, memory.clear).atexit = False
+        return memory
+
+    def add(self, memory: Memory, outcome: Outcome) -> None:
+        """Add the outcome of a step."""
+        if memory.outcome is not None:
+            memory.outcome.forget_gradients()
+        memory.outcome = outcome
+        self._all.append(outcome)
+        self.open.append(outcome)
+
+    def newest(self, count: int) -> list[Outcome]:
+        """Return the last outcomes, newest last. Sync: none."""
+        return list(islice(reversed(self._all), count))[::-1]
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return the outcome of the last step of an optimizer, or of one that it wraps.
+
+        Raises:
+            CallOrderError: ``step`` has not been called for it.
+        """
+        outcome = self.last(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
+                "GradScaler. Call scaler.step(optimizer) first"
+            )
+        return outcome
+
+    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
+        """Return the same, None if ``step`` has not been called for it."""
+        memory = self.memories.get(optimizer)
+        if memory is not None and memory.outcome is not None:
+            return memory.outcome
+        for stepped, memory in self.memories.items():
+            if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
+                return memory.outcome
+        return None
+
+    def entries(self) -> list[HistoryEntry]:
+        """Return all outcomes in short, oldest first. Sync: one."""
+        return read_all(list(self._all))

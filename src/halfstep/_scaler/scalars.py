@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from ctypes import c_float
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep._scaler.checks import LARGEST_SCALE, round_to_float32
+from halfstep._scaler.checks import LARGEST_SCALE
 
 Scalar: TypeAlias = float | Tensor
 """A number of a step: a float where the scale is on the CPU, else a tensor on its device."""
@@ -89,7 +90,7 @@ def as_float32(value: Scalar, device: torch.device) -> Tensor:
 def reciprocal(scale: Scalar) -> Scalar:
     """Return 1 / scale, rounded once to float32."""
     if not isinstance(scale, Tensor):
-        return round_to_float32(1.0 / scale)
+        return c_float(1.0 / scale).value
     # Through float64 as in torch.amp: a float32 division may be inexact under some compiler
     # options. MPS has no float64.
     if scale.device.type == "mps":
@@ -104,7 +105,7 @@ def on_cpu(value: Scalar | None) -> float | None:
 
 def to_single(value: Scalar) -> Scalar:
     """Return a number rounded to float32."""
-    return value.float() if isinstance(value, Tensor) else round_to_float32(value)
+    return value.float() if isinstance(value, Tensor) else c_float(value).value
 
 
 def larger(one: Scalar, other: Scalar) -> Scalar:
@@ -132,3 +133,22 @@ def describe(tensor: Tensor) -> str:
     """Return dtype, shape and device in a few words: ``float16[4, 8] on cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}{list(tensor.shape)} on {tensor.device}"
+
+
+def zero_if_finite(loss: Tensor) -> Tensor | None:
+    """Return a scalar: 0 if all entries of a loss are finite, else NaN; None for integers.
+
+    Args:
+        loss: Tensor of any shape and dtype, on any device. Of a DTensor the local part is looked
+            at.
+    """
+    loss = loss.detach()
+    if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed for it
+        loss = loss.to_local()
+    if loss.is_complex():
+        loss = torch.view_as_real(loss.resolve_conj())
+    if not loss.is_floating_point():
+        return None
+    # The sum of the loss itself may overflow, and Inductor takes loss * 0 for 0 always.
+    zero = loss - loss
+    return zero.sum() if zero.dim() else zero

@@ -275,7 +275,7 @@ class GradScaler(TorchAttributes):
         """
         if not hasattr(optimizer, "param_groups"):
             require_optimizer("step", optimizer)
-        if max_norm is not None:
+        if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
             max_norm = clipping.checked_max_norm(max_norm)
         was_in_step, THIS_THREAD.is_in_step = THIS_THREAD.is_in_step, True
         try:

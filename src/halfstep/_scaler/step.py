@@ -26,10 +26,9 @@ from halfstep._scaler.blocks import end_blocks
 from halfstep._scaler.early_clipping import NUM_STEPS, see_first_norm
 from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
-from halfstep._scaler.journal import Memory
 from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import Memory, Outcome
 from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.scalars import Scalar
@@ -70,17 +69,17 @@ def take(
     if earlier is not None:
         require_not_stepped(earlier)
     step = gather(engine, "step", optimizer, earlier)
-    memory = engine.journal.memory(optimizer)
+    memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
     take_it = _take_fused if is_fused else _take_plain
     try:
-        result, found_inf = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
+        result, found_inf, skip = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # it is raised on all ranks, and they can go on
         else:
             _remember_failure(engine.iteration, step)
         raise
-    remember(engine, optimizer, step, memory, found_inf, is_fused=is_fused)
+    remember(engine, optimizer, step, memory, found_inf, skip, is_fused=is_fused)
     return result
 
 
@@ -232,12 +231,14 @@ def refuse_half(engine: Engine, step: Step) -> None:
 
 def unscale_(step: Step) -> None:
     """Divide the gradients by the scale in place and look for inf and NaN. 2 G. Sync: none."""
-    if step.multiplier is None or not step.has_gradients:
+    loss_scale, multiplier = step.loss_scale, step.multiplier
+    if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
         return
-    amax = _largest(step) if step.loss_scale.wants_amax else None
-    found_inf = passes.unscale_(
-        step.gradients, step.multiplier, can_amplify=step.loss_scale.can_amplify
-    )
+    amax = _largest(step) if loss_scale.wants_amax else None
+    if loss_scale.can_amplify:
+        found_inf = passes.unscale_(step.gradients, multiplier, can_amplify=True)
+    else:
+        found_inf = passes.multiply_(step.gradients, scalars.reciprocal(multiplier))
     _add_check(step, found_inf, amax)
     step.multiplier = None
 
@@ -254,8 +255,8 @@ def check(step: Step) -> None:
     elif step.ranks.is_together:
         # The norm of all would be one more collective.
         step.norms = passes.measure(step.gradients, step.multiplier)
-        norm = step.norms.total(step.device)
-        _add_check_of_scaled(step, [scalars.flag_nonfinite(norm, step.device)])
+        norm = step.norms.total(step.loss_scale.device)
+        _add_check_of_scaled(step, [scalars.flag_nonfinite(norm, step.loss_scale.device)])
     else:
         measure(step)
 
@@ -268,7 +269,7 @@ def measure(step: Step) -> tuple[passes.Norms, Scalar] | None:
     """
     if not step.has_gradients:
         return None
-    device = step.device
+    device = step.loss_scale.device
     norms = passes.measure(step.gradients, step.multiplier)
     if step.ranks is ALONE:
         norm = norms.total(device)
@@ -300,7 +301,11 @@ def _add_check_of_scaled(
     assert step.multiplier is not None
     if step.loss_scale.can_amplify:
         found += passes.overflows_when_divided(step.gradients, step.multiplier)
-    found_inf = {step.device: scalars.any_of(found, step.device)} if found else {}
+    device = step.loss_scale.device
+    if len(found) == 1 and found[0].device == device:
+        found_inf = {device: found[0]}
+    else:
+        found_inf = {device: scalars.any_of(found, device)} if found else {}
     amax = _largest(step) if step.loss_scale.wants_amax else None
     _add_check(step, found_inf, amax, norms)
 
@@ -324,7 +329,7 @@ def _largest(step: Step) -> Tensor | None:
     if not step.gradients.grads:
         return None
     assert step.multiplier is not None
-    return passes.largest(step.gradients, step.multiplier, step.device)
+    return passes.largest(step.gradients, step.multiplier, step.loss_scale.device)
 
 
 # --- decide, take ---------------------------------------------------------------------------------
@@ -340,7 +345,7 @@ def limit(
         step.coefficient = passes.clip_coefficient(norm, max_norm)
     if norm_limit is not None:
         assert step.norm is not None
-        exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.device))
+        exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.loss_scale.device))
         step.outlier = scalars.scalar(exceeded)
 
 
@@ -360,7 +365,7 @@ def _take_plain(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
-) -> tuple[Any, Scalar]:
+) -> tuple[Any, Scalar, Scalar]:
     if torch.float16 in step.gradients.dtypes:
         refuse_half(engine, step)
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
@@ -375,16 +380,21 @@ def _take_plain(
     else:
         undo = step.multiplier
         unscale_(step)
-    found_inf = require_found(step)
-    if is_skipped(step, found_inf, memory if is_first else None):
+    found_inf = step.found_inf()
+    if found_inf is None:
+        raise nothing_checked(optimizer)
+    skip = found_inf if step.outlier is None else step.skip(found_inf)
+    if is_first or isinstance(skip, Tensor) or step.ranks is not ALONE:
+        skip = read_skip(step, skip, memory if is_first else None)
+    if skip != 0.0:
         if undo is not None:
             passes.multiply_(step.gradients, undo)
             step.multiplier = undo
-        return None, found_inf
+        return None, found_inf, skip
     if undo is None:
         multiply_(step)
     # Through the instance: accelerate replaces `step` there to see whether it was called.
-    return optimizer.step(*args, **kwargs), found_inf
+    return optimizer.step(*args, **kwargs), found_inf, skip
 
 
 def _take_fused(
@@ -395,9 +405,9 @@ def _take_fused(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
-) -> tuple[Any, Scalar]:
+) -> tuple[Any, Scalar, Scalar]:
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
-    is_on_host = step.device.type in scalars.READABLE
+    is_on_host = step.loss_scale.device.type in scalars.READABLE
     # Elsewhere reading the first norms would be a sync.
     is_first = is_on_host and step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     if is_first or max_norm is not None or norm_limit is not None:
@@ -406,20 +416,20 @@ def _take_fused(
     else:
         check(step)
     found_inf = require_found(step)
-    if is_on_host:
-        is_skipped(step, found_inf, memory if is_first else None)
+    if is_on_host and (is_first or step.ranks is not ALONE):
+        read_skip(step, found_inf, memory if is_first else None)
     else:
         for agreement in step.agreements():
             agreement.verify()
-    divisor, device = step.divisor(), step.device
+    divisor, device, skip = step.divisor(), step.loss_scale.device, step.skip(found_inf)
     result = step_with_scale(
         optimizer,
         None if divisor is None else scalars.as_tensor(divisor, device),
-        scalars.as_tensor(step.skip(found_inf), device),
+        scalars.as_tensor(skip, device),
         args,
         kwargs,
     )
-    return result, found_inf
+    return result, found_inf, skip
 
 
 def require_found(step: Step) -> Scalar:
@@ -434,25 +444,22 @@ def require_found(step: Step) -> Scalar:
     return found_inf
 
 
-def is_skipped(step: Step, found_inf: Scalar, memory: Memory | None) -> bool:
-    """Return whether to skip. Sync: the one of a plain step.
+def read_skip(step: Step, skip: Scalar, memory: Memory | None) -> float:
+    """Return 1 if the step is to be skipped, else 0. Sync: the one of a plain step.
 
     Args:
         step: The step.
-        found_inf: 1 if inf or NaN was found.
-        memory: Takes the norm of one of the first steps of the optimizer, None for others.
+        skip: The same, which may be on the device.
+        memory: Takes the norm of one of the first steps of the optimizer; None for others.
     """
-    skip = step.skip(found_inf)
     if memory is None or step.norm is None or step.multiplier is None:
-        if step.ranks is ALONE and not isinstance(skip, Tensor):
-            return skip != 0.0
-        return step.read([skip])[0] != 0.0
+        return step.read([skip])[0]
     norm = step.norm.float() if isinstance(step.norm, Tensor) else scalars.to_single(step.norm)
     values = step.read([skip, scalars.to_single(norm * step.multiplier), step.multiplier])
     if not values[0]:
         assert step.optimizer is not None
         see_first_norm(memory.first_norms, step.optimizer, values[1], values[2])
-    return values[0] != 0.0
+    return values[0]
 
 
 # --- remember -------------------------------------------------------------------------------------
@@ -460,9 +467,10 @@ def is_skipped(step: Step, found_inf: Scalar, memory: Memory | None) -> bool:
 
 def keep(iteration: Iteration, step: Step, stage: Stage) -> None:
     """Remember what was found and done; without any gradient there is nothing to remember."""
-    if step.own_check is not None:
-        iteration.add(step.own_check)
-        step.checks = [*step.checks, step.own_check]
+    own = step.own_check
+    if own is not None:
+        iteration.add(own)
+        step.checks = [*step.checks, own]
     if step.checks and step.optimizer is not None:
         step.stage, step.num_losses = stage, iteration.num_losses
         iteration.steps[id(step.optimizer)] = step
@@ -474,13 +482,13 @@ def remember(
     step: Step,
     memory: Memory,
     found_inf: Scalar,
+    skip: Scalar,
     *,
     is_fused: bool,
 ) -> None:
     """Remember the step and its outcome. Sync: none."""
     multiplier = step.multiplier
     if step.own_check is not None and multiplier is not None:
-        skip = step.skip(found_inf)
         step.own_check.left_scaled = skip, multiplier
         if step.norms is None:
             multiplier = scalars.where(skip, multiplier, 1.0)

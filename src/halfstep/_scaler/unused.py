@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from halfstep._scaler import passes
 from halfstep._scaler.gradients import collect_local, parameters
 from halfstep._scaler.iteration import Iteration, Stage, Step
-from halfstep._scaler.journal import Journal
 from halfstep._scaler.loss_scale import LossScale, Scales, tensors_in
+from halfstep._scaler.outcome import Journal
 from halfstep._scaler.scalars import ratio
 from halfstep._torch import after_backward, keep_out_of_graphs, leaves_of
 
@@ -121,7 +121,7 @@ class Unused:
         """
         steps, num_losses = iteration.steps.values(), iteration.num_losses
         is_plain = not (self._loose or self.waiting or iteration.blocks)
-        if is_plain and len(steps) == self._journal.num_optimizers:
+        if is_plain and len(steps) == len(self._journal.memories):
             for step in steps:
                 if step.stage is not Stage.STEPPED or step.num_losses != num_losses:
                     break
@@ -238,7 +238,8 @@ class Unused:
                 waiting.append(step.parameters())
         waiting += [parameters(blocks.optimizer) for blocks in iteration.blocks.values()]
         seen = iteration.steps.keys() | iteration.blocks.keys()
-        for optimizer, outcome in self._journal.last_outcomes():
+        for optimizer, memory in self._journal.memories.items():
+            outcome = memory.outcome
             if id(optimizer) not in seen and not (outcome and outcome.has_its_gradients()):
                 waiting.append(parameters(optimizer))
         self._prune()
@@ -252,7 +253,7 @@ class Unused:
         """Forget the parameters of optimizers that have stepped, and those that waited long."""
         self._num_updates += 1
         if self._loose:
-            known = {id(p) for each, _ in self._journal.last_outcomes() for p in parameters(each)}
+            known = {id(p) for each in self._journal.memories for p in parameters(each)}
             self._loose = {
                 key: ref
                 for key, ref in self._loose.items()
