@@ -152,7 +152,7 @@ def gather(
         step.norms, step.norm = earlier.norms, earlier.norm
         return step
     if not (iteration.checks or ranks.is_together):
-        return Step(optimizer, loss_scale, gradients, loss_scale.number())
+        return Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
     scaled, checks = iteration.split(gradients)
     asked: frozenset[int] = frozenset()
     if ranks.is_together:
