@@ -30,13 +30,13 @@ NOT_YET = {
     "_autocast/kernels.py",
     "_autocast/op_names.py",
     "_autocast/weight_cache.py",
-    "_scaler/gradients/collecting.py",
-    "_scaler/gradients/passes.py",
-    "_scaler/gradients/reductions.py",
-    "_scaler/loops/accumulation.py",
-    "_scaler/loops/retrying.py",
+    "_scaler/gradients.py",
+    "_scaler/passes.py",
+    "_scaler/reductions.py",
+    "_scaler/accumulation.py",
+    "_scaler/retrying.py",
     "_scaler/ranks/finding.py",
-    "_scaler/steps/unused.py",
+    "_scaler/unused.py",
 }
 """Files that still have other private names."""
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._doctor.doctor import doctor as doctor
     from halfstep._record.record import record as record
-    from halfstep._scaler.outcomes.outcome import Outcome as Outcome
-    from halfstep._scaler.scale.rules import Dynamic as Dynamic
-    from halfstep._scaler.scale.rules import LogMax as LogMax
-    from halfstep._scaler.scale.rules import Static as Static
-    from halfstep._scaler.scale.state import Reason as Reason
+    from halfstep._scaler.outcome import Outcome as Outcome
+    from halfstep._scaler.rules import Dynamic as Dynamic
+    from halfstep._scaler.rules import LogMax as LogMax
+    from halfstep._scaler.rules import Static as Static
+    from halfstep._scaler.scale_state import Reason as Reason
     from halfstep._scaler.scaler import GradScaler as GradScaler
     from halfstep._simulate.simulate import simulate as simulate
     from halfstep._trace.trace import trace as trace
@@ -42,14 +42,14 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
 _MODULES = {
     "CallOrderError": "halfstep.errors",
     "Diagnosis": "halfstep._diagnose.diagnosis",
-    "Dynamic": "halfstep._scaler.scale.rules",
+    "Dynamic": "halfstep._scaler.rules",
     "GradScaler": "halfstep._scaler.scaler",
-    "LogMax": "halfstep._scaler.scale.rules",
-    "Outcome": "halfstep._scaler.outcomes.outcome",
+    "LogMax": "halfstep._scaler.rules",
+    "Outcome": "halfstep._scaler.outcome",
     "Policy": "halfstep._autocast.policy",
-    "Reason": "halfstep._scaler.scale.state",
+    "Reason": "halfstep._scaler.scale_state",
     "Rule": "halfstep._autocast.rule",
-    "Static": "halfstep._scaler.scale.rules",
+    "Static": "halfstep._scaler.rules",
     "autocast": "halfstep._autocast.context",
     "custom_bwd": "halfstep._autocast.custom_function",
     "custom_fwd": "halfstep._autocast.custom_function",

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler.checks import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from halfstep._scaler.scale.device_state import DeviceState, StateSnapshot
-from halfstep._scaler.scale.rules import Dynamic, LogMax, Rule, Static
-from halfstep._scaler.scale.slots import SLOT
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.scale.table import Answers, next_sources
-from halfstep._scaler.scale.transition import next_state
+from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
+from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.slots import SLOT
+from halfstep._scaler.table import Answers, next_sources
+from halfstep._scaler.transition import next_state
 
 CPU = torch.device("cpu")
 
@@ -374,7 +374,7 @@ def test_a_snapshot_stays_as_it_was() -> None:
 def test_a_copy_of_the_buffer_is_a_snapshot() -> None:
     state = ScaleState.first(4.0, Dynamic())
     on_device = DeviceState(state, CPU)
-    assert StateSnapshot(on_device.buffer.clone()).read(state) == state
+    assert DeviceSnapshot(on_device.buffer.clone()).read(state) == state
 
 
 # --- no waiting, few ops --------------------------------------------------------------------------

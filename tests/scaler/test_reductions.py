@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._scaler.gradients import reductions
-from halfstep._scaler.gradients.reductions import (
+from halfstep._scaler import reductions
+from halfstep._scaler.reductions import (
     BATCH,
     PIECE,
     ROW,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep._scaler.scale.rules import (
+from halfstep._scaler.rules import (
     LARGEST_HEADROOM,
     RULES,
     Dynamic,

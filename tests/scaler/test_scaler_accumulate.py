@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale.rules import LogMax
+from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError, SkippedStepsWarning
 
 SCALE = 2.0**10

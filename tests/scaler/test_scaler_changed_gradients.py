@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.steps.early_clipping import NUM_LOOKS
+from halfstep._scaler.early_clipping import NUM_STEPS
 from halfstep.errors import CallOrderError
 
 FUSED = pytest.mark.parametrize("fused", [False, True])
@@ -28,7 +28,7 @@ def warm(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Make the steps in which the scaler also looks for gradients that are clipped too early."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     values = [p.detach().clone() for p in params]
-    for _ in range(NUM_LOOKS):
+    for _ in range(NUM_STEPS):
         optimizer.zero_grad()
         backward(scaler, torch.cat(params))
         scaler.step(optimizer)
@@ -293,7 +293,7 @@ def test_a_fused_optimizer_that_may_not_write_gradients_back() -> None:
 
     p, scaler = param(), GradScaler()
     optimizer = Own([p], 1.0)
-    for _ in range(NUM_LOOKS + 1):
+    for _ in range(NUM_STEPS + 1):
         optimizer.zero_grad()
         backward(scaler, p)
         scaler.step(optimizer)
@@ -335,7 +335,7 @@ def test_a_fused_optimizer_that_a_checkpoint_made_plain() -> None:
 def test_nothing_is_suspected_while_the_learning_rate_is_0() -> None:
     p, scaler = param(), GradScaler()
     optimizer = SGD([p], 0.0)
-    for _ in range(NUM_LOOKS + 1):
+    for _ in range(NUM_STEPS + 1):
         optimizer.zero_grad()
         backward(scaler, p, 1e-6)
         scaler.step(optimizer)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale.rules import LogMax
+from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError
 
 SCALE = 2.0**10

@@ -13,15 +13,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import collect
+from halfstep._scaler import GradScaler, passes, step
+from halfstep._scaler.gradients import collect
+from halfstep._scaler.iteration import Step
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.ranks.deciding import ALONE
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.rules import Dynamic, LogMax, Rule
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.outliers import NormLimit
+from halfstep._scaler.rules import Dynamic, LogMax, Rule
+from halfstep._scaler.scale_state import ScaleState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # inductor's own
@@ -51,46 +50,46 @@ def num_graphs() -> int:
 Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
 
 
-def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> stepping.Preparation:
-    return stepping.Preparation(collect(params), scale, scale.tensor.clone(), [], ALONE)
+def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Step:
+    return Step(None, scale, collect(params), scale.number(), [], ALONE)
 
 
-def finish(ready: stepping.Preparation) -> torch.Tensor:
-    found_inf, look = ready.found_inf(), ready.look
-    assert found_inf is not None
-    assert look is not None
-    ready.loss_scale.update([found_inf], [], [] if look.amax is None else [look.amax])
+def finish(ready: Step) -> torch.Tensor:
+    found_inf, check = ready.found_inf(), ready.own_check
+    assert isinstance(found_inf, torch.Tensor)
+    assert check is not None
+    ready.loss_scale.update([found_inf], [], [] if check.amax is None else [check.amax])
     return found_inf
 
 
 def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.unscale_(ready)
+    step.unscale_(ready)
     return [finish(ready)]
 
 
 def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.measure(ready)
-    stepping.limit(ready, 1.0, None)
-    stepping.multiply_(ready)
-    assert ready.norm is not None
+    measured = step.measure(ready)
+    step.limit(ready, measured and measured[1], 1.0, None)
+    step.multiply_(ready)
+    assert isinstance(ready.norm, torch.Tensor)
     return [finish(ready), ready.norm]
 
 
 def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.measure(ready)
-    stepping.limit(ready, 1.0, None)
-    grad_scale = ready.grad_scale()
-    assert grad_scale is not None
+    measured = step.measure(ready)
+    step.limit(ready, measured and measured[1], 1.0, None)
+    divisor = ready.divisor()
+    assert isinstance(divisor, torch.Tensor)
     assert ready.norms is not None
-    return [finish(ready), grad_scale, *(sums for _, sums in ready.norms.on_device.values())]
+    return [finish(ready), divisor, *(sums for _, sums in ready.norms.on_device.values())]
 
 
 def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    stepping.unscale_(ready)
+    step.unscale_(ready)
     return [finish(ready), passes.p_norm(ready.gradients, math.inf, CPU)]
 
 
@@ -142,6 +141,7 @@ def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: floa
     ],
 )
 @pytest.mark.parametrize("part", PARTS)
+@pytest.mark.usefixtures("waiting_device")
 def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
     compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
     expected = run(part, rule, min_scale)
@@ -153,6 +153,7 @@ def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
     assert mine[2].num_skipped == 1
 
 
+@pytest.mark.usefixtures("waiting_device")
 def test_one_graph_of_inductor() -> None:
     """It rearranges what it is given: ``x * 0`` is 0 for it, even if x is inf."""
     compiled = torch.compile(plain_with_clip, fullgraph=True)

@@ -30,9 +30,10 @@ from tests.scaler.saved import opened
 from torch import Tensor
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale.rules import Dynamic, LogMax, Static
-from halfstep._scaler.scale.state import Reason, ScaleState
-from halfstep._scaler.scale.transition import next_state
+from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.rules import Dynamic, LogMax, Static
+from halfstep._scaler.scale_state import Reason, ScaleState
+from halfstep._scaler.transition import next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))
@@ -381,6 +382,10 @@ class World:
             is_scaled = param.look is None and param.loss is None
             if drops_all or not is_scaled or not self.has_followed(param):
                 param.forget()
+
+    def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether the step is one of the first, which are measured."""
+        return len(self.scaler._engine.journal.memory(optimizer).first_norms) < NUM_STEPS
 
     def has_followed(self, param: Param) -> bool:
         """Say whether a gradient that was left is multiplied by the present scale; note it."""
@@ -798,7 +803,7 @@ class World:
         is_taken = not (found_inf or outlier)
         self.is_exploding = explodes = explodes and bool(is_taken or opt.is_fused)
         is_measured = max_norm is not None or outlier is not None
-        is_measured |= self.scaler._engine.steps.early_clipping.is_looking(opt.optimizer)
+        is_measured |= self.is_first(opt.optimizer)
         with self.watching(opt):
             if not explodes:
                 call()

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.outcomes.journal import HISTORY_LENGTH
+from halfstep._scaler.outcome import HISTORY_LENGTH
 from halfstep.errors import CallOrderError
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -123,6 +123,7 @@ class NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.usefixtures("waiting_device")
 def test_making_outcomes_reads_nothing_and_reading_is_late() -> None:
     setup = Setup(fused=True)
     outcomes = []

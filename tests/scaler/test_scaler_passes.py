@@ -17,9 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients import reductions
-from halfstep._scaler.scale.rules import LogMax
+from halfstep._scaler import GradScaler, reductions
+from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError
 
 SHAPES = [(300, 400), (7,), (), (64, 64), (64, 64), (0, 3)]
@@ -297,6 +296,7 @@ def test_the_norm_reads_every_gradient_once(
 # --- waiting --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("waiting_device")
 @pytest.mark.parametrize("step", [no_clip, clip_in_step])
 def test_a_fused_step_never_waits(step: Callable[[Setup], None]) -> None:
     made = setup(GradScaler, fused=True)
@@ -314,6 +314,7 @@ def test_a_fused_step_never_waits(step: Callable[[Setup], None]) -> None:
 
 @pytest.mark.parametrize("step", [no_clip, clip_in_step, clip_before_step, clip_with_torch])
 @pytest.mark.parametrize("value", [1.0, math.inf])
+@pytest.mark.usefixtures("waiting_device")
 def test_a_plain_step_waits_once(step: Callable[[Setup], None], value: float) -> None:
     made = setup(GradScaler, fused=False)
     made.scaler.set_norm_limit(10.0)
@@ -327,6 +328,7 @@ def test_a_plain_step_waits_once(step: Callable[[Setup], None], value: float) ->
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.usefixtures("waiting_device")
 def test_nothing_but_the_step_waits(fused: bool) -> None:
     made = setup(GradScaler, fused=fused)
     with Ops([]) as ops:

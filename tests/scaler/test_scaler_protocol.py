@@ -142,7 +142,7 @@ def test_below_one_a_fused_optimizer_skips(
 
 def test_an_overflow_on_each_of_two_devices_counts_as_one() -> None:
     found = scalars.combine([torch.ones(()), torch.zeros(()), torch.ones(())], torch.device("cpu"))
-    assert found.item() == 1.0
+    assert found == 1.0
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -162,6 +162,7 @@ def test_keyword(param: torch.nn.Parameter, unscale: bool, value: float) -> None
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.usefixtures("waiting_device")
 def test_syncs(fused: bool) -> None:
     params = [
         torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in (torch.float32, torch.float64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.scale.rules import Dynamic, Static
+from halfstep._scaler.rules import Dynamic, Static
 from halfstep.errors import CallOrderError
 
 fused_or_not = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.outcomes.alarm import Alarm, SkipReport
-from halfstep._scaler.scale.rules import Dynamic, Static
+from halfstep._scaler.alarm import Alarm, SkipReport
+from halfstep._scaler.rules import Dynamic, Static
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

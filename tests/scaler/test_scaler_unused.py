@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from halfstep._scaler import GradScaler
-from halfstep._scaler.scale.rules import Dynamic
-from halfstep._scaler.steps import unused
-from halfstep._scaler.steps.unused import NUM_LOSSES, NUM_UPDATES, Unused
+from halfstep._scaler import GradScaler, unused
+from halfstep._scaler.rules import Dynamic
+from halfstep._scaler.unused import NUM_LOSSES, NUM_UPDATES, Unused
 
 KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind)))

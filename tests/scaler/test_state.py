@@ -18,8 +18,8 @@ from halfstep._scaler.checks import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.scale.rules import Dynamic, LogMax, Static
-from halfstep._scaler.scale.state import Reason, ScaleState, reason
+from halfstep._scaler.rules import Dynamic, LogMax, Static
+from halfstep._scaler.scale_state import Reason, ScaleState, reason
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)
 counts = st.integers(0, 10) | st.integers(0, LARGEST_COUNT)

@@ -26,12 +26,12 @@ from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision, 
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
 from halfstep._pytorch import amp, autograd, distributed, modes
+from halfstep._scaler import GradScaler
+from halfstep._scaler.closures import split_closure
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import parameters
-from halfstep._scaler.loops.closures import split_closure
+from halfstep._scaler.gradients import parameters
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.torch_calls import TorchCalls
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _scaled(
         run.scaling.append(range(first, mode.num_ops))
         return result
 
-    patches.wrap(TorchCalls, "scale", _here(multiply))
+    patches.wrap(GradScaler, "scale", _here(multiply))
     patches.wrap(TorchGradScaler, "scale", _here(multiply))
     try:
         with warnings.catch_warnings():

@@ -31,13 +31,12 @@ from halfstep._diagnose.replay import replaying
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes, optim
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.outcomes.outcome import Outcome
-from halfstep._scaler.scale.rules import Static
-from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.observers import OBSERVERS, is_in_step
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
-from halfstep.scaled_steps import is_by_scaler
 
 START_STEPS = 50
 """The number of steps that count as the start of a run."""
@@ -170,7 +169,7 @@ class Watch:
         """Diagnose a step without a scaler, before it is taken."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if optim.optimizer_step_depth() > 1 or not self._losses or is_by_scaler():
+        if optim.optimizer_step_depth() > 1 or not self._losses or is_in_step():
             return
         losses, self._losses = self._losses, []
         self._end_step(None, is_bad=not _are_finite(losses))

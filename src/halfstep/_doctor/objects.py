@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from halfstep._doctor.finding import Finding
 from halfstep._numerics.formats import FORMATS
 from halfstep._scaler import GradScaler, Static
-from halfstep._scaler.gradients.collecting import parameters
+from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
 
 _LOST_BELOW = {torch.float16: 2**11, torch.bfloat16: 2**8}

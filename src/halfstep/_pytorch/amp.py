@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,6 +16,12 @@ from halfstep._pytorch.compiler import GUARD_DEVICE
 # all gradients by inv_scale in place, in float32 arithmetic. The gradients are of one device and
 # one real dtype, found_inf and inv_scale float32 scalars on that device.
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+
+# (tensors): what torch.autograd.graph.increment_version() calls.
+increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
+
+# (is_on): what torch.no_grad() calls, twice, from seven functions.
+set_grad_enabled = torch._C._set_grad_enabled
 
 # (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): the transition
 # of torch.amp in place on the device. Scale and found_inf are float32 scalars, growth_tracker is an

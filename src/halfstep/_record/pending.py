@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep._record.files import Event
-from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scalars import moved
 
 MOST_WAITING = 64

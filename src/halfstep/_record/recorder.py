@@ -23,14 +23,13 @@ from halfstep._record.files import Event, LineWriter
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Models, Sampler
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import collect, parameters
-from halfstep._scaler.gradients.passes import measure
-from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.outcomes.outcome import Outcome
-from halfstep._scaler.scalars import moved
-from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.gradients import collect, parameters
+from halfstep._scaler.observers import OBSERVERS, is_in_step
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.passes import measure
+from halfstep._scaler.scalars import as_tensor, moved
+from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
-from halfstep.scaled_steps import is_by_scaler
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
 _Params = ParamSpec("_Params")
@@ -155,7 +154,7 @@ class Recorder:
         """Note a step that is made without a scaler."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
             return
-        if optim.optimizer_step_depth() > 1 or is_by_scaler():
+        if optim.optimizer_step_depth() > 1 or is_in_step():
             return  # inside another optimizer, or reported by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
@@ -353,7 +352,8 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     found = collect(parameters(optimizer))
     if not found.grads or any(map(distributed.is_dtensor, found.grads)):
         return None  # a norm of this rank's part is not the norm of the whole
-    return measure(found, None).total(found.values[0].device)
+    device = found.values[0].device
+    return as_tensor(measure(found, None).total(device), device)
 
 
 def _warn(text: str) -> None:

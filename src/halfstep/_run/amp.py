@@ -21,7 +21,6 @@ from halfstep._run.amp_forward import Forward
 from halfstep._run.amp_script import ScriptState
 from halfstep._run.amp_steps import ScaledSteps, Schedules
 from halfstep._scaler import GradScaler
-from halfstep._scaler.torch_calls import TorchCalls
 
 
 @contextmanager
@@ -135,6 +134,6 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
             look(scaler)
         return original(scaler, *args, **kwargs)
 
-    for made, used in ((GradScaler, TorchCalls), (TorchGradScaler, TorchGradScaler)):
+    for made, used in ((GradScaler, GradScaler), (TorchGradScaler, TorchGradScaler)):
         patches.wrap(made, "__init__", init)
         patches.wrap(used, "scale", scale)

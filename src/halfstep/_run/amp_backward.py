@@ -19,12 +19,11 @@ from torch import Tensor
 from halfstep._common.patches import Patches
 from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import Gradients, collect, parameters
-from halfstep._scaler.scalars import combine
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.steps.iteration import Look
+from halfstep._scaler import GradScaler, passes
+from halfstep._scaler.gradients import Gradients, collect, parameters
+from halfstep._scaler.iteration import GradientCheck
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.scalars import as_tensor, combine
 
 
 class ScaledPass:
@@ -111,7 +110,7 @@ class Backward:
 
     def _scaled(self, run: Callable[[Any], None], roots: list[Tensor], inputs: Any) -> None:
         engine = self._scaler._engine
-        if engine.iteration.looks:  # one optimizer has stepped, another has not
+        if engine.iteration.checks:  # one optimizer has stepped, another has not
             self._scaler.update()
         scaled = self._scaler.scale(roots)
         running = ScaledPass(engine.scales[None], self._fresh)
@@ -227,7 +226,7 @@ class FreshGradients:
                 if id(group[0]) not in owners:
                     self._of_unknown = [*_alive(self._of_unknown), unscaled]
 
-    def take(self, optimizer: torch.optim.Optimizer) -> Look | None:
+    def take(self, optimizer: torch.optim.Optimizer) -> GradientCheck | None:
         """Return and forget the gradient check of an optimizer since its last step.
 
         Returns:
@@ -243,10 +242,11 @@ class FreshGradients:
         found = [unscaled.found_inf for unscaled in earlier if unscaled.is_alive]
         others = gradients.without(set[int]().union(*(unscaled.present() for unscaled in earlier)))
         if others.grads:
-            found.append(passes.multiply_(others, torch.ones_like(scale.tensor)))
+            found.append(passes.check(others))
         device = scale.tensor.device
         flags = [flag for by_device in found for flag in by_device.values()]
-        return Look(scale, gradients, {device: combine(flags, device)})
+        found_inf = as_tensor(combine(flags, device), device)
+        return GradientCheck(scale, gradients, {device: found_inf})
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of an optimizer, which were dropped or zeroed."""

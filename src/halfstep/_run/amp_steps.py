@@ -22,10 +22,10 @@ from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome
-from halfstep._scaler.gradients.collecting import Gradients, parameters
-from halfstep._scaler.loops.closures import Undo, UnusableEvaluationError, split_closure
+from halfstep._scaler.closures import Undo, UnusableEvaluationError, split_closure
+from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.optimizers import handles_scale
-from halfstep._scaler.steps.iteration import Look
 
 StepFunction = Callable[..., Any]
 
@@ -101,18 +101,18 @@ class ScaledSteps:
         running = self._backward.running
         if running is not None:  # an optimizer that steps in a hook, while backward runs
             running.unscale_(parameters(optimizer))
-        look = self._fresh.take(optimizer)
-        if look is None:
+        check = self._fresh.take(optimizer)
+        if check is None:
             # The script made the gradients itself, or there are none.
             return original(optimizer, *args, **kwargs)
         self._script.note_step(optimizer)
-        if self._scaler._engine.iteration.record(optimizer).looks:
+        if self._scaler._engine.iteration.step_of(optimizer) is not None:
             self._scaler.update()
-        self._add(look, optimizer)
+        self._add(check, optimizer)
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
             was_called = self._thread.was_called
-        look.gradients = Gradients([], [], [])  # the script owns their memory
+        check.gradients = NONE  # the script owns their memory
         self._finish(optimizer, was_called)
         return result
 
@@ -122,16 +122,16 @@ class ScaledSteps:
         """Step with a closure that may be evaluated many times."""
         self._script.note_step(optimizer)
         engine = self._scaler._engine
-        if engine.iteration.looks:
+        if engine.iteration.checks:
             self._scaler.update()
         loss = None
 
         def evaluate() -> Any:
             nonlocal loss
             loss = closure()
-            look = self._fresh.take(optimizer)
-            if look is not None:
-                self._add(look, optimizer)
+            check = self._fresh.take(optimizer)
+            if check is not None:
+                self._add(check, optimizer)
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
@@ -157,10 +157,10 @@ class ScaledSteps:
         undo = Undo(optimizer)
 
         def require_finite() -> None:
-            look = self._fresh.take(optimizer)
-            if look is not None:
-                self._add(look, optimizer)
-                if any(flag.item() for flag in look.found_inf.values()):
+            check = self._fresh.take(optimizer)
+            if check is not None:
+                self._add(check, optimizer)
+                if any(flag.item() for flag in check.found_inf.values()):
                     raise UnusableEvaluationError
 
         def evaluate() -> Any:
@@ -180,10 +180,10 @@ class ScaledSteps:
         self._schedules.note(optimizer, True)
         return result
 
-    def _add(self, look: Look, optimizer: Optimizer) -> None:
+    def _add(self, check: GradientCheck, optimizer: Optimizer) -> None:
         engine = self._scaler._engine
-        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(look)
-        engine.iteration.add(look)
+        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(check)
+        engine.iteration.add(check)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -202,7 +202,7 @@ class ScaledSteps:
 
     def end(self) -> None:
         """Update the scale after the last steps."""
-        if self._scaler._engine.iteration.looks:
+        if self._scaler._engine.iteration.checks:
             self._scaler.update()
 
 

@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._scaler import clipping, gates
 from halfstep._scaler.checks import checked_count
-from halfstep._scaler.gradients.collecting import collect, parameters
-from halfstep._scaler.loops.closures import Closure, drop_gradients, split_closure
-from halfstep._scaler.outcomes import gates
-from halfstep._scaler.outcomes.outcome import Findings, Outcome, StepGradients
+from halfstep._scaler.closures import Closure, drop_gradients, split_closure
+from halfstep._scaler.gradients import collect, parameters
+from halfstep._scaler.iteration import Step
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks.deciding import ALONE
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.rules import Static
-from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.scaler import GradScaler
-from halfstep._scaler.steps import clipping
-from halfstep._scaler.steps.stepping import Preparation
 from halfstep.errors import RanksError
 
 
@@ -69,12 +68,12 @@ class DisabledGradScaler(GradScaler):
             ranks = self._engine.ranks.of("clip_grad_norm_", params, [], has_scale=True)
         except RanksError:  # nobody is asked for more than PyTorch's clipping does
             ranks = ALONE
-        ready = Preparation(found, _one(device), None, [], ranks)
+        step = Step(optimizer, _one(device), found, ranks=ranks)
         return clipping.clip_(
-            ready,
+            step,
             clipping.checked_max_norm(max_norm),
             *clipping.checked_kind(norm_type, per),
-            lambda: self._engine.names.layers_of(ready.gradients.params, optimizer),
+            lambda: self._engine.names.layers_of(step.gradients.params, optimizer),
         )
 
     def step(
@@ -125,11 +124,9 @@ class DisabledGradScaler(GradScaler):
     @keep_out_of_graphs
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return an outcome that was taken, with the gradients as they are now."""
-        one = _one(torch.device("cpu"))
-        findings = Findings(one.snapshot(), torch.zeros(()), None, None)
-        gradients = StepGradients(collect(parameters(optimizer)), None, None)
-        outcome = Outcome(optimizer, self._engine.names, one, findings, gradients)
-        outcome.end()
+        step = Step(optimizer, _one(torch.device("cpu")), collect(parameters(optimizer)))
+        outcome = Outcome(optimizer, self._engine.names, step, 0.0, None, can_measure_late=True)
+        outcome.after = step.loss_scale.snapshot()
         return outcome
 
     def after_step(

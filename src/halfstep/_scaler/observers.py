@@ -1,11 +1,12 @@
-"""Who wants to know of the iterations of every scaler in this process."""
+"""Observers of the iterations of all scalers, and whether a scaler is making a step."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from halfstep._scaler.outcomes.outcome import Outcome
+from halfstep._scaler.outcome import Outcome
 
 if TYPE_CHECKING:
     from halfstep._scaler.engine import Engine
@@ -23,3 +24,19 @@ class Observer(Protocol):
 
 OBSERVERS: list[Observer] = []
 """The observers, in the order in which they came."""
+
+
+class _Thread(threading.local):
+    is_in_step = False
+
+
+THIS_THREAD = _Thread()
+"""What the present thread is in."""
+
+
+def is_in_step() -> bool:
+    """Return whether a scaler makes the step of an optimizer that runs in this thread.
+
+    A stage of a pipeline scales no loss: nothing else tells its steps from plain ones.
+    """
+    return THIS_THREAD.is_in_step

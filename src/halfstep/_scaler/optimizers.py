@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -35,13 +36,15 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
     forgotten.
     """
-    if _HANDLES_SCALE in vars(optimizer):
+    own = vars(optimizer).get(_HANDLES_SCALE)
+    if own is None:
+        return getattr(type(optimizer), _HANDLES_SCALE, False) is True
+    if own is True:
         # torch.optim: the state of one that is not fused, loaded into a fused one, switches it off.
-        is_off = any("fused" in group and not group["fused"] for group in optimizer.param_groups)
-        return vars(optimizer)[_HANDLES_SCALE] is True and not is_off
-    classes = (vars(cls) for cls in type(optimizer).__mro__)
-    found = (names[_HANDLES_SCALE] for names in classes if _HANDLES_SCALE in names)
-    return next(found, False) is True
+        for group in optimizer.param_groups:
+            if not group.get("fused", True):
+                return False
+    return own is True
 
 
 def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
@@ -50,9 +53,19 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
     return is_pytorchs and getattr(optimizer, "grad_scale", None) is None
 
 
+_takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""By the function behind ``step``: its signature is not read in every step."""
+
+
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether ``optimizer.step`` wants the scaler itself, the older protocol."""
-    return "grad_scaler" in inspect.signature(optimizer.step).parameters
+    """Return whether ``optimizer.step`` wants the scaler itself, the older protocol."""
+    step = optimizer.step
+    function = getattr(step, "__func__", step)
+    found = _takes_scaler.get(function)
+    if found is None:
+        found = "grad_scaler" in inspect.signature(step).parameters
+        _takes_scaler[function] = found
+    return found
 
 
 def step_with_scale(
@@ -81,7 +94,8 @@ def step_with_scale(
     fresh = _without_momentum(optimizer)
     try:
         result = optimizer.step(*args, **kwargs)
-        _clear_momentum(fresh, found_inf)
+        if fresh:
+            _clear_momentum(fresh, found_inf)
         return result
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]

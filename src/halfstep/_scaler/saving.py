@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.steps.outliers import NormLimits
+from halfstep._scaler.norm_limits import NormLimits
+from halfstep._scaler.scale_state import ScaleState
 
 OURS = "halfstep"
 """The key of what torch.amp does not know, as JSON text.

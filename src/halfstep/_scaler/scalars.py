@@ -1,14 +1,38 @@
-"""Scalars that stay on their devices, and how a message describes a tensor.
+"""Scalars where they are cheap: numbers on the CPU, tensors that stay on their devices elsewhere.
 
 Sync: none, in all of these functions, except from another device to the CPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from ctypes import c_float
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+from halfstep._scaler.checks import LARGEST_SCALE
+
+Scalar: TypeAlias = float | Tensor
+"""A number of a step: a float where the scale is on the CPU, else a tensor on its device."""
+
+
+READABLE = {"cpu"}
+"""Types of devices whose numbers are read without waiting."""
+
+
+def scalar(value: Tensor) -> Scalar:
+    """Return a tensor on the CPU as a number, another one as it is."""
+    return value.item() if value.device.type in READABLE else value
+
+
+def as_tensor(value: Scalar, device: torch.device) -> Tensor:
+    """Return a float32 scalar on ``device``."""
+    if isinstance(value, Tensor):
+        return moved(value.float(), device)
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
@@ -23,33 +47,79 @@ def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
     return torch.stack([first, *others]).amax() if others else first
 
 
-def combine(found: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one float32 scalar on ``device``: 1 if any of ``found`` is 1 or more, else 0.
+def combine(found: Iterable[Tensor], device: torch.device) -> Scalar:
+    """Return 1 if any of ``found`` is 1 or more, else 0.
 
     Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1,
     and who shares the flag between ranks (``_found_inf_per_device``) may have added it up.
     """
-    return any_of(found, device).clamp(max=1.0)
+    if device.type not in READABLE:
+        return any_of(found, device).clamp(max=1.0)
+    is_any = False
+    for flag in found:
+        is_any |= flag.item() != 0.0
+    return float(is_any)
 
 
-def is_nonfinite(scalar: Tensor) -> Tensor:
+def is_nonfinite(value: Tensor) -> Tensor:
     """Return 1.0 if a scalar is inf or NaN, else 0.0, in float32."""
-    return (scalar * 0.0).ne(0.0).float()  # torch.isfinite takes four kernels
+    return (value * 0.0).ne(0.0).float()  # torch.isfinite takes four kernels
 
 
-def to_float32(scalar: Tensor) -> Tensor:
+def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
+    """Return the same as a tensor on ``device``."""
+    if isinstance(value, Tensor):
+        return is_nonfinite(value)
+    return torch.full((), 0.0 if math.isfinite(value) else 1.0, device=device)
+
+
+def to_float32(value: Tensor) -> Tensor:
     """Return a scalar in float32; one that is too large for it as the largest number there is."""
     largest = torch.finfo(torch.float32).max
-    return torch.where(scalar.isfinite(), scalar.clamp(max=largest), scalar).float()
+    return torch.where(value.isfinite(), value.clamp(max=largest), value).float()
 
 
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1 / scale, rounded once."""
+def as_float32(value: Scalar, device: torch.device) -> Tensor:
+    """Return the same as a tensor on ``device``."""
+    if isinstance(value, Tensor):
+        return to_float32(value)
+    finite = min(value, LARGEST_SCALE) if math.isfinite(value) else value
+    return torch.full((), finite, dtype=torch.float32, device=device)
+
+
+def reciprocal(scale: Scalar) -> Scalar:
+    """Return 1 / scale, rounded once to float32."""
+    if not isinstance(scale, Tensor):
+        return c_float(1.0 / scale).value
     # Through float64 as in torch.amp: a float32 division may be inexact under some compiler
     # options. MPS has no float64.
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
+
+
+def on_cpu(value: Scalar | None) -> float | None:
+    """Return a number as a float. Sync: one for a tensor on a device."""
+    return None if value is None else float(value)
+
+
+def to_single(value: Scalar) -> Scalar:
+    """Return a number rounded to float32."""
+    return value.float() if isinstance(value, Tensor) else c_float(value).value
+
+
+def larger(one: Scalar, other: Scalar) -> Scalar:
+    """Return the larger of two numbers."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.maximum(one, other)
+    return max(one, other)
+
+
+def where(flag: Scalar, then: Scalar, otherwise: float) -> Scalar:
+    """Return ``then`` if the flag is set, else ``otherwise``."""
+    if isinstance(flag, Tensor):
+        return torch.where(flag > 0, then, otherwise)
+    return then if flag else otherwise
 
 
 def ratio(after: Tensor, before: Tensor) -> Tensor:
@@ -63,3 +133,22 @@ def describe(tensor: Tensor) -> str:
     """Return dtype, shape and device in a few words: ``float16[4, 8] on cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}{list(tensor.shape)} on {tensor.device}"
+
+
+def zero_if_finite(loss: Tensor) -> Tensor | None:
+    """Return a scalar: 0 if all entries of a loss are finite, else NaN; None for integers.
+
+    Args:
+        loss: Tensor of any shape and dtype, on any device. Of a DTensor the local part is looked
+            at.
+    """
+    loss = loss.detach()
+    if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed for it
+        loss = loss.to_local()
+    if loss.is_complex():
+        loss = torch.view_as_real(loss.resolve_conj())
+    if not loss.is_floating_point():
+        return None
+    # The sum of the loss itself may overflow, and Inductor takes loss * 0 for 0 always.
+    zero = loss - loss
+    return zero.sum() if zero.dim() else zero

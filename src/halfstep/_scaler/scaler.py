@@ -1,34 +1,41 @@
-"""The gradient scaler: what goes beyond the calls of ``torch.amp.GradScaler``.
+"""The gradient scaler: the calls of ``torch.amp.GradScaler``, and what goes beyond them.
 
 The algorithm is dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", 2018,
-arXiv:1710.03740). What the calls do stands in :mod:`halfstep._scaler.engine`.
+arXiv:1710.03740). The implementation behind the calls is :mod:`halfstep._scaler.engine` and
+:mod:`halfstep._scaler.step`.
 """
 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._pytorch.distributed import saving_group
+from halfstep._scaler import clipping, gates, reporting, step
+from halfstep._scaler.accumulation import accumulate
+from halfstep._scaler.alarm import Alarm, OnSkips
+from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.devices import available_device
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.loops.accumulation import accumulate
-from halfstep._scaler.loops.retrying import retry
-from halfstep._scaler.optimizers import require_optimizer
-from halfstep._scaler.outcomes import gates
-from halfstep._scaler.outcomes.alarm import Alarm, OnSkips
-from halfstep._scaler.outcomes.outcome import HistoryEntry, Outcome
+from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.observers import THIS_THREAD
+from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
+from halfstep._scaler.outcome import HistoryEntry, Outcome
 from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.scale.rules import Dynamic, Rule
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.steps import clipping
-from halfstep._scaler.torch_attributes import refuse_never_called
-from halfstep._scaler.torch_calls import TorchCalls
+from halfstep._scaler.retrying import retry
+from halfstep._scaler.rules import Dynamic, Rule
+from halfstep._scaler.saving import Saved
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
+from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,6 +43,10 @@ if TYPE_CHECKING:
 
     from halfstep._diagnose.diagnosis import Diagnosis
     from halfstep._diagnose.watch import Watch
+
+
+NUM_LOSSES_WITHOUT_UPDATE = 1000
+"""So many calls of ``scale`` without an ``update`` are no accumulation but a forgotten call."""
 
 
 class Counts(NamedTuple):
@@ -54,7 +65,7 @@ class Counts(NamedTuple):
     since: int | None
 
 
-class GradScaler(TorchCalls):
+class GradScaler(TorchAttributes):
     """Multiplies the loss by a scale so that small gradients survive float16, and undoes it.
 
     The scale follows the gradients: when one is inf or NaN, the optimizer's step is skipped and the
@@ -143,7 +154,7 @@ class GradScaler(TorchCalls):
                 f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
                 "switched off this way, use halfstep.GradScaler(enabled=False)"
             )
-        self._device = None if device is None else available_device(device)
+        self._device: str | None = None if device is None else available_device(device)
         if rule is None:
             rule = Dynamic(growth_factor, backoff_factor, growth_interval)
         elif not isinstance(rule, Rule):
@@ -174,6 +185,147 @@ class GradScaler(TorchCalls):
     __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
 
     # --- the iteration ----------------------------------------------------------------------------
+
+    def scale(self, outputs: Any, name: str | None = None) -> Any:
+        """Multiply a loss, or all losses in nested containers, by the scale.
+
+        It also looks whether they are finite, on the device: a step that is skipped because the
+        loss was inf or NaN does not make the scale smaller.
+
+        Args:
+            outputs: A tensor of any shape and floating dtype, or a (nested) list, tuple, named
+                tuple, mapping or other iterable of tensors, on one or several devices.
+            name: A loss with a name has a scale of its own. Two names in one iteration need
+                :meth:`accumulate`.
+
+        Returns:
+            The same, scaled; iterables that are no list, tuple or mapping become lists. A float16
+            tensor with dimensions is scaled in float32.
+
+        Raises:
+            TypeError: There is something else than tensors in ``outputs``.
+
+        Sync: none.
+        """
+        if not (name is None or isinstance(name, str)):
+            raise TypeError(f"scale(name={name!r}): the name of a loss is a string")
+        scaled = self._engine.scale(outputs, name)
+        if self._device is None:
+            self._device = self._engine.scales.device_type()
+        if self._engine.iteration.num_losses == NUM_LOSSES_WITHOUT_UPDATE:
+            warnings.warn(
+                f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
+                "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
+                "optimizer.step() alone steps with gradients that are multiplied by the scale",
+                stacklevel=2,
+            )
+        return scaled
+
+    @keep_out_of_graphs
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale in place, and look for inf and NaN.
+
+        Call it before clipping or looking at gradients; :meth:`step` does it otherwise. A gradient
+        that another optimizer shares, or a wrapper of this one, is divided once. Without any
+        gradient it does nothing.
+
+        Raises:
+            CallOrderError: Before ``scale``, twice between two ``update``, or after ``step``.
+            ValueError: The gradients are float16. Nothing was changed.
+
+        Sync: none.
+        """
+        require_optimizer("unscale_", optimizer)
+        self._engine.unscale_(optimizer)
+
+    @keep_out_of_graphs
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Unscale the gradients if that is still to do; step if all of them are finite.
+
+        An optimizer that handles the scale itself (``_step_supports_amp_scaling``, as the fused
+        ones of PyTorch) is always called and skips on the device. After a step that was taken the
+        gradients are unscaled and clipped; one that was skipped leaves them as they were.
+
+        With a closure, which every optimizer takes, the gradients of each evaluation are unscaled
+        and checked. The closure calls ``scaler.scale(loss).backward()``, or only returns the loss.
+        An evaluation with inf or NaN ends the step, and the parameters are as before it.
+
+        Args:
+            optimizer: The optimizer whose ``step`` is to be called.
+            *args: Arguments for it; a closure is the first one.
+            max_norm: Clip the norm of the unscaled gradients to this, in the same pass;
+                ``math.inf`` only measures it, for :meth:`outcome`.
+            **kwargs: Keyword arguments for it.
+
+        Returns:
+            What ``optimizer.step`` returned, None for a skipped step. :meth:`outcome` says more.
+
+        Raises:
+            CallOrderError: Before ``scale``, twice between two ``update``, without any gradient, or
+                with a closure that calls ``backward`` on a loss that was not scaled.
+            ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
+
+        Sync: one; none for an optimizer that handles the scale itself; one for each evaluation of
+        a closure.
+        """
+        if not hasattr(optimizer, "param_groups"):
+            require_optimizer("step", optimizer)
+        if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
+            max_norm = clipping.checked_max_norm(max_norm)
+        was_in_step, THIS_THREAD.is_in_step = THIS_THREAD.is_in_step, True
+        try:
+            if args or kwargs:
+                closure, args, kwargs = split_closure(args, kwargs)
+                if closure is not None:
+                    return step_with_closure(
+                        self._engine, optimizer, closure, args, kwargs, max_norm
+                    )
+            is_fused = handles_scale(optimizer)
+            if is_fused and takes_scaler(optimizer):
+                return self._step_with_scaler(optimizer, args, kwargs, max_norm)
+            return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
+        finally:
+            THIS_THREAD.is_in_step = was_in_step
+
+    @keep_out_of_graphs
+    def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
+        """End the iteration: let the scale back off, count or grow; or set it by hand.
+
+        Args:
+            new_scale: The scale from now on; the count of steps in a row stays. A number is checked
+                here. A 1-element tensor is copied without waiting for it: if it turns out to be
+                zero, negative, inf or NaN, the scale stays as it is; and since it may be below 1,
+                unscaling costs a second look at the gradients from then on.
+            name: Name of the loss whose scale is set.
+
+        Raises:
+            CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
+                tensor before the first ``scale``.
+            RanksError: The states of ranks under DistributedDataParallel, which are compared every
+                100 updates, were different. The iteration has ended all the same.
+            SkippedStepsError: Too many steps were skipped, and ``on_skips`` is "raise". The
+                iteration has ended all the same.
+            TypeError: ``new_scale`` is neither a number nor a real tensor.
+            ValueError: ``new_scale`` is a number out of range, has not exactly one element, or
+                requires a gradient.
+
+        Sync: none, as long as there is nothing to report; one with several ranks and ``on_skips``
+        other than "warn".
+        """
+        if new_scale is None and name is not None:
+            raise ValueError(f"update(name={name!r}): give the new scale of this loss too")
+        if new_scale is not None:
+            self._engine.set_scale(self._named(name), new_scale)
+            return
+        for scale in self._engine.update():
+            if not scale.is_quiet:
+                reporting.sound(self._alarm, scale, self._engine.journal)
 
     @keep_out_of_graphs
     def clip_grad_norm_(
@@ -433,4 +585,135 @@ class GradScaler(TorchCalls):
 
         Sync: none. Costs one pass more with an optimizer that does not handle the scale itself.
         """
-        self._engine.steps.norm_limits.set(times_median, window)
+        self._engine.norm_limits.set(times_median, window)
+
+    # --- looking and setting ----------------------------------------------------------------------
+
+    @keep_out_of_graphs
+    def get_scale(self, name: str | None = None) -> float:
+        """Return the scale (of the loss of this name), 1.0 if the scaler is disabled. Sync: one."""
+        return self._named(name).value()
+
+    def get_growth_factor(self) -> float:
+        """Return the growth factor. Sync: none."""
+        return self._rule.growth_factor
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor, >= 1, of all losses. Sync: none."""
+        self._change_rule(growth_factor=new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the backoff factor. Sync: none."""
+        return self._rule.backoff_factor
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor, in (0, 1], of all losses. Sync: none."""
+        self._change_rule(backoff_factor=new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the growth interval. Sync: none."""
+        return self._rule.growth_interval
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval, >= 1, of all losses; a lower one may let the next step grow.
+
+        Sync: none.
+        """
+        self._change_rule(growth_interval=new_interval)
+
+    def is_enabled(self) -> bool:
+        """Return whether this object scales anything. Sync: none."""
+        return True
+
+    def __repr__(self) -> str:
+        """Return scale and rule. Sync: one."""
+        return f"GradScaler(scale={self.get_scale():g}, rule={self._rule})"
+
+    # --- saving and loading -----------------------------------------------------------------------
+
+    @keep_out_of_graphs
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last ``update``; ``{}`` if the scaler is disabled.
+
+        The keys are those of ``torch.amp.GradScaler``, which can load it: ``scale``,
+        ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``; and one
+        more, ``halfstep``, with a version and what PyTorch does not know, as JSON text.
+
+        When ``torch.distributed.checkpoint`` saves the scaler, which is ``Stateful``, it asks on
+        all ranks, and those that step together compare their states.
+
+        Raises:
+            RanksError: In that case, if a scale or a counter is not the same on all of them.
+
+        Sync: one for each loss name, and one for each optimizer with a norm limit.
+        """
+        engine = self._engine
+        state = Saved(engine.scales.read(), engine.norm_limits).to_dict()
+        group = saving_group()
+        if group is not None:
+            engine.ranks.require_same("state_dict()", state, group)
+        return state
+
+    @keep_out_of_graphs
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state that this class or ``torch.amp.GradScaler`` saved.
+
+        An empty dict, the state of a disabled scaler, changes nothing and warns. On the device the
+        values are replaced in place.
+
+        Raises:
+            ValueError: A key is missing or a value cannot be right. Nothing was changed.
+
+        Sync: none.
+        """
+        if not state_dict:
+            warnings.warn(
+                "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "
+                "and holds no scale. This one keeps its present values.",
+                stacklevel=2,
+            )
+            return
+        self._engine.load(Saved.from_dict(state_dict, self._engine.scales.first))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickle and deepcopy keep; the copy creates its tensors on its first loss.
+
+        Raises:
+            CallOrderError: In the middle of an iteration.
+        """
+        iteration = self._engine.iteration
+        begun: list[Any] = [*iteration.steps.values(), *iteration.blocks.values()]
+        if begun or iteration.checks:
+            seen = ", ".join(name(each.optimizer) for each in begun)
+            raise CallOrderError(
+                "a GradScaler cannot be pickled or copied between unscale_() or step() and "
+                f"update(): do it after update(). Seen since the last one: {seen}"
+            )
+        return self.__dict__ | {"_engine": self._engine.scales.first, "_saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a scaler with the state of another."""
+        saved = state.pop("_saved")
+        self.__dict__ |= state | {"_engine": Engine(state["_engine"], Ranks())}
+        if saved:
+            self.load_state_dict(saved)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _named(self, name: str | None) -> LossScale:
+        if name not in self._engine.scales:
+            known = [key for key in self._engine.scales if key is not None]
+            raise ValueError(f"no loss named {name!r} has been scaled; known names: {known}")
+        return self._engine.scales[name]
+
+    @property
+    def _rule(self) -> Rule:
+        return self._engine.scales.first.rule
+
+    def _change_rule(self, **changes: float) -> None:
+        if not isinstance(self._rule, Dynamic):
+            raise ValueError(
+                f"the rule {self._rule} has no {next(iter(changes))}: make the GradScaler with "
+                "rule=Dynamic(...), or leave it out"
+            )
+        self._engine.scales.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The private attributes of torch.amp.GradScaler, which other code reads and writes."""
+"""The private names of torch.amp.GradScaler, which other code reads, writes and calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._scaler.devices import default_device
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.steps.iteration import OptimizerRecord, Stage
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.iteration import Stage, Step
+from halfstep._scaler.optimizers import name
+from halfstep._scaler.step import require_not_stepped
 from halfstep.errors import CallOrderError
 
 NEVER_CALLED = {
@@ -36,11 +42,11 @@ STAGES = {
 def refuse_never_called(cls: type) -> None:
     """Raise ``TypeError`` if a class, or a base that it mixes in, overrides what nobody calls."""
     bases = [base for base in cls.__mro__ if base.__module__ != OptState.__module__]
-    for name, cure in NEVER_CALLED.items():
-        if any(name in vars(base) for base in bases):
+    for method, cure in NEVER_CALLED.items():
+        if any(method in vars(base) for base in bases):
             raise TypeError(
-                f"{cls.__name__}.{name}(): torch.amp.GradScaler calls it, halfstep.GradScaler does "
-                f"not. Instead, {cure}"
+                f"{cls.__name__}.{method}(): torch.amp.GradScaler calls it, halfstep.GradScaler "
+                f"does not. Instead, {cure}"
             )
 
 
@@ -50,26 +56,28 @@ class OptimizerState(Mapping[str, Any]):
     def __init__(self, engine: Engine, key: int) -> None:
         self._engine, self._key = engine, key
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, key: str) -> Any:
         """Return the stage, or whether inf or NaN was found on each device."""
-        record = self._engine.iteration.find(self._key)
-        if name == "stage":
-            is_unscaled = record is not None and record.blocks is not None
-            return OptState.UNSCALED if is_unscaled else STAGES[_stage(record)]
-        if name == "found_inf_per_device":
-            return MappingProxyType({} if record is None else record.found_inf())
-        raise KeyError(name)
+        iteration = self._engine.iteration
+        step = iteration.steps.get(self._key)
+        if key == "stage":
+            is_unscaled = self._key in iteration.blocks
+            return OptState.UNSCALED if is_unscaled else STAGES[_stage(step)]
+        if key == "found_inf_per_device":
+            return MappingProxyType({} if step is None else step.found_inf_by_device())
+        raise KeyError(key)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: Any) -> None:
         """Take what an optimizer found that was given the scaler (``step(grad_scaler=)``)."""
-        record = self._engine.iteration.find(self._key)
-        if name != "found_inf_per_device" or not value or record is None:
+        step = self._engine.iteration.steps.get(self._key)
+        if key != "found_inf_per_device" or not value or step is None:
             raise TypeError(
-                f"GradScaler._per_optimizer_states[...][{name!r}] = {value!r}: only an optimizer "
+                f"GradScaler._per_optimizer_states[...][{key!r}] = {value!r}: only an optimizer "
                 "whose step() takes grad_scaler may say what it found. To give an iteration up, "
                 "call scaler.update(new_scale=scaler.get_scale())"
             )
-        self._engine.report(record, value)
+        assert step.optimizer is not None
+        self._engine.report(step.optimizer, value)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the two names."""
@@ -84,7 +92,7 @@ class OptimizerStates(dict[int, OptimizerState]):
     """What torch.amp keeps of each optimizer, by its ``id``: to be read."""
 
     def __init__(self, engine: Engine) -> None:
-        keys = [id(record.optimizer) for record in engine.iteration.records()]
+        keys = [*engine.iteration.steps, *engine.iteration.blocks]
         super().__init__({key: OptimizerState(engine, key) for key in keys})
         self._engine = engine
 
@@ -103,8 +111,8 @@ class OptimizerStates(dict[int, OptimizerState]):
     __setitem__ = __delitem__ = pop = popitem = update = setdefault = _refuse
 
 
-def _stage(record: OptimizerRecord | None) -> Stage:
-    return Stage.SCALED if record is None else record.stage
+def _stage(step: Step | None) -> Stage:
+    return Stage.SCALED if step is None else step.stage
 
 
 def _refuse(*args: object) -> NoReturn:
@@ -115,8 +123,8 @@ def _refuse(*args: object) -> NoReturn:
 
 
 def _scale(scaler: Any) -> Tensor | None:
-    on_device = scaler._engine.scales[None].on_device
-    return None if on_device is None else on_device.scale
+    live = scaler._engine.scales[None].live
+    return None if live is None else live.scale
 
 
 def _set_scale(scaler: Any, value: Any) -> None:
@@ -129,8 +137,8 @@ def _set_scale(scaler: Any, value: Any) -> None:
 
 
 def _growth_tracker(scaler: Any) -> Tensor | None:
-    on_device = scaler._engine.scales[None].on_device
-    return None if on_device is None else on_device.growth_tracker
+    live = scaler._engine.scales[None].live
+    return None if live is None else live.growth_tracker
 
 
 def _set_growth_tracker(scaler: Any, value: Any) -> None:
@@ -159,7 +167,13 @@ def _set_enabled(scaler: Any, value: Any) -> None:
 
 
 class TorchAttributes:
-    """Reads what is true of ours, and does what is meant where it is written to."""
+    """Reads what is true of ours, and does what is meant where it is written to.
+
+    The methods are the older protocol for optimizers that handle the scale themselves.
+    """
+
+    _device: str | None
+    _engine: Engine
 
     _enabled = property(lambda scaler: scaler.is_enabled(), _set_enabled)
     _scale = property(_scale, _set_scale)
@@ -184,3 +198,62 @@ class TorchAttributes:
 
     def _get_growth_tracker(self: Any) -> int:
         return int(self._engine.scales[None].read().growth_tracker)
+
+    def _step_with_scaler(
+        self,
+        optimizer: torch.optim.Optimizer,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        max_norm: float | None,
+    ) -> Any:
+        """Call ``optimizer.step`` with ourselves as ``grad_scaler``, the older protocol.
+
+        The optimizer calls ``unscale_``, ``_check_inf_per_device``, ``_found_inf_per_device`` and
+        ``_get_scale_async``, or writes what it found into ``_per_optimizer_states``.
+        """
+        engine = self._engine
+        earlier = engine.iteration.step_of(optimizer)
+        if earlier is not None:
+            require_not_stepped(earlier)
+        if id(optimizer) in engine.iteration.blocks:
+            raise CallOrderError(
+                f"step({name(optimizer)}): it takes the scaler (grad_scaler=...) to unscale its "
+                "gradients by itself, which accumulate() has already done. Call backward() without "
+                "accumulate() for this optimizer"
+            )
+        if max_norm is not None:
+            raise ValueError(
+                f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
+                "(grad_scaler=...) and unscales by itself; let it clip too"
+            )
+        params = list(parameters(optimizer))
+        scale = engine.scale_of_iteration("step", optimizer, params)
+        engine.unused.use(params)
+        steps = engine.iteration.steps
+        steps[id(optimizer)] = earlier or Step(optimizer, scale)
+        try:
+            result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
+            engine.finish_foreign(optimizer)
+        finally:
+            if not steps[id(optimizer)].checks:
+                del steps[id(optimizer)]
+        return result
+
+    def _get_scale_async(self) -> Tensor | None:
+        names = [*self._engine.iteration.losses]
+        scale = self._engine.scales[names[0] if len(names) == 1 else None]
+        return None if scale.live is None else scale.live.scale
+
+    @keep_out_of_graphs
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        return self._engine.check(optimizer)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        step = self._engine.iteration.step_of(optimizer)
+        return {} if step is None else step.found_inf_by_device()
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
+        # accelerate 1.15 calls it by this name, with self._device, to load an FSDP2 checkpoint.
+        device = default_device() if dev is None else torch.device(dev)
+        self._device = self._device or device.type
+        self._engine.scales[None].create(device)

@@ -17,11 +17,11 @@ from torch import Tensor, distributed
 from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.ranks.comparing import CHECK_EVERY, describe, gathered, lines
 from halfstep._scaler.ranks.group import Group, Reduction
-from halfstep._scaler.scalars import any_of, is_nonfinite, moved, to_float32
+from halfstep._scaler.scalars import Scalar, any_of, as_float32, is_nonfinite, moved
 from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:
-    from halfstep._scaler.scale.loss_scale import LossScale
+    from halfstep._scaler.loss_scale import LossScale
 
 FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
 OWN_NORM, *STATE = range(5)
@@ -38,7 +38,7 @@ LARGEST_BITS = 0x7F7FFFFF
 
 
 class Claim:
-    """What one rank says of one look at gradients.
+    """What one rank says of one check of gradients.
 
     Args:
         loss_scale: The scale of the loss that the gradients come from; it is on a device.
@@ -58,7 +58,7 @@ class Claim:
         found: list[Tensor],
         *,
         amax: Tensor | None,
-        own_norm: Tensor | None,
+        own_norm: Scalar | None,
         has_gradients: bool,
         has_scale: bool,
         call: str,
@@ -69,23 +69,22 @@ class Claim:
 
     def vector(self, group: Group) -> Tensor:
         """Return the numbers for the other ranks, int32 ``[NUM_NUMBERS]``. Sync: none."""
-        assert self.loss_scale.on_device is not None
+        assert self.loss_scale.live is not None
         device = self.loss_scale.tensor.device
         zero = torch.zeros((), device=device)
         found = any_of(self._found, device) if self._found else zero
-        floats = [zero if value is None else moved(value, device) for value in self._floats()]
+        floats = [
+            zero if value is None else moved(as_float32(value, device).detach().abs(), device)
+            for value in (self._amax, self._own_norm)
+        ]
         # The largest of these numbers is that of the first rank that found something.
-        flags = torch.stack([found, is_nonfinite(self.loss_scale.on_device.bad_loss)])
+        flags = torch.stack([found, is_nonfinite(self.loss_scale.live.bad_loss)])
         first, is_bad = (flags * (len(group.ranks) - group.place)).int()
         amax, own_norm = torch.stack(floats).view(torch.int32)
         known = _known(self.has_gradients, self.has_scale, self.losses, device)
-        same = torch.cat([own_norm[None], self.loss_scale.on_device.counters()])
+        same = torch.cat([own_norm[None], self.loss_scale.live.counters()])
         head = torch.cat([torch.stack([first, is_bad, amax]), known])
         return moved(torch.cat([head, same, -same]), group.device)
-
-    def _floats(self) -> list[Tensor | None]:
-        values = (self._amax, self._own_norm)
-        return [None if value is None else to_float32(value.detach()).abs() for value in values]
 
 
 _constants: dict[Any, Tensor] = {}
@@ -208,10 +207,10 @@ class Agreement:
             )
 
     def _who_has_what(self) -> str:
-        on_device = self._claim.loss_scale.on_device
-        assert on_device is not None
+        live = self._claim.loss_scale.live
+        assert live is not None
         purpose = f"{self._claim.call}: who has which scale"
-        rows = gathered(self._group, purpose, on_device.counters().tolist())
+        rows = gathered(self._group, purpose, live.counters().tolist())
         return "\n".join(
             [
                 f"{self._claim.call}: the ranks disagree on the scale, and no step was taken:",

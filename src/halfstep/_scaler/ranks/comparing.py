@@ -15,14 +15,14 @@ from torch import distributed
 
 from halfstep._pytorch.distributed import default_store
 from halfstep._scaler.checks import float32_from_bits
+from halfstep._scaler.host_copy import HostCopy
 from halfstep._scaler.ranks.group import Group, listed
-from halfstep._scaler.scale.host_copy import HostCopy
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from halfstep._scaler.scale.loss_scale import LossScale
+    from halfstep._scaler.loss_scale import LossScale
 
 CHECK_EVERY = 100
 """Ranks compare every so many times what would cost a wait or a request if compared each time."""
@@ -105,10 +105,10 @@ class StateComparison:
             self._world, self._number = ref(world), self._ask(_number_scaler)
         self._key = f"halfstep/states/{self._number}/{self._num_updates}"
         for name in sorted(scales, key=repr):
-            on_device = scales[name].on_device
-            if on_device is not None:
+            live = scales[name].live
+            if live is not None:
                 self._copies[name] = HostCopy()
-                self._copies[name].send(on_device.counters())
+                self._copies[name].send(live.counters())
 
     def _leave_state(self) -> None:
         """Put the state into the store, once it has come to the host."""

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, distributed
 
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import Gradients
-from halfstep._scaler.gradients.passes import Norms
+from halfstep._scaler import passes
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.passes import Norms
 from halfstep._scaler.ranks.agreement import Agreement, Claim
 from halfstep._scaler.ranks.group import Group
 from halfstep._scaler.ranks.sharding import Layout
-from halfstep._scaler.scalars import moved
+from halfstep._scaler.scalars import Scalar, moved, scalar
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
-    from halfstep._scaler.steps.iteration import Look
+    from halfstep._scaler.iteration import GradientCheck
 
 
 @dataclass(eq=False)
@@ -37,15 +37,15 @@ class Alone:
     is_together = False
 
     def agree_on(
-        self, look: Look, norms: Norms | None = None, *, has_gradients: bool = True
+        self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Let a look at gradients be as it is."""
+        """Let a check of gradients be as it is."""
         if not self.sees_all_losses:
-            look.scale.settle_loss(None)
+            check.scale.settle_loss(None)
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[[], Scalar]:
         """Return a function that returns the norm of all gradients, still scaled."""
         return lambda: norms.total(device)
 
@@ -53,7 +53,7 @@ class Alone:
         """Return the p-norm of all gradients, still scaled."""
         return passes.p_norm(gradients, p, device)
 
-    def norms_of_parts(self, norms: list[Tensor], parts: list[Gradients], p: float) -> list[Tensor]:
+    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
         """Return the norms of parts of the gradients, each over all ranks that have some of it."""
         return norms
 
@@ -86,40 +86,40 @@ class Together:
         self._losses, self._has_scale, self._next_number = losses, has_scale, next_number
 
     def agree_on(
-        self, look: Look, norms: Norms | None = None, *, has_gradients: bool = True
+        self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Start to tell the other ranks what a look at gradients has found. Sync: none.
+        """Start to tell the other ranks what a check of gradients has found. Sync: none.
 
         Args:
-            look: What it found becomes what all ranks have found.
+            check: What it found becomes what all ranks have found.
             norms: The norms of its gradients, if measured.
             has_gradients: Whether there are any, looked at now or before.
         """
-        gradients, own_norm = look.gradients, None
+        gradients, own_norm = check.gradients, None
         if norms is not None and self._layout.owns_all(gradients):
-            own_norm = norms.total(look.scale.tensor.device)
+            own_norm = norms.total(check.scale.tensor.device)
         claim = Claim(
-            look.scale,
+            check.scale,
             self._losses,
-            list(look.found_here.values()),
-            amax=look.amax_here,
+            list(check.found_here.values()),
+            amax=check.amax_here,
             own_norm=own_norm,
             has_gradients=has_gradients,
             has_scale=self._has_scale,
             call=self.call,
         )
-        look.agreement = Agreement(self.group, claim, self._next_number())
+        check.agreement = Agreement(self.group, claim, self._next_number())
 
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
-    ) -> Callable[[], Tensor]:
+    ) -> Callable[[], Scalar]:
         """Return a function that returns the norm of the gradients of all ranks, still scaled.
 
         Sync: none; on the CPU the function waits for the other ranks.
         """
         squares = norms.sum_of_squares(device, self._layout.shares(gradients))
         wait = self._sum(squares.reshape(1), self.group)
-        return lambda: wait()[0].sqrt()
+        return lambda: scalar(wait()[0].sqrt())
 
     def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
         """Return the p-norm of the gradients of all ranks, still scaled. Sync as above."""
@@ -129,11 +129,11 @@ class Together:
         power = self._power(None, gradients, p, device)
         return self._sum(power[None], self.group)()[0].pow(1.0 / p)
 
-    def norms_of_parts(self, norms: list[Tensor], parts: list[Gradients], p: float) -> list[Tensor]:
+    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
         """Return the norms of parts of the gradients, each over all ranks that have some of it.
 
         Args:
-            norms: Of what this rank holds, scalars on one device.
+            norms: Of what this rank holds, for one device.
             parts: These gradients; parts of the same parameters on all ranks that share them.
             p: The kind of norm.
 
@@ -148,12 +148,15 @@ class Together:
                 f"{self.call}: the norms of single layers or parameters are spread over the ranks "
                 f"{list(sharing.ranks)}, and no mesh of theirs has just these. Clip per='all'"
             )
-        if p == math.inf:
-            return self._largest(norms, sharing)
-        powers = [
-            self._power(norm, part, p, norm.device) for norm, part in zip(norms, parts, strict=True)
+        given = [
+            n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in norms
         ]
-        return list(self._sum(torch.stack(powers), sharing)().pow(1.0 / p))
+        if p == math.inf:
+            return list(map(scalar, self._largest(given, sharing)))
+        powers = [
+            self._power(norm, part, p, norm.device) for norm, part in zip(given, parts, strict=True)
+        ]
+        return list(map(scalar, self._sum(torch.stack(powers), sharing)().pow(1.0 / p)))
 
     def _power(
         self, norm: Tensor | None, part: Gradients, p: float, device: torch.device

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._scaler.scale.loss_scale import LossScale
+    from halfstep._scaler.loss_scale import LossScale
 
 CURE = (
     "Cure: say which ranks step together: "
@@ -75,7 +75,7 @@ class Ranks:
         self._replicated = WeakTensorKeyDictionary()
         self._numbers = count()
         self._comparison = StateComparison()
-        self._is_to_compare = False
+        self.is_to_compare = False
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
         """Take note that plain parameters have the same gradients on all ranks of a group."""
@@ -106,7 +106,7 @@ class Ranks:
             if params:
                 self._found[params[0]] = found
         if found.layout is None:
-            self._is_to_compare |= found.alone is REDUCED
+            self.is_to_compare |= found.alone is REDUCED
             return found.alone
         return Together(found.layout, call, losses, has_scale, lambda: next(self._numbers))
 
@@ -116,8 +116,8 @@ class Ranks:
         Raises:
             RanksError: On all ranks, if one had another state. It says who had what.
         """
-        if self._is_to_compare and has_ranks():
-            self._is_to_compare = False
+        if has_ranks():
+            self.is_to_compare = False
             self._comparison.count_update(scales)
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:

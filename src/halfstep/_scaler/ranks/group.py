@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +16,9 @@ from halfstep.errors import RanksError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, ReduceOp, Work
     from torch.distributed.device_mesh import DeviceMesh
+
+# torch.distributed may have been left out of the build.
+has_process_group: Callable[[], bool] = getattr(distributed, "is_initialized", lambda: False)
 
 NUM_LISTED = 16
 """A message lists this many ranks and counts the rest."""

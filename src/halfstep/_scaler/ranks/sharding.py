@@ -16,7 +16,7 @@ from halfstep._scaler.ranks.group import Group, ranks_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from halfstep._scaler.gradients.collecting import Gradients
+    from halfstep._scaler.gradients import Gradients
 
 
 def has_dtensors(tensors: Iterable[Tensor]) -> bool:

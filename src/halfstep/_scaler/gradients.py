@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ NUM_NAMED = 3
 """An error message names this many parameters and counts the rest."""
 
 
-Kind = tuple[torch.device, torch.dtype]
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+
+_PLAIN_TYPES = {Tensor}
+_NONE_TYPE = type(None)
+_STRIDED = {torch.strided}
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Gradients:
     """The gradients of some parameters, three lists of one length.
 
@@ -31,33 +36,26 @@ class Gradients:
         grads: Their ``grad``.
         values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
             complex one as real with a last dimension of 2, of a DTensor what this rank holds.
+        by_kind: ``values`` by device and dtype, as the fused kernels want them.
+        dtypes: The dtypes of ``values``.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     values: list[Tensor]
 
-    _kinds: dict[Kind, list[Tensor]] | None = field(default=None, init=False, repr=False)
-
-    def by_kind(self) -> dict[Kind, list[Tensor]]:
-        """Return ``values`` by device and dtype, as the fused kernels want them."""
-        if self._kinds is None:
-            self._kinds = _by_kind(self.values)
-        return self._kinds
+    by_kind: dict[Kind, list[Tensor]]
+    dtypes: Set[torch.dtype]
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
         """Return the positions of the gradients on each device."""
-        devices = dict.fromkeys(device for device, _ in self.by_kind())
+        devices = dict.fromkeys(device for device, _ in self.by_kind)
         if len(devices) == 1:
             return {device: range(len(self.values)) for device in devices}
         found: dict[torch.device, list[int]] = {device: [] for device in devices}
         for index, values in enumerate(self.values):
             found[values.device].append(index)
         return found
-
-    def dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of ``values``."""
-        return {dtype for _, dtype in self.by_kind()}
 
     def without(self, ids: Iterable[int]) -> Gradients:
         """Return the gradients whose ``id`` is not among ``ids``."""
@@ -66,11 +64,15 @@ class Gradients:
 
     def at(self, positions: list[int]) -> Gradients:
         """Return the gradients at some positions."""
-        return Gradients(
+        return _gradients(
             [self.params[position] for position in positions],
             [self.grads[position] for position in positions],
             [self.values[position] for position in positions],
         )
+
+
+NONE = Gradients([], [], [], {}, frozenset())
+"""No gradients."""
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -90,25 +92,41 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         TypeError: A gradient is in another sparse layout than COO. Nothing was changed.
     """
     params = list(params)
-    found = [param.grad for param in params]  # asked once: it adds up for thousands of parameters
-    grads = [grad for grad in found if grad is not None]
-    if len(grads) < len(params):
-        params = [param for param, grad in zip(params, found, strict=True) if grad is not None]
+    # Asked once: it adds up for thousands of parameters.
+    grads: list[Any] = [param.grad for param in params]
+    types = set(map(type, grads))
+    if _NONE_TYPE in types:
+        types.remove(_NONE_TYPE)
+        params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
     values = grads
-    if has_dtensors(grads):
+    if types != _PLAIN_TYPES and has_dtensors(grads):
         pairs = zip(params, grads, strict=True)
         grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
         values = list(map(local_part, grads))
-    gradients = Gradients(params, grads, values)
-    if _are_plain(gradients):
-        return gradients
+    # Thousands of gradients, all alike: asked by map(), one question after the other, they cost
+    # half of a loop that asks each of them everything.
+    dtypes = set(map(attrgetter("dtype"), values))
+    if (
+        not any(map(attrgetter("is_complex"), dtypes))
+        and set(map(attrgetter("layout"), values)) <= _STRIDED
+        and (
+            all(map(Tensor.is_contiguous, values))
+            or not any(0 in stride for stride in map(Tensor.stride, values))
+        )
+        and not any(map(Tensor.is_neg, values))
+    ):
+        devices = set(map(attrgetter("device"), values))
+        is_one_kind = len(devices) == len(dtypes) == 1
+        by_kind = {(*devices, *dtypes): values} if is_one_kind else _by_kind(values)
+        return Gradients(params, grads, values, by_kind, dtypes)
     for param in params:
         _refuse_layout(param)
     with torch.no_grad():
         for param in params:
             param.grad = _writable(param.grad)
-    grads = [param.grad for param in params]  # type: ignore[misc]
-    return Gradients(params, grads, [_values(grad) for grad in grads])
+    grads = [param.grad for param in params]
+    return _gradients(params, grads, [_values(grad) for grad in grads])
 
 
 def collect_local(params: Iterable[Tensor]) -> Gradients:
@@ -120,29 +138,27 @@ def collect_local(params: Iterable[Tensor]) -> Gradients:
     spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
     layouts = (torch.strided, torch.sparse_coo)
     found = collect(p for p, grad in pairs if not is_dtensor(grad) and grad.layout in layouts)
-    return Gradients(
+    return _gradients(
         found.params + [param for param, _ in spread],
         found.grads + [grad for _, grad in spread],
         found.values + [local_part(grad) for _, grad in spread],
     )
 
 
-def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[str]]) -> None:
-    """Raise if a gradient is float16: unscaling it in place would flush its small entries to zero.
+def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
+    """Raise since a gradient is float16: unscaled in place its small entries would become zero.
 
     Args:
         gradients: What is to be unscaled.
         owner: What the message says has these gradients.
-        names: Returns the names of their parameters.
+        names: The names of their parameters.
 
     Raises:
         ValueError: Names the owner, the parameters, the cause and the cure.
     """
-    if torch.float16 not in gradients.dtypes():
-        return
     found = [
         f"{name} ({describe(grad)})"
-        for name, grad in zip(names(), gradients.grads, strict=True)
+        for name, grad in zip(names, gradients.grads, strict=True)
         if grad.dtype in (torch.float16, torch.complex32)
     ]
     rest = f" and {len(found) - NUM_NAMED} more" if len(found) > NUM_NAMED else ""
@@ -156,32 +172,15 @@ def refuse_float16(gradients: Gradients, owner: str, names: Callable[[], list[st
     )
 
 
-# Thousands of gradients, all alike: asked by map(), one question after the other, they cost half of
-# a loop that asks each of them everything.
+def _gradients(params: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> Gradients:
+    return Gradients(params, grads, values, _by_kind(values), {value.dtype for value in values})
 
 
 def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
-    devices = set(map(attrgetter("device"), tensors))
-    dtypes = set(map(attrgetter("dtype"), tensors))
-    if len(devices) == len(dtypes) == 1:
-        return {(*devices, *dtypes): tensors}
     kinds: dict[Kind, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)
     return kinds
-
-
-def _are_plain(gradients: Gradients) -> bool:
-    grads = gradients.values
-    return (
-        all(layout is torch.strided for layout in set(map(attrgetter("layout"), grads)))
-        and not any(dtype.is_complex for dtype in gradients.dtypes())
-        and (
-            all(map(Tensor.is_contiguous, grads))
-            or not any(0 in stride for stride in map(Tensor.stride, grads))
-        )
-        and not any(map(Tensor.is_neg, grads))
-    )
 
 
 def _refuse_layout(param: Tensor) -> None:

@@ -78,10 +78,14 @@ class NormLimit:
 
 
 class NormLimits:
-    """The limit of every optimizer, in the order in which they came; none until one is set."""
+    """The limit of every optimizer, in the order in which they came; none until one is set.
+
+    Attributes:
+        settings: Times the median, and the window; None without limits.
+    """
 
     def __init__(self) -> None:
-        self._settings: tuple[float, int] | None = None
+        self.settings: tuple[float, int] | None = None
         self._limits: list[NormLimit] = []
         self._position: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
@@ -97,28 +101,28 @@ class NormLimits:
         """
         if times_median is not None:
             NormLimit(times_median, window)
-        self._settings = None if times_median is None else (times_median, window)
+        self.settings = None if times_median is None else (times_median, window)
         self._limits = []
         self._position.clear()
         self._num_seen = 0
 
     def of(self, optimizer: torch.optim.Optimizer) -> NormLimit | None:
         """Return the limit of an optimizer."""
-        if self._settings is None:
+        if self.settings is None:
             return None
         if optimizer not in self._position:
             self._position[optimizer] = self._num_seen
             self._num_seen += 1
         position = self._position[optimizer]
         if position == len(self._limits):
-            self._limits.append(NormLimit(*self._settings))
+            self._limits.append(NormLimit(*self.settings))
         return self._limits[position]
 
     def to_dict(self) -> dict[str, Any] | None:
         """Return settings and norms. Sync: one for each optimizer."""
-        if self._settings is None:
+        if self.settings is None:
             return None
-        times_median, window = self._settings
+        times_median, window = self.settings
         norms = [limit.to_list() for limit in self._limits]
         return {"times_median": times_median, "window": window, "norms": norms}
 

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import Gradients, parameters
-from halfstep._scaler.optimizers import name
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.iteration import (
-    Iteration,
-    Look,
-    OptimizerRecord,
-    Stage,
+from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.optimizers import handles_scale, name
+from halfstep._scaler.step import (
+    gather,
+    limit,
+    measure,
+    multiply_,
+    refuse_half,
+    remember,
+    require_found,
+    require_not_stepped,
+    unscale_,
 )
-from halfstep._scaler.steps.stepping import Preparation
-from halfstep._scaler.steps.taking import require_found
 from halfstep.errors import CallOrderError
 
 Closure = Callable[[], Any]
@@ -70,8 +73,11 @@ def step_with_closure(
 
     Sync: one for each evaluation.
     """
-    record = engine.require_not_stepped(optimizer)
-    if record.stage is not Stage.SCALED or record.blocks is not None:
+    earlier = engine.iteration.step_of(optimizer)
+    if earlier is not None:
+        require_not_stepped(earlier)
+    is_unscaled = earlier is not None and earlier.stage is not Stage.SCALED
+    if is_unscaled or id(optimizer) in engine.iteration.blocks:
         raise CallOrderError(
             f"step({name(optimizer)}, closure): {Stage.UNSCALED.value} since the last update(), "
             "and the closure makes new ones. Call unscale_(), clip_grad_norm_() or accumulate() "
@@ -93,7 +99,7 @@ def step_with_closure(
     except BaseException:
         undo()
         raise
-    evaluations.finish(record)
+    evaluations.finish()
     return result
 
 
@@ -114,9 +120,9 @@ class _Evaluations:
         closure: Closure,
         max_norm: float | None,
     ) -> None:
-        self.last: Preparation | None = None
+        self.last: Step | None = None
         self._iteration = Iteration()
-        self._earlier: list[Look] = []
+        self._earlier: list[GradientCheck] = []
         self._engine = engine
         self._optimizer = optimizer
         self._closure = closure
@@ -134,31 +140,37 @@ class _Evaluations:
             self._engine.iteration = around
         return loss
 
-    def finish(self, record: OptimizerRecord) -> None:
+    def finish(self) -> None:
         """Remember the step, and what the closure did, until the next ``update``."""
         assert self.last is not None
-        found_inf = require_found(self.last, self._optimizer)
+        found_inf = require_found(self.last)
         iteration = self._engine.iteration
         # With its last gradients the closure leaves the scale that other optimizers divide by.
         iteration.count_losses_of(self._iteration)
-        for look in [*self._earlier, *self._iteration.looks]:
-            iteration.add(look)
-        self._engine.finish(record, self.last, found_inf)
+        for check in [*self._earlier, *self._iteration.checks]:
+            iteration.add(check)
+        is_fused = handles_scale(self._optimizer)
+        memory = self._engine.journal.memory(self._optimizer)
+        skip = self.last.skip(found_inf)
+        remember(
+            self._engine, self._optimizer, self.last, memory, found_inf, skip, is_fused=is_fused
+        )
 
     def _forget_last_gradients(self) -> None:
         """Make room for those of the next evaluation; what was found still moves the scale."""
-        looks = self._iteration.looks
-        if self.last is not None and self.last.look is not None:
-            looks.append(self.last.look)
-        self._earlier += [replace(look, gradients=Gradients([], [], [])) for look in looks]
+        checks = self._iteration.checks
+        if self.last is not None and self.last.own_check is not None:
+            checks.append(self.last.own_check)
+        self._earlier += [replace(check, gradients=NONE) for check in checks]
         self.last = None
         drop_gradients(self._optimizer)
 
     @torch.enable_grad()
     def _backward(self) -> Any:
         loss = self._closure()
-        record = self._iteration.record(self._optimizer)
-        if self._engine.iteration is not self._iteration or record.stage is Stage.STEPPED:
+        earlier = self._iteration.step_of(self._optimizer)
+        has_stepped = earlier is not None and earlier.stage is Stage.STEPPED
+        if self._engine.iteration is not self._iteration or has_stepped:
             raise CallOrderError(
                 f"step({name(self._optimizer)}, closure): the closure called step() or update(). "
                 "Call update() once, after the step"
@@ -184,20 +196,20 @@ class _Evaluations:
 
     def _unscale(self, is_first: bool) -> None:
         engine, optimizer = self._engine, self._optimizer
-        ready = engine.gather("step", self._iteration.record(optimizer))
-        stepping.refuse_float16(ready, optimizer, engine.names)
+        step = gather(engine, "step", optimizer, self._iteration.step_of(optimizer))
+        refuse_half(engine, step)
         # The norms are those of steps: inside one, a line search may go far away.
-        norm_limit = engine.steps.norm_limits.of(optimizer) if is_first else None
+        norm_limit = engine.norm_limits.of(optimizer) if is_first else None
         if self._max_norm is None and norm_limit is None:
-            stepping.unscale_(ready)
+            unscale_(step)
         else:
-            stepping.measure(ready)
-            stepping.limit(ready, self._max_norm, norm_limit)
-        found_inf = require_found(ready, optimizer)
-        self.last = ready
-        if ready.read([ready.skip(found_inf)])[0]:
+            measured = measure(step)
+            limit(step, measured and measured[1], self._max_norm, norm_limit)
+        found_inf = require_found(step)
+        self.last = step
+        if step.read([step.skip(found_inf)])[0]:
             raise UnusableEvaluationError
-        stepping.multiply_(ready)
+        multiply_(step)
 
 
 class Undo:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from halfstep._pytorch.amp import update_scale_
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
-from halfstep._scaler.scale.rules import LARGEST_HEADROOM, LogMax, Rule
-from halfstep._scaler.scale.slots import ROW, SLOT, on_device
-from halfstep._scaler.scale.state import ScaleState
+from halfstep._scaler.rules import LARGEST_HEADROOM, LogMax, Rule
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.slots import ROW, SLOT, on_device
 
 
 class Answers(NamedTuple):
@@ -53,11 +53,11 @@ STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1
 def next_sources(answers: Answers, *, refill: str, probes: bool) -> dict[str, str]:
     """Return from which slot columns of the row take their next value; the others stay.
 
-    :func:`halfstep._scaler.scale.transition.next_state` in terms of slots.
+    :func:`halfstep._scaler.transition.next_state` in terms of slots.
 
     Args:
         answers: What is known of the iteration.
-        refill: As in :class:`halfstep._scaler.scale.rules.Dynamic`.
+        refill: As in :class:`halfstep._scaler.rules.Dynamic`.
         probes: Whether its ``probe_after`` is not None.
     """
     ended = dict.fromkeys(("found_inf", "outlier", "bad_loss", "amax"), "0")
@@ -146,7 +146,7 @@ def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
     """Fill the slots from which the scale and the counts take their next values.
 
     Args:
-        slots: What :func:`halfstep._scaler.scale.slots.views` returned for the buffer.
+        slots: What :func:`halfstep._scaler.slots.views` returned for the buffer.
         state: Gives the rule; and if it has no ``max_scale``, there is none.
     """
     slots["grown, counted"].copy_(slots["scale, growth_tracker"])

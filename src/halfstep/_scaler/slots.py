@@ -4,7 +4,7 @@ A buffer has a slot of four bytes for every number: float32, or int32 in the sam
 of slots with the same columns come first: the *row* holds the state and what is found in an
 iteration, the *limits* are what its columns are compared with, and the *next row* is the row with
 some columns counted up. Behind them are values that are only needed on the way to the next state
-(:mod:`halfstep._scaler.scale.table`).
+(:mod:`halfstep._scaler.table`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import LARGEST_COUNT, float32_bits, float32_from_bits
-from halfstep._scaler.scale.rules import LogMax, Rule
-from halfstep._scaler.scale.state import COUNTS, ScaleState
+from halfstep._scaler.rules import LogMax, Rule
+from halfstep._scaler.scale_state import COUNTS, ScaleState
 
 # Neighbours are copied, cleared or computed together.
 _TOGETHER = (

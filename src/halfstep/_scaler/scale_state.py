@@ -1,8 +1,8 @@
 """The state of a gradient scaler, in plain Python numbers.
 
 Nothing here needs a tensor or a device. How it goes on is
-:func:`halfstep._scaler.scale.transition.next_state`; the same on a device is
-:class:`halfstep._scaler.scale.device_state.DeviceState`.
+:func:`halfstep._scaler.transition.next_state`; the same on a device is
+:class:`halfstep._scaler.device_state.DeviceState`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from halfstep._scaler.checks import (
     checked_scale,
     round_to_float32,
 )
-from halfstep._scaler.scale.rules import (
+from halfstep._scaler.rules import (
     LARGEST_HEADROOM,
     Dynamic,
     Rule,
@@ -208,6 +208,10 @@ class ScaleState:
     def can_amplify(self) -> bool:
         """Whether unscaling may multiply by more than 1, and so make a finite gradient inf."""
         return self.min_scale < 1.0
+
+    def skips(self) -> tuple[int, bool]:
+        """Return how many steps in a row were skipped, and whether the scale is held."""
+        return self.skipped_in_a_row, self.held
 
     def with_scale(self, scale: float) -> ScaleState:
         """Return this state with a scale chosen by the user, inside limits widened to include it.

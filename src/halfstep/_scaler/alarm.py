@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 import torch
 
 from halfstep._scaler.checks import checked_count
-from halfstep._scaler.gradients.collecting import Gradients
-from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.scale_state import Reason
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
 NUM_NAMED = 5

@@ -15,10 +15,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import check_and_unscale_
-from halfstep._scaler.gradients.collecting import Gradients
-from halfstep._scaler.gradients.reductions import largest_magnitudes, sums_of_squares
-from halfstep._scaler.scalars import is_nonfinite, moved, reciprocal
+from halfstep._pytorch.amp import check_and_unscale_, increment_version, set_grad_enabled
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.reductions import largest_magnitudes, sums_of_squares
+from halfstep._scaler.scalars import (
+    READABLE,
+    Scalar,
+    as_tensor,
+    is_nonfinite,
+    moved,
+    reciprocal,
+)
 
 CLIP_EPSILON = 1e-6
 """What PyTorch adds to the norm before it divides by it."""
@@ -41,11 +48,12 @@ class Norms:
 
     params: list[Tensor]
     on_device: Mapping[torch.device, tuple[Sequence[int], Tensor]]
-    scale: Tensor | None
+    scale: Scalar | None
 
-    def total(self, device: torch.device) -> Tensor:
-        """Return the norm of all gradients together, not unscaled, a scalar on ``device``."""
-        return self.sum_of_squares(device).sqrt()
+    def total(self, device: torch.device) -> Scalar:
+        """Return the norm of all gradients together, not unscaled, for ``device``."""
+        squares = self.sum_of_squares(device)
+        return math.sqrt(squares.item()) if device.type in READABLE else squares.sqrt()
 
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
         """Return the sum of all squares, not unscaled, a scalar on ``device``.
@@ -78,7 +86,7 @@ class Norms:
 
     def unscaled(self) -> list[float]:
         """Return the unscaled norm of every gradient. Sync: one for each device."""
-        scale = 1.0 if self.scale is None else self.scale.item()
+        scale = 1.0 if self.scale is None else float(self.scale)
         norms = [0.0] * len(self.params)
         for positions, squares in self.on_device.values():
             for position, square in zip(positions, squares.tolist(), strict=True):
@@ -87,7 +95,7 @@ class Norms:
 
 
 @torch.no_grad()
-def measure(gradients: Gradients, scale: Tensor | None) -> Norms:
+def measure(gradients: Gradients, scale: Scalar | None) -> Norms:
     """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
 
     A norm is inf or NaN if and only if the gradient has such an entry, so this checks them too.
@@ -107,22 +115,24 @@ def is_measured_fast(gradients: Gradients) -> bool:
     Not on the CPU if gradients are float16, which is converted first, or many and small: each
     costs a copy.
     """
-    if any(device.type != "cpu" for device, _ in gradients.by_kind()):
-        return True
+    for device, dtype in gradients.by_kind:
+        if device.type != "cpu":
+            return True
+        if dtype is torch.float16:
+            return False
     # Some of them tell: to ask thousands takes its time.
     some = gradients.values[:: len(gradients.values) // NUM_ASKED + 1]
-    size = sum(map(Tensor.numel, some))
-    return torch.float16 not in gradients.dtypes() and size >= LARGE * len(some)
+    return sum(map(Tensor.numel, some)) >= LARGE * len(some)
 
 
 def unscale_(
-    gradients: Gradients, scale: Tensor, *, can_amplify: bool
+    gradients: Gradients, scale: Scalar, *, can_amplify: bool
 ) -> dict[torch.device, Tensor]:
     """Divide all gradients by the scale in place, and look for inf and NaN. One read and write.
 
     Args:
         gradients: What to divide.
-        scale: float32 scalar on any device.
+        scale: A float32 number; of a tensor, on any device.
         can_amplify: The scale may be below 1. Then a gradient that was finite may be inf after the
             division, so they are checked once more, which reads them again.
 
@@ -131,15 +141,18 @@ def unscale_(
     """
     found_inf = multiply_(gradients, reciprocal(scale))
     if can_amplify:
-        # Multiplying by exactly 1 is the kernel's own way to only look.
         # What was inf or NaN before still is.
-        found_inf = multiply_(gradients, torch.ones_like(scale))
+        found_inf = check(gradients)
     return found_inf
 
 
-@torch.no_grad()
-def multiply_(gradients: Gradients, factor: Tensor) -> dict[torch.device, Tensor]:
-    """Multiply all gradients by a float32 scalar in place. One read and write.
+def check(gradients: Gradients) -> dict[torch.device, Tensor]:
+    """Look for inf and NaN with the kernel that multiplies: by exactly 1 it only looks."""
+    return multiply_(gradients, 1.0)
+
+
+def multiply_(gradients: Gradients, factor: Scalar) -> dict[torch.device, Tensor]:
+    """Multiply all gradients by a float32 number in place. One read and write.
 
     Returns:
         For each device a float32 scalar, 1 if an inf or NaN was there before, else 0.
@@ -148,42 +161,49 @@ def multiply_(gradients: Gradients, factor: Tensor) -> dict[torch.device, Tensor
     factors: dict[torch.device, Tensor] = {}
     # A kernel for the check; but it is also the fastest of PyTorch's that multiply by a scalar on
     # the device: 0.8 ms for 4,096 x 256 entries where _foreach_mul_ takes 1.5.
-    for (device, _), values in gradients.by_kind().items():
-        if device not in found_inf:
-            found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-            factors[device] = moved(factor, device)
-        # Backwards: the ones read last by an earlier pass are still in the cache.
-        check_and_unscale_(values[::-1], found_inf[device], factors[device])
-        if not torch.compiler.is_compiling():
+    is_grad_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        for (device, _), values in gradients.by_kind.items():
+            if device not in found_inf:
+                found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+                factors[device] = (
+                    moved(factor, device)
+                    if isinstance(factor, Tensor)
+                    else torch.full((), factor, dtype=torch.float32, device=device)
+                )
+            # Backwards: the ones read last by an earlier pass are still in the cache.
+            check_and_unscale_(values[::-1], found_inf[device], factors[device])
             # The kernel does not count as a change. Enough of them do for who looks for changes.
-            torch.autograd.graph.increment_version((values[0], values[-1]))
+            increment_version((values[0], values[-1]))
+    finally:
+        set_grad_enabled(is_grad_enabled)
     return found_inf
 
 
 @torch.no_grad()
-def largest(gradients: Gradients, scale: Tensor) -> Tensor:
+def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor:
     """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G).
 
     Returns:
-        A scalar on the device of the scale; inf or NaN if a gradient is.
+        A scalar on ``device``; inf or NaN if a gradient is.
     """
     found = [
-        moved(largest_magnitudes(values).amax(), scale.device)
-        for values in gradients.by_kind().values()
+        moved(largest_magnitudes(values).amax(), device) for values in gradients.by_kind.values()
     ]
     return torch.stack([amax.float() for amax in found]).amax() * reciprocal(scale)
 
 
 @torch.no_grad()
-def overflows_when_divided(gradients: Gradients, scale: Tensor) -> list[Tensor]:
+def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
     """Return for each device whether a finite gradient becomes inf when divided by a scale below 1.
 
     Returns:
         For each device and dtype a float32 scalar, 1 or 0. One read (1 G).
     """
     found = []
-    for (device, dtype), values in gradients.by_kind().items():
-        amax, by = largest_magnitudes(values).amax(), moved(scale, device)
+    for (device, dtype), values in gradients.by_kind.items():
+        amax, by = largest_magnitudes(values).amax(), as_tensor(scale, device)
         # Kernels multiply by the reciprocal or divide. Rounded to the dtype of the gradient, both
         # are what they write.
         unscaled = torch.maximum(amax * reciprocal(by), amax / by).to(dtype)
@@ -193,10 +213,10 @@ def overflows_when_divided(gradients: Gradients, scale: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
-    """Return the p-norm of all gradients together, a scalar on ``device``. One read (1 G)."""
+    """Return the p-norm of all gradients together, a tensor on ``device``. One read (1 G)."""
     found = []
     wide = torch.float32 if device.type == "mps" else torch.float64  # entries ** p may be large
-    for values in gradients.by_kind().values():
+    for values in gradients.by_kind.values():
         if p == math.inf:
             norm = largest_magnitudes(values).amax()
         else:
@@ -210,11 +230,14 @@ def _vector_norm(norms: Sequence[Tensor], p: float) -> Tensor:
     return norm
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+def clip_coefficient(norm: Scalar, max_norm: float) -> Scalar:
     """Return what gradients of this norm are multiplied by so that it is ``max_norm`` at most.
 
     1 for a norm that is inf or NaN: a gradient of inf times 0 would be NaN, and what was wrong
     with it could no longer be seen.
     """
+    if not isinstance(norm, Tensor):
+        # As a tensor divides a number: by its reciprocal.
+        return min(1.0 / (norm + CLIP_EPSILON) * max_norm, 1.0) if math.isfinite(norm) else 1.0
     coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
     return torch.where((norm * 0.0).eq(0.0), coefficient, 1.0)

@@ -1,7 +1,7 @@
 """The changing part of a scale state on a device, with the transition done there.
 
 The host never waits: :meth:`DeviceState.update_` is
-:func:`halfstep._scaler.scale.transition.next_state` in the same float32 arithmetic, and tests
+:func:`halfstep._scaler.transition.next_state` in the same float32 arithmetic, and tests
 compare the two bit for bit.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
-from halfstep._scaler.scalars import moved
-from halfstep._scaler.scale.rules import LogMax, Rule
-from halfstep._scaler.scale.slots import SLOT, decode, encode, on_device, rule_slots, views
-from halfstep._scaler.scale.state import ScaleState
-from halfstep._scaler.scale.table import (
+from halfstep._scaler.rules import LogMax, Rule
+from halfstep._scaler.scalars import moved, zero_if_finite
+from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.slots import SLOT, decode, encode, on_device, rule_slots, views
+from halfstep._scaler.table import (
     Table,
     logmax_candidates,
     scale_candidates,
@@ -37,7 +37,7 @@ class DeviceState:
         device: Where they live.
 
     Attributes:
-        buffer: float32 tensor; :mod:`halfstep._scaler.scale.slots` says what is where.
+        buffer: float32 tensor; :mod:`halfstep._scaler.slots` says what is where.
 
     Sync: none, in all methods but :meth:`read`.
     """
@@ -62,9 +62,12 @@ class DeviceState:
     @property
     def scale(self) -> Tensor:
         """The scale, a float32 scalar; a copy of it while torch.compile traces."""
-        # Inductor of 2.13 drops a clone(), and the backward pass would then see a later scale. It
-        # does not drop abs(), which is a copy too: no scale is negative.
-        return self._slots()["scale"].abs() if torch.compiler.is_compiling() else self._scale
+        return self.traced_scale() if torch.compiler.is_compiling() else self._scale
+
+    def traced_scale(self) -> Tensor:
+        """Return a copy of the scale while torch.compile traces."""
+        # See HostState.traced_scale.
+        return self._slots()["scale"].abs()
 
     @property
     def growth_tracker(self) -> Tensor:
@@ -87,23 +90,13 @@ class DeviceState:
         """Remember whether all entries of a loss are finite, until :meth:`update_`.
 
         Args:
-            loss: Tensor of any shape and dtype, on any device. Of a DTensor the local part is
-                looked at.
-
-        Sync: none, except from another device to the CPU.
+            loss: Tensor of any shape and dtype, on any device.
         """
-        loss = loss.detach()
-        if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed for it
-            loss = loss.to_local()
-        if loss.is_complex():
-            loss = torch.view_as_real(loss.resolve_conj())
-        if not loss.is_floating_point():
+        zero = zero_if_finite(loss)
+        if zero is None:
             return
-        # 0, or NaN for inf and NaN. The sum of the loss itself may overflow, and Inductor takes
-        # loss * 0 for 0 always.
-        zero = loss - loss
-        if zero.dim() or zero.device != self.device:
-            zero = moved(zero.sum(), self.device)
+        if zero.device != self.device:
+            zero = moved(zero, self.device)
         self.bad_loss.add_(zero)
 
     def update_(
@@ -184,7 +177,7 @@ class DeviceState:
 
     def read(self, state: ScaleState) -> ScaleState:
         """Return ``state`` with the values from the device. Sync: one."""
-        return StateSnapshot(self._slots()["state"]).read(state)
+        return DeviceSnapshot(self._slots()["state"]).read(state)
 
     def write_(self, state: ScaleState) -> None:
         """Take over a state, in place and in one copy."""
@@ -198,9 +191,9 @@ class DeviceState:
         counts = [slots["num_taken"], slots["num_skipped"]]
         return torch.cat([slots["scale, growth_tracker"], torch.stack(counts)])
 
-    def snapshot(self) -> StateSnapshot:
+    def snapshot(self) -> DeviceSnapshot:
         """Return a copy of the present values, to be read later."""
-        return StateSnapshot(self._slots()["state"].clone())
+        return DeviceSnapshot(self._slots()["state"].clone())
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -220,7 +213,7 @@ class DeviceState:
 
 
 @dataclass(frozen=True, eq=False)
-class StateSnapshot:
+class DeviceSnapshot:
     """The values of a state as they once were on a device.
 
     Attributes:
@@ -229,9 +222,9 @@ class StateSnapshot:
 
     values: Tensor
 
-    def on_cpu(self) -> StateSnapshot:
+    def on_cpu(self) -> DeviceSnapshot:
         """Return a copy on the CPU. Sync: one."""
-        return StateSnapshot(self.values.cpu())
+        return DeviceSnapshot(self.values.cpu())
 
     @keep_out_of_graphs
     def read(self, state: ScaleState) -> ScaleState:

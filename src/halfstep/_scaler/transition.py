@@ -1,16 +1,16 @@
 """How the state of a gradient scaler goes on after an iteration: the reference, in plain Python.
 
-:meth:`halfstep._scaler.scale.device_state.DeviceState.update_` does the same on a device without
+:meth:`halfstep._scaler.device_state.DeviceState.update_` does the same on a device without
 waiting for it; the tests hold the two together bit for bit.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 from halfstep._scaler.checks import round_to_float32
-from halfstep._scaler.scale.rules import LogMax, LogMaxStatistics
-from halfstep._scaler.scale.state import NO_RUN, ScaleState
+from halfstep._scaler.rules import LogMax, LogMaxStatistics
+from halfstep._scaler.scale_state import NO_RUN, ScaleState
 
 
 def next_state(
@@ -33,14 +33,14 @@ def next_state(
         amax: The largest magnitude of the unscaled gradients, which ``LogMax`` wants to know.
 
     Example:
-        >>> from halfstep._scaler.scale.rules import Dynamic
+        >>> from halfstep._scaler.rules import Dynamic
         >>> state = ScaleState.first(4.0, Dynamic(growth_interval=1))
         >>> next_state(state, found_inf=False).scale, next_state(state, found_inf=True).scale
         (8.0, 2.0)
     """
     if not (found_inf or outlier):
         return _after_step(state, amax or 0.0)
-    state = replace(
+    state = changed(
         state,
         growth_tracker=0,
         num_skipped=state.num_skipped + 1,
@@ -48,7 +48,7 @@ def next_state(
     )
     if not found_inf or not loss_is_finite or state.backoff_factor == 1.0:
         return state
-    return _after_overflow(replace(state, run_scale=state.run_scale or state.scale))
+    return _after_overflow(changed(state, run_scale=state.run_scale or state.scale))
 
 
 def _after_overflow(state: ScaleState) -> ScaleState:
@@ -57,43 +57,47 @@ def _after_overflow(state: ScaleState) -> ScaleState:
     if state.scale == state.min_scale:
         if not probes:
             return state
-        return replace(state, held=True, scale=state.run_scale, resume_scale=0.0, overflows=0)
+        return changed(state, held=True, scale=state.run_scale, resume_scale=0.0, overflows=0)
     if state.hysteresis_left > 1:
-        return replace(state, hysteresis_left=state.hysteresis_left - 1)
+        return changed(state, hysteresis_left=state.hysteresis_left - 1)
     overflows = state.overflows + 1
     lower = max(round_to_float32(state.scale * rule.backoff_factor), state.min_scale)
     if rule.probe_after is not None and overflows >= rule.probe_after:
-        return replace(state, scale=state.min_scale, resume_scale=lower, overflows=0)
+        return changed(state, scale=state.min_scale, resume_scale=lower, overflows=0)
     is_waiting = state.held and probes
-    return replace(state, scale=state.scale if is_waiting else lower, overflows=overflows)
+    return changed(state, scale=state.scale if is_waiting else lower, overflows=overflows)
 
 
 def _after_step(state: ScaleState, amax: float) -> ScaleState:
     rule = state.rule
-    after = replace(state, num_taken=state.num_taken + 1, skipped_in_a_row=0, **NO_RUN)
-    if rule.refill == "step":
-        after = replace(after, hysteresis_left=rule.hysteresis)
-    if state.resume_scale:
+    is_probe = state.resume_scale != 0.0
+    is_growing = not is_probe and state.growth_tracker + 1 >= rule.growth_interval
+    after = changed(
+        state,
+        **NO_RUN,
+        num_taken=state.num_taken + 1,
+        skipped_in_a_row=0,
+        growth_tracker=0 if is_probe or is_growing else state.growth_tracker + 1,
+        hysteresis_left=rule.hysteresis
+        if is_growing or rule.refill == "step"
+        else state.hysteresis_left,
         # A probe was taken: a smaller scale helps. Go on from where backing off had come to.
-        after = replace(after, scale=state.resume_scale, growth_tracker=0)
-        return _with_headroom(after, state, is_growing=False)
-    is_growing = state.growth_tracker + 1 >= rule.growth_interval
-    after = replace(after, growth_tracker=0 if is_growing else state.growth_tracker + 1)
-    if is_growing:
-        after = replace(after, hysteresis_left=rule.hysteresis)
-    if isinstance(rule, LogMax):
-        return _following_amax(_with_headroom(after, state, is_growing), rule, amax)
-    grown = round_to_float32(state.scale * rule.growth_factor)
-    return replace(after, scale=grown) if is_growing and grown <= state.max_scale else after
-
-
-def _with_headroom(after: ScaleState, before: ScaleState, is_growing: bool) -> ScaleState:
-    if not isinstance(after.rule, LogMax):
-        return after
-    backed_off = round_to_float32(after.scale / (before.run_scale or before.scale))
-    return replace(
-        after, headroom=after.rule.next_headroom(before.headroom, backed_off, is_growing)
+        scale=state.resume_scale or state.scale,
     )
+    if isinstance(rule, LogMax):
+        after = _with_headroom(after, rule, state, is_growing=is_growing)
+        return after if is_probe else _following_amax(after, rule, amax)
+    if not is_growing:
+        return after
+    grown = round_to_float32(state.scale * rule.growth_factor)
+    return changed(after, scale=grown) if grown <= state.max_scale else after
+
+
+def _with_headroom(
+    after: ScaleState, rule: LogMax, before: ScaleState, *, is_growing: bool
+) -> ScaleState:
+    backed_off = round_to_float32(after.scale / (before.run_scale or before.scale))
+    return changed(after, headroom=rule.next_headroom(before.headroom, backed_off, is_growing))
 
 
 def _following_amax(state: ScaleState, rule: LogMax, amax: float) -> ScaleState:
@@ -102,4 +106,11 @@ def _following_amax(state: ScaleState, rule: LogMax, amax: float) -> ScaleState:
     if weight == 0.0:
         return state
     scale = min(max(rule.scale(state.headroom, statistics), state.min_scale), state.max_scale)
-    return replace(state, scale=scale, log2_mean=mean, log2_var=var, log2_weight=weight)
+    return changed(state, scale=scale, log2_mean=mean, log2_var=var, log2_weight=weight)
+
+
+def changed(state: ScaleState, **values: Any) -> ScaleState:
+    """Return a state with other values, unchecked: a transition of a valid state is valid."""
+    after = object.__new__(ScaleState)
+    vars(after).update(vars(state), **values)
+    return after

@@ -10,12 +10,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halfstep._scaler import scalars
+from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import checked_number
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import parameters
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.stepping import Preparation
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.iteration import Step
+from halfstep._scaler.scalars import Scalar
+from halfstep._scaler.step import limit, measure, multiply_, unscale_
 
 Per = Literal["all", "layer", "parameter"]
 LARGEST_P = 8.0
@@ -74,12 +74,12 @@ def target(
 
 @torch.no_grad()
 def clip_(
-    ready: Preparation, max_norm: float, norm_type: float, per: Per, layers: Callable[[], list[str]]
+    step: Step, max_norm: float, norm_type: float, per: Per, layers: Callable[[], list[str]]
 ) -> Tensor:
     """Divide gradients by the scale and clip them, in place. Sync: none.
 
     Args:
-        ready: The gradients; 3 G for the 2-norm of all together.
+        step: The gradients; 3 G for the 2-norm of all together.
         max_norm: The largest norm.
         norm_type: 2, inf, or another p from 1 to 8.
         per: What the norm is taken of: "all" gradients together, those of each "layer" (module), or
@@ -90,41 +90,48 @@ def clip_(
         The norm of all gradients together, unscaled and before clipping; float32 scalar on the
         device of the scale. 0 without gradients.
     """
-    groups = _groups(len(ready.gradients.grads), per, layers)
-    if not ready.is_looked_at:
-        return torch.zeros_like(ready.loss_scale.tensor)
+    groups = _groups(len(step.gradients.grads), per, layers)
+    if not step.has_gradients:
+        return torch.zeros_like(step.loss_scale.tensor)
+    norms: passes.Norms | None = None
+    norm: Scalar
     if norm_type == 2.0:
-        stepping.measure(ready)
-        assert ready.norm_now is not None
+        measured = measure(step)
+        assert measured is not None
+        norms, norm = measured
     else:
-        stepping.unscale_(ready)
-        device = ready.loss_scale.tensor.device
-        ready.norm_now = ready.ranks.p_norm(ready.gradients, norm_type, device)
-    norm = ready.norm_now
+        unscale_(step)
+        norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.loss_scale.device))
     if per == "all":
-        stepping.limit(ready, max_norm, None)
-        stepping.multiply_(ready)
+        limit(step, norm, max_norm, None)
+        multiply_(step)
     else:
-        _clip_groups_(ready, max_norm, norm_type, groups)
-    return scalars.to_float32(norm)
+        _clip_groups_(step, norms, max_norm, norm_type, groups)
+    return scalars.as_float32(norm, step.loss_scale.device)
 
 
 def _clip_groups_(
-    ready: Preparation, max_norm: float, norm_type: float, groups: list[list[int]]
+    step: Step,
+    norms: passes.Norms | None,
+    max_norm: float,
+    norm_type: float,
+    groups: list[list[int]],
 ) -> None:
-    device = ready.loss_scale.tensor.device
-    inverse = None if ready.scale is None else scalars.reciprocal(ready.scale)
-    parts = [ready.gradients.at(positions) for positions in groups]
-    if ready.norms_now is None:
-        norms = [passes.p_norm(part, norm_type, device) for part in parts]
+    device = step.loss_scale.device
+    inverse = None if step.multiplier is None else scalars.reciprocal(step.multiplier)
+    parts = [step.gradients.at(positions) for positions in groups]
+    found: list[Scalar]
+    if norms is None:
+        found = [passes.p_norm(part, norm_type, device) for part in parts]
     else:
-        norms = [ready.norms_now.at(positions).total(device) for positions in groups]
-    for part, norm in zip(parts, ready.ranks.norms_of_parts(norms, parts, norm_type), strict=True):
+        found = [norms.at(positions).total(device) for positions in groups]
+    for part, norm in zip(parts, step.ranks.norms_of_parts(found, parts, norm_type), strict=True):
         if inverse is not None:
             norm = norm * inverse
         factor = passes.clip_coefficient(norm, max_norm)
-        passes.multiply_(part, (factor if inverse is None else factor * inverse).float())
-    ready.scale = None
+        factor = factor if inverse is None else factor * inverse
+        passes.multiply_(part, scalars.to_single(factor))
+    step.multiplier = None
 
 
 def _groups(count: int, per: Per, layers: Callable[[], list[str]]) -> list[list[int]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from halfstep._scaler.outcomes.alarm import Alarm, SkipReport
-from halfstep._scaler.outcomes.journal import Journal
-from halfstep._scaler.outcomes.outcome import Outcome
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.state import Reason, ScaleState
+from halfstep._scaler.alarm import Alarm, SkipReport
+from halfstep._scaler.loss_scale import LossScale, state_of
+from halfstep._scaler.outcome import Journal, Outcome
+from halfstep._scaler.scale_state import Reason, ScaleState
 
 NUM_SEARCHED = 16
 """The skipped step is looked for among this many: those of one iteration, or of some before it."""
@@ -34,7 +33,7 @@ def sound(alarm: Alarm, scale: LossScale, journal: Journal) -> None:
     snapshot = scale.arrived(at_once=alarm.on_skips != "warn")
     if snapshot is None or not alarm.is_due(scale, *snapshot.skips()):
         return
-    state = snapshot.read(scale.host)
+    state = state_of(snapshot, scale.host)
     step = state.num_taken + state.num_skipped
     skipped = [
         outcome

@@ -12,9 +12,9 @@ from halfstep._common.random_states import RandomStates
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.checks import checked_count
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import parameters
+from halfstep._scaler.gradients import parameters
 from halfstep._scaler.optimizers import name
-from halfstep._scaler.scale.state import Reason
+from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
 
 

@@ -22,14 +22,12 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from halfstep._pytorch.autograd import after_backward, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.gradients import passes
-from halfstep._scaler.gradients.collecting import collect_local, parameters
-from halfstep._scaler.outcomes.journal import Journal
+from halfstep._scaler import passes
+from halfstep._scaler.gradients import collect_local, parameters
+from halfstep._scaler.iteration import Iteration, Stage, Step
+from halfstep._scaler.loss_scale import LossScale, Scales, tensors_in
+from halfstep._scaler.outcome import Journal
 from halfstep._scaler.scalars import ratio
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.scale.losses import tensors_in
-from halfstep._scaler.scale.scales import Scales
-from halfstep._scaler.steps.iteration import Iteration, OptimizerRecord, Stage
 
 NUM_LOSSES = 16
 """The graphs of this many losses are searched for parameters, a few milliseconds each. Optimizers
@@ -100,7 +98,14 @@ class Unused:
         self._running: LossScale | None = None  # the scale of the loss whose backward pass runs
         self._hooks: list[RemovableHandle] = []
 
-    def search(self, scaled: Any) -> None:
+    def see_loss(self, scaled: Any, scale: LossScale) -> None:
+        """Look at a loss that was multiplied by a scale, while that is of interest."""
+        if self.is_searching:
+            self._search(scaled)
+        if self.waiting:
+            self._note_loss(scaled, scale)
+
+    def _search(self, scaled: Any) -> None:
         """Find the parameters that a backward pass from ``scaled`` gives gradients to."""
         self._num_losses += 1
         self.is_searching = self._num_losses < NUM_LOSSES
@@ -108,30 +113,28 @@ class Unused:
             if isinstance(leaf, torch.nn.Parameter):
                 self._loose[id(leaf)] = weakref.ref(leaf)
 
-    def before_change(
-        self, iteration: Iteration, records: list[OptimizerRecord], scales: Scales
-    ) -> dict[int, Waiting]:
+    def before_change(self, iteration: Iteration, scales: Scales) -> dict[int, Waiting]:
         """Return the gradients that are to wait if a scale changes now, by the id of the parameter.
 
         Args:
             iteration: Knows which gradients have been unscaled.
-            records: Those of the iteration.
             scales: The scales of all losses.
         """
-        if not (self._loose or self.waiting) and len(records) == self._journal.num_optimizers:
-            num_losses = iteration.num_losses
-            for record in records:
-                if record.stage is not Stage.STEPPED or record.num_losses != num_losses:
+        steps, num_losses = iteration.steps.values(), iteration.num_losses
+        is_plain = not (self._loose or self.waiting or iteration.blocks)
+        if is_plain and len(steps) == len(self._journal.memories):
+            for step in steps:
+                if step.stage is not Stage.STEPPED or step.num_losses != num_losses:
                     break
             else:
                 return {}
-        taken = _ids(r.optimizer for r in records if r.stage is Stage.STEPPED)
+        taken = _ids(step for step in steps if step.stage is Stage.STEPPED)
         in_blocks = iteration.scales_of_blocks()
         names = list(iteration.losses) or [None]
         of_iteration = scales.get(names[0]) if len(names) == 1 else None
         before: dict[LossScale, Tensor] = {}
         found: dict[int, Waiting] = {}
-        for param in self._candidates(records, iteration.num_losses):
+        for param in self._candidates(iteration):
             grad, waiting = param.grad, self.waiting.get(id(param))
             if waiting is not None and waiting.untouched() is param:
                 found[id(param)] = waiting
@@ -139,7 +142,7 @@ class Unused:
             divided_by = in_blocks.get(id(param)) or iteration.scale_of(param)
             scale = divided_by or of_iteration
             is_used = divided_by is not None and id(param) in taken
-            if grad is None or scale is None or scale.on_device is None or is_used:
+            if grad is None or scale is None or scale.live is None or is_used:
                 continue
             if divided_by is None and scale not in before:
                 before[scale] = scale.tensor.clone()
@@ -155,6 +158,8 @@ class Unused:
             found: What :meth:`before_change` has returned.
             iteration_ends: Which gradients were unscaled will be forgotten: remember it.
         """
+        if not (found or self.waiting or self._hooks or self._running):
+            return
         self.waiting = {
             key: one
             for key, one in found.items()
@@ -175,7 +180,7 @@ class Unused:
             hook.remove()
         self._hooks = []
 
-    def note_loss(self, scaled: Any, scale: LossScale) -> None:
+    def _note_loss(self, scaled: Any, scale: LossScale) -> None:
         """Notice the backward pass of a loss that was multiplied by a scale."""
 
         def note(_: Tensor) -> None:
@@ -222,20 +227,24 @@ class Unused:
             elif before.device.type != "cpu" or not torch.equal(before, now):
                 passes.multiply_(collect_local(found), ratio(now, before))
 
-    def _candidates(self, records: list[OptimizerRecord], num_losses: int) -> list[Tensor]:
+    def _candidates(self, iteration: Iteration) -> list[Tensor]:
         """Return parameters with gradients, of which a step may not have used some."""
-        done: list[torch.optim.Optimizer] = []
-        waiting: list[torch.optim.Optimizer] = []
-        for record in records:
+        done: list[Step] = []
+        waiting: list[Iterable[Tensor]] = []
+        for step in iteration.steps.values():
             # Nothing new can have come to those that have stepped since the last loss.
-            is_done = record.stage is Stage.STEPPED and record.num_losses == num_losses
-            (done if is_done else waiting).append(record.optimizer)
-        seen = {id(record.optimizer) for record in records}
-        for optimizer, outcome in self._journal.last_outcomes():
+            if step.stage is Stage.STEPPED and step.num_losses == iteration.num_losses:
+                done.append(step)
+            else:
+                waiting.append(step.parameters())
+        waiting += [parameters(blocks.optimizer) for blocks in iteration.blocks.values()]
+        seen = iteration.steps.keys() | iteration.blocks.keys()
+        for optimizer, memory in self._journal.memories.items():
+            outcome = memory.outcome
             if id(optimizer) not in seen and not (outcome and outcome.has_its_gradients()):
-                waiting.append(optimizer)
+                waiting.append(parameters(optimizer))
         self._prune()
-        params = [param for optimizer in waiting for param in parameters(optimizer)]
+        params = [param for each in waiting for param in each]
         params += [param for ref in self._loose.values() if (param := ref()) is not None]
         left_out = _ids(done)
         found = {id(p): p for p in params if p.grad is not None and id(p) not in left_out}
@@ -245,7 +254,7 @@ class Unused:
         """Forget the parameters of optimizers that have stepped, and those that waited long."""
         self._num_updates += 1
         if self._loose:
-            known = _ids(optimizer for optimizer, _ in self._journal.last_outcomes())
+            known = {id(p) for each in self._journal.memories for p in parameters(each)}
             self._loose = {
                 key: ref
                 for key, ref in self._loose.items()
@@ -253,8 +262,8 @@ class Unused:
             }
 
 
-def _ids(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(param) for optimizer in optimizers for param in parameters(optimizer)}
+def _ids(steps: Iterable[Step]) -> set[int]:
+    return {id(param) for step in steps for param in step.parameters()}
 
 
 @keep_out_of_graphs

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from halfstep._pytorch.distributed import is_dtensor, local_part
+from halfstep._scaler.blocks import note_versions
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients.collecting import Gradients, parameters
+from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import name
-from halfstep._scaler.scale.loss_scale import LossScale
-from halfstep._scaler.steps import stepping
-from halfstep._scaler.steps.blocks import note_versions
-from halfstep._scaler.steps.iteration import (
-    Blocks,
-    Iteration,
-    Look,
-    OptimizerRecord,
-    Stage,
-)
+from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
 Stash: TypeAlias = list[tuple[Tensor, Tensor | None]]
@@ -38,10 +31,10 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
     was bad. See :meth:`halfstep.GradScaler.accumulate`.
     """
     block = _Block(engine.iteration, optimizer)
-    record = block.root.record(optimizer)
-    if record.blocks is None:
-        _require_untouched(record)
-    blocks = record.blocks or Blocks()
+    blocks = block.root.blocks.get(id(optimizer))
+    if blocks is None:
+        _require_untouched(block.root, optimizer)
+        blocks = Blocks(optimizer)
     has_good = blocks.bad < blocks.count
     earlier = [(param, param.grad) for param in parameters(optimizer)]
     for param, _ in earlier:
@@ -63,10 +56,10 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
         if engine.iteration is block:
             engine.iteration = block.around
             for scale, is_bad in bad_losses:
-                scale.see_loss(1.0 / (1.0 - is_bad))
+                assert scale.live is not None
+                scale.live.see_loss_(1.0 / (1.0 - is_bad))
     block.join()
-    record.blocks = blocks
-    block.root.keep(record)
+    block.root.blocks[id(optimizer)] = blocks
     note_versions(block.root, list(parameters(optimizer)))
 
 
@@ -90,8 +83,8 @@ class _Block(Iteration):
                 )
             around = around.around
 
-    def record(self, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-        """Raise: whatever asks for a record would take the gradients of the block for all."""
+    def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
+        """Raise: whatever asks for a step would take the gradients of the block for all."""
         raise CallOrderError(
             f"a block of accumulate({name(self.optimizer)}) is open: its gradients are only a part "
             f"of those of this iteration. Leave the block before unscale_(), clip_grad_norm_() or "
@@ -107,18 +100,19 @@ class _Block(Iteration):
         self.around.count_losses_of(self)
         if isinstance(self.around, _Block):
             # A parameter that both optimizers have is unscaled once.
-            for look in self.looks:
-                self.around.add(look)
+            for check in self.checks:
+                self.around.add(check)
 
 
-def _require_untouched(record: OptimizerRecord) -> None:
-    call = f"accumulate({name(record.optimizer)})"
-    if record.stage is not Stage.SCALED:
+def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
+    call = f"accumulate({name(optimizer)})"
+    earlier = iteration.step_of(optimizer)
+    if earlier is not None and earlier.stage is not Stage.SCALED:
         raise CallOrderError(
-            f"{call}: {record.stage.value} since the last update(). Put every backward() of the "
+            f"{call}: {earlier.stage.value} since the last update(). Put every backward() of the "
             "iteration into such a block, before unscale_() and step()"
         )
-    if any(param.grad is not None for param in parameters(record.optimizer)):
+    if any(param.grad is not None for param in parameters(optimizer)):
         raise CallOrderError(
             f"{call}: there are gradients from before the first block of this iteration, of which "
             "nobody knows whether they are scaled. Call zero_grad(set_to_none=True) first"
@@ -128,9 +122,7 @@ def _require_untouched(record: OptimizerRecord) -> None:
 def _take_bad_losses(engine: Engine) -> list[tuple[LossScale, Tensor]]:
     """Forget which losses were bad before the block, so that those in it show; return them."""
     return [
-        (scale, scale.take_bad_loss())
-        for scale in engine.scales.values()
-        if scale.on_device is not None
+        (scale, scale.take_bad_loss()) for scale in engine.scales.values() if scale.live is not None
     ]
 
 
@@ -144,26 +136,22 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         raise CallOrderError(
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
-    scale = engine.scale_of_iteration("accumulate", block.optimizer, [])
-    refuse = partial(stepping.refuse_float16, optimizer=block.optimizer, names=engine.names)
-    params = list(parameters(block.optimizer))
-    ranks = engine.ranks_of("accumulate", block.optimizer, params)
-    ready = stepping.gather("accumulate", params, block, None, scale, ranks, refuse)
-    refuse(ready)
-    stepping.unscale_(ready)
-    found_inf = ready.found_inf()
+    step = gather(engine, "accumulate", block.optimizer, None)
+    scale = step.loss_scale
+    refuse_half(engine, step)
+    unscale_(step)
+    found_inf = step.found_inf()
     if found_inf is None:
         raise CallOrderError(
             f"{call}: the block left no gradient. Call scaler.scale(loss).backward() in it, for a "
             "loss that depends on these parameters"
         )
-    if ready.look is not None:
-        block.add(ready.look)
-    is_bad, loss_is_bad = ready.read([found_inf, scale.take_bad_loss()])
+    if step.own_check is not None:
+        block.add(step.own_check)
+    is_bad, loss_is_bad = step.read([found_inf, scale.take_bad_loss()])
+    device = scale.tensor.device
     if loss_is_bad and block.around is not block.root:
-        scale.see_loss(
-            torch.full((), torch.inf, device=found_inf.device)
-        )  # the block around sees it
+        scale.mark_loss_bad()  # the block around sees it
     overflowed = bool(is_bad and not loss_is_bad)
     blocks.count += 1
     blocks.bad += bool(is_bad)
@@ -173,9 +161,9 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         blocks.scale = scale
     # The scale is to move by an overflow, though the step may be taken without this block; and not
     # by a loss that no scale can help.
-    found = {found_inf.device: torch.full_like(found_inf, float(overflowed))}
-    amax = None if is_bad or ready.look is None else ready.look.amax
-    block.root.add(Look(scale, Gradients([], [], []), found, amax))
+    found = {device: torch.full((), float(overflowed), device=device)}
+    amax = None if is_bad or step.own_check is None else step.own_check.amax
+    block.root.add(GradientCheck(scale, NONE, found, amax))
     return not is_bad
 
 

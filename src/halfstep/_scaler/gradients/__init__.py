@@ -1,1 +1,0 @@
-"""Finding gradients, and passing over them."""

@@ -1,1 +1,0 @@
-"""Calls that run the user's code in between: closures, retries, blocks of accumulation."""

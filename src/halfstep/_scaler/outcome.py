@@ -1,0 +1,464 @@
+"""Outcomes: what became of the steps, why, at which scale and with which gradients."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import islice
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._scaler.alarm import Culprit, culprits
+from halfstep._scaler.checks import round_to_float32
+from halfstep._scaler.device_state import DeviceSnapshot
+from halfstep._scaler.gradients import collect
+from halfstep._scaler.loss_scale import HostState, Snapshot, state_of
+from halfstep._scaler.names import Names
+from halfstep._scaler.optimizers import name
+from halfstep._scaler.passes import measure
+from halfstep._scaler.ranks.agreement import Agreement
+from halfstep._scaler.scalars import Scalar, moved, on_cpu
+from halfstep._scaler.scale_state import Reason, ScaleState, reason
+from halfstep.errors import CallOrderError
+
+if TYPE_CHECKING:
+    from halfstep._scaler.iteration import Step
+
+HISTORY_LENGTH = 10_000
+"""So many steps are kept, some hundred bytes each on the device."""
+
+NUM_WITNESSES = 512
+HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
+
+
+class HistoryEntry(NamedTuple):
+    """One step in ``GradScaler.history()``, all in plain Python values.
+
+    Attributes:
+        step: Number of the iteration, counted from 1 by ``update``.
+        optimizer: Class name of the optimizer.
+        taken: Whether ``optimizer.step`` did its work.
+        reason: Why not, None if taken.
+        scale: The scale that the loss was multiplied by.
+        norm: L2 norm of the unscaled gradients, NaN if it was not measured.
+    """
+
+    step: int
+    optimizer: str
+    taken: bool
+    reason: Reason | None
+    scale: float
+    norm: float
+
+
+class Outcome:
+    """One call of :meth:`halfstep.GradScaler.step`, read late.
+
+    Making it waits for nothing. The first look at a property waits for the device (sync: one, one
+    for each device for ``norms`` and ``culprits``); the next ones do not. One that is pickled or
+    copied is read then: the copy keeps all that can be read, on the CPU, without the optimizer.
+
+    Example:
+        >>> import halfstep
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = halfstep.GradScaler(module=model)
+        >>> loss = (model(torch.ones(1, 2)) * torch.inf).sum()
+        >>> scaler.scale(loss).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.outcome(optimizer)
+        Outcome(SGD: skipped, loss; scale 65536 -> 65536; norm inf)
+        >>> scaler.outcome(optimizer).culprits
+        ['weight', 'bias']
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Names,
+        step: Step,
+        found_inf: Scalar,
+        multiplier: Scalar | None,
+        can_measure_late: bool,
+    ) -> None:
+        """Keep what a step has found.
+
+        Args:
+            optimizer: The optimizer.
+            names: Names of parameters.
+            step: The step as it ended. Of its gradients only the parameters are kept: the memory
+                of the gradients belongs to the user.
+            found_inf: 1 if a gradient is inf or NaN, else 0.
+            multiplier: What the gradients are multiplied by now, None for nothing.
+            can_measure_late: Whether the gradients are, unscaled, what they were.
+        """
+        self.optimizer_name = type(optimizer).__name__
+        self._optimizer = weakref.ref(optimizer)
+        self._names = names
+        self.loss_scale = loss_scale = step.loss_scale
+        self._rule = loss_scale.host
+        self._before = loss_scale.snapshot()
+        # A snapshot of a device knows it too, and is read later.
+        self._loss_is_finite = True
+        if isinstance(loss_scale.live, HostState) and found_inf:
+            self._loss_is_finite = loss_scale.live.loss_is_finite
+        self.after: Snapshot | None = None  # the state after update()
+        self._found_inf, self._outlier, self._norm = found_inf, step.outlier, step.norm
+        self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
+        # From here on: only as long as it is the last outcome of the optimizer.
+        gradients = step.gradients
+        self._params: list[Tensor] | None = gradients.params
+        self._measured = step.norms
+        self._multiplier, self._can_measure_late = multiplier, can_measure_late
+        # To notice zero_grad() and a new backward(), which touch almost all of them. Measured ones
+        # are not read again, and the first of them tells enough.
+        grads = gradients.grads if step.norms is None else gradients.grads[:1]
+        if len(grads) > NUM_WITNESSES:
+            grads = [grads[0], grads[-1]]
+        versions = map(attrgetter("_version"), grads)
+        self._witnesses = list(zip(map(weakref.ref, grads), versions, strict=True))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, None if it is gone. Sync: none."""
+        return self._optimizer()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``update`` has been called since the step. Sync: none."""
+        return self.after is not None
+
+    def has_its_gradients(self) -> bool:
+        """Return whether nobody has written to the gradients since. Sync: none."""
+        params = self._params
+        if params is None:
+            return False
+        if self._measured is not None:
+            params = params[:1]
+        elif len(params) > NUM_WITNESSES:
+            params = [params[0], params[-1]]
+        return all(
+            param.grad is not None and ref() is param.grad and param.grad._version == version
+            for (ref, version), param in zip(self._witnesses, params, strict=True)
+        )
+
+    def forget_gradients(self) -> None:
+        """Drop what is kept only for the last step of an optimizer."""
+        self._params = self._measured = self._multiplier = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether the optimizer's step was taken."""
+        return not self.skipped
+
+    @property
+    def skipped(self) -> bool:
+        """Whether it was skipped."""
+        if "entry" in vars(self):
+            return not self.entry.taken
+        return any(bool(flag) for flag in (self._found_inf, self._outlier) if flag is not None)
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why it was skipped, None if it was taken."""
+        return self.entry.reason
+
+    @cached_property
+    def rank(self) -> int | None:
+        """The first rank whose loss was inf or NaN, else whose gradients were.
+
+        None if there was none, or if the ranks did not have to tell each other: with one of them,
+        or under DistributedDataParallel, which gives all the same gradients.
+        """
+        ranks = [agreement.first_rank() for agreement in self._agreements]
+        return min((rank for rank in ranks if rank is not None), default=None)
+
+    @property
+    def scale(self) -> float:
+        """The scale that the loss was multiplied by."""
+        return self.entry.scale
+
+    @cached_property
+    def scale_after(self) -> float:
+        """The scale after ``update``.
+
+        Raises:
+            CallOrderError: ``update`` has not been called yet.
+        """
+        if self.after is None:
+            raise CallOrderError("outcome.scale_after before update(): call scaler.update() first")
+        return state_of(self.after, self._rule).scale
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the norm was measured during the step. Sync: none."""
+        return self._norm is not None
+
+    @cached_property
+    def norm(self) -> float:
+        """L2 norm of all gradients of the optimizer together, unscaled and before clipping.
+
+        Raises:
+            CallOrderError: It was not measured and the gradients are gone.
+        """
+        measured = self.entry.norm
+        if not self.is_measured and self._agreements:
+            raise CallOrderError(
+                "outcome.norm: the gradients of this step are spread over several ranks, and their "
+                "norm was not measured: " + HOW_TO_MEASURE
+            )
+        return measured if self.is_measured else math.hypot(*self._norms)
+
+    @cached_property
+    def norms(self) -> dict[str, float]:
+        """L2 norm of every gradient by parameter name, unscaled and before clipping.
+
+        Of a DTensor, of what this rank holds of it.
+
+        Raises:
+            CallOrderError: They were not measured and the gradients are gone.
+        """
+        norms = self._norms
+        assert self._params is not None
+        names = self._names.of(self._params, self._optimizer())
+        return dict(zip(names, norms, strict=True))
+
+    @cached_property
+    def culprits(self) -> list[str]:
+        """Names of the parameters whose gradients, on this rank, are inf or NaN.
+
+        Raises:
+            CallOrderError: They were not measured and the gradients are gone.
+        """
+        return self._names.of(self.culprit_parameters(), self._optimizer())
+
+    def culprit_parameters(self) -> list[Tensor]:
+        """Return the parameters that :attr:`culprits` names."""
+        norms, params = self._norms, self._params
+        assert params is not None
+        pairs = zip(params, norms, strict=True)
+        return [param for param, norm in pairs if not math.isfinite(norm)]
+
+    def find_culprits(self) -> list[Culprit]:
+        """Count inf and NaN in the gradients as they are now; names only if they are gone."""
+        if self._params is None:
+            return []
+        gradients = collect(self._params)
+        found = culprits(gradients, self._names.of(gradients.params, self._optimizer()))
+        try:
+            return found or [Culprit(name) for name in self.culprits]
+        except CallOrderError:
+            return []
+
+    @cached_property
+    def entry(self) -> HistoryEntry:
+        """The outcome as one row of ``GradScaler.history()``."""
+        return read_all([self])[0]
+
+    def packed(self) -> Tensor:
+        """Return a vector of float32 for :meth:`unpack`, on the device of the scale. Sync: none.
+
+        It is empty if all is on the host already.
+        """
+        before, found_inf = self._before, self._found_inf
+        if isinstance(before, ScaleState):
+            return torch.empty(0)
+        assert isinstance(found_inf, Tensor)
+        missing = torch.full_like(found_inf, math.nan)
+        outlier, norm = self._outlier, self._norm
+        row = [
+            found_inf,
+            outlier if isinstance(outlier, Tensor) else torch.zeros_like(missing),
+            norm.to(missing) if isinstance(norm, Tensor) else missing,
+        ]
+        states = [before, *([self.after] if isinstance(self.after, DeviceSnapshot) else [])]
+        return torch.cat([torch.stack(row), *(s.values.view(torch.float32) for s in states)])
+
+    def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
+        """Return the entry, and the scale after ``update`` if it has been called.
+
+        Args:
+            packed: What :meth:`packed` has returned, on the CPU.
+        """
+        if isinstance(self._before, ScaleState):
+            state, loss_is_finite = self._before, self._loss_is_finite
+            found_inf, outlier = self._found_inf, self._outlier
+            norm = math.nan if self._norm is None else round_to_float32(float(self._norm))
+            after = None if self.after is None else state_of(self.after, self._rule).scale
+        else:
+            found_inf, outlier, norm = packed[:3].tolist()
+            end = 3 + len(self._before.values)
+            state, loss_is_finite = DeviceSnapshot(packed[3:]).read_with_loss(self._rule)
+            is_over = len(packed) > end
+            after = DeviceSnapshot(packed[end:]).read(self._rule).scale if is_over else None
+        why = reason(state, bool(found_inf), loss_is_finite, bool(outlier))
+        number = state.num_taken + state.num_skipped + 1
+        return HistoryEntry(number, self.optimizer_name, why is None, why, state.scale, norm), after
+
+    @cached_property
+    @keep_out_of_graphs
+    def _norms(self) -> list[float]:
+        if self._params is None:
+            raise CallOrderError(
+                "norms and culprits are kept for the last step of each optimizer only, and this "
+                "outcome is older, or a copy of such a one"
+            )
+        if not self._can_measure_late and not self.is_measured and self.taken:
+            raise CallOrderError(
+                f"the optimizer {self.optimizer_name} has divided the gradients by itself, and "
+                "they were not measured before: " + HOW_TO_MEASURE
+            )
+        if self._measured is not None:
+            return self._measured.unscaled()
+        if not self.has_its_gradients():
+            raise CallOrderError(
+                "the gradients of this step were not measured and are gone: look at norm, "
+                "norms and culprits of an outcome before zero_grad() and the next backward(), "
+                "or " + HOW_TO_MEASURE
+            )
+        return measure(collect(self._params), self._multiplier).unscaled()
+
+    @keep_out_of_graphs
+    def __getstate__(self) -> dict[str, object]:
+        """Return plain values and tensors on the CPU. Sync: as reading all properties."""
+        state: dict[str, object] = {
+            "optimizer_name": self.optimizer_name,
+            "rank": self.rank,
+            "_rule": self._rule,
+            "_before": _on_cpu(self._before),
+            "after": None if self.after is None else _on_cpu(self.after),
+            "_loss_is_finite": self._loss_is_finite,
+            "_found_inf": on_cpu(self._found_inf),
+            "_outlier": on_cpu(self._outlier),
+            "_norm": on_cpu(self._norm),
+        }
+        for what in ("norm", "norms", "culprits"):
+            with suppress(CallOrderError):
+                state[what] = getattr(self, what)
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Make an outcome of a step that was elsewhere, or is over."""
+        self.__dict__ |= state | {"_optimizer": _gone, "_names": Names(), "_agreements": ()}
+        self.forget_gradients()
+
+    def __repr__(self) -> str:
+        """Return all of it in a line. Sync: one."""
+        verdict = "taken" if self.taken else f"skipped, {self.reason}"
+        if self.rank is not None:
+            verdict += f", rank {self.rank}"
+        after = "" if self.after is None else f" -> {self.scale_after:g}"
+        norm = "" if self._norm is None else f"; norm {self.norm:.4g}"
+        return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
+
+
+def _on_cpu(snapshot: Snapshot) -> Snapshot:
+    return snapshot if isinstance(snapshot, ScaleState) else snapshot.on_cpu()
+
+
+def _gone() -> None:
+    """Stand for a weak reference to an optimizer that is not here."""
+
+
+@keep_out_of_graphs
+def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
+    """Read many outcomes at once. Sync: one, however many they are."""
+    if not outcomes:
+        return []
+    packed = [outcome.packed() for outcome in outcomes]
+    together = torch.cat([moved(values, packed[0].device) for values in packed]).cpu()
+    parts = torch.split(together, [len(values) for values in packed])
+    return [outcome.unpack(part)[0] for outcome, part in zip(outcomes, parts, strict=True)]
+
+
+class Memory:
+    """What is kept of an optimizer from one iteration to the next.
+
+    Attributes:
+        outcome: That of its last step.
+        first_norms: The scaled norms of its first steps.
+    """
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.first_norms: list[float] = []
+
+    def clear(self) -> None:
+        """Let go of its parameters: the optimizer is gone."""
+        if self.outcome is not None:
+            self.outcome.forget_gradients()
+            self.outcome = None
+
+
+class Journal:
+    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`.
+
+    Attributes:
+        memories: What is kept of each optimizer that still exists.
+        open: The outcomes of the iteration that has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
+        self.open: list[Outcome] = []
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Return what is kept of an optimizer."""
+        memory = self.memories.get(optimizer)
+        if memory is None:
+            memory = self.memories[optimizer] = Memory()
+            # Without the journal, which must not live as long as the optimizer.
+            weakref.finalize(optimizer, memory.clear).atexit = False
+        return memory
+
+    def add(self, memory: Memory, outcome: Outcome) -> None:
+        """Add the outcome of a step."""
+        if memory.outcome is not None:
+            memory.outcome.forget_gradients()
+        memory.outcome = outcome
+        self._all.append(outcome)
+        self.open.append(outcome)
+
+    def newest(self, count: int) -> list[Outcome]:
+        """Return the last outcomes, newest last. Sync: none."""
+        return list(islice(reversed(self._all), count))[::-1]
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return the outcome of the last step of an optimizer, or of one that it wraps.
+
+        Raises:
+            CallOrderError: ``step`` has not been called for it.
+        """
+        outcome = self.last(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
+                "GradScaler. Call scaler.step(optimizer) first"
+            )
+        return outcome
+
+    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
+        """Return the same, None if ``step`` has not been called for it."""
+        memory = self.memories.get(optimizer)
+        if memory is not None and memory.outcome is not None:
+            return memory.outcome
+        for stepped, memory in self.memories.items():
+            if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
+                return memory.outcome
+        return None
+
+    def entries(self) -> list[HistoryEntry]:
+        """Return all outcomes in short, oldest first. Sync: one."""
+        return read_all(list(self._all))

@@ -1,1 +1,0 @@
-"""What became of the steps, and who is told."""

@@ -1,0 +1,520 @@
+"""One step of one optimizer: gather, check, agree, decide, take, remember.
+
+G is reading or writing all gradients once, before the optimizer's own work:
+
+===================  =======================  ===========================================
+optimizer            neither clip nor norm    clip, or the norm is wanted
+===================  =======================  ===========================================
+plain                check and divide, 2 G    measure, 1 G; divide and clip at once, 2 G
+handles the scale    measure, 1 G             measure, 1 G
+===================  =======================  ===========================================
+
+Where measuring takes longer than a check, in the lower left corner gradients are only checked. The
+first steps of an optimizer are measured, to notice gradients that are clipped too early; and so are
+those with a scale that may be below 1, since a skipped step could not undo its division.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from halfstep._scaler import passes, scalars
+from halfstep._scaler.blocks import end_blocks
+from halfstep._scaler.early_clipping import NUM_STEPS, see_first_norm
+from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.norm_limits import NormLimit
+from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
+from halfstep._scaler.outcome import Memory, Outcome
+from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.group import has_process_group
+from halfstep._scaler.scalars import Scalar
+from halfstep.errors import CallOrderError, NothingCheckedError, RanksError
+
+if TYPE_CHECKING:
+    from halfstep._scaler.engine import Engine
+
+
+def take(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_norm: float | None,
+    *,
+    is_fused: bool,
+) -> Any:
+    """Step if all gradients are finite and, unscaled, still are.
+
+    Args:
+        engine: The scaler.
+        optimizer: Its ``step`` is called, if only to skip.
+        args: Arguments for its ``step``.
+        kwargs: Keyword arguments for it.
+        max_norm: What the norm is clipped to, None for no clipping.
+        is_fused: Whether its ``step`` divides by the scale and skips by itself.
+
+    Returns:
+        What ``optimizer.step`` returned, None for a skipped step.
+
+    Raises:
+        CallOrderError: There is no gradient.
+
+    Sync: one; none for an optimizer that handles the scale itself.
+    """
+    earlier = engine.iteration.step_of(optimizer)
+    if earlier is not None:
+        require_not_stepped(earlier)
+    step = gather(engine, "step", optimizer, earlier)
+    memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
+    take_it = _take_fused if is_fused else _take_plain
+    try:
+        result, found_inf, skip = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
+    except BaseException as error:
+        if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
+            engine.end_iteration()  # it is raised on all ranks, and they can go on
+        else:
+            _remember_failure(engine.iteration, step)
+        raise
+    remember(engine, optimizer, step, memory, found_inf, skip, is_fused=is_fused)
+    return result
+
+
+def require_not_stepped(earlier: Step) -> None:
+    """Raise CallOrderError if the optimizer has stepped since the last ``update``."""
+    if earlier.stage is Stage.STEPPED:
+        raise CallOrderError(
+            f"step({name(earlier.optimizer)}): {earlier.stage.value} since the last update(). Call "
+            "update() once at the end of each iteration, after step() of every optimizer"
+        )
+
+
+# --- gather ---------------------------------------------------------------------------------------
+
+
+def gather(
+    engine: Engine,
+    call: str,
+    optimizer: torch.optim.Optimizer | None,
+    earlier: Step | None,
+    params: list[Tensor] | None = None,
+) -> Step:
+    """Find gradients, and what they are multiplied by. Sync: none.
+
+    If some of them have been unscaled with another optimizer, the others are unscaled now.
+
+    Args:
+        engine: The scaler.
+        call: What an error message calls the call.
+        optimizer: Whose gradients; None if they are no optimizer's.
+        earlier: What its last call in this iteration has left.
+        params: Their parameters; None for those of the optimizer.
+
+    Raises:
+        CallOrderError: Nothing is known of these gradients, or it is too late for the call.
+    """
+    iteration = engine.iteration
+    if params is None:
+        assert optimizer is not None
+        params = []
+        for group in optimizer.param_groups:
+            params += group["params"]
+    owner: object = params if optimizer is None else optimizer
+    if engine.unused.waiting:
+        engine.unused.use(params)
+    ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
+    loss_scale = None
+    if earlier is not None and earlier.checks:
+        loss_scale = earlier.checks[0].scale
+    if iteration.blocks:
+        if call == "step" and all(param.grad is None for param in params):
+            _require_ranks(ranks, optimizer)
+        loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
+        end_blocks(iteration, params, ranks)
+    gradients = collect(params)
+    is_scaled = earlier is None or earlier.stage is Stage.SCALED
+    if call == "step" and is_scaled and not gradients.grads:
+        _require_ranks(ranks, optimizer)
+    loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
+    if iteration.in_doubt and iteration.is_in_doubt(gradients):
+        raise CallOrderError(
+            f"{call}(): an earlier step() of these gradients raised, and may have divided some "
+            "of them by the scale already: zero_grad() and call backward() again"
+        )
+    if not is_scaled:
+        assert earlier is not None
+        if iteration.num_losses > earlier.num_losses:
+            _require_the_same(call, gradients, iteration, owner)
+        step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
+        step.norms, step.norm = earlier.norms, earlier.norm
+        return step
+    if not (iteration.checks or ranks.is_together):
+        return Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
+    scaled, checks = iteration.split(gradients)
+    asked: frozenset[int] = frozenset()
+    if ranks.is_together:
+        asked = frozenset(map(id, params))
+        checks = [check for check in iteration.checks if check.asked & asked]
+    step = Step(optimizer, loss_scale, scaled, loss_scale.number(), checks, ranks, asked)
+    if not checks:
+        return step
+    refuse_half(engine, step)
+    for check in checks:
+        _unscale_what_was_left(check)
+    unscale_(step)
+    if step.own_check is not None:
+        iteration.add(step.own_check)
+        checks = [*checks, step.own_check]
+    return Step(optimizer, loss_scale, gradients, None, checks, ranks)
+
+
+def _require_ranks(ranks: Alone | Together, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise unless other ranks may have gradients."""
+    if not ranks.is_together:
+        raise nothing_checked(optimizer)
+
+
+def nothing_checked(optimizer: torch.optim.Optimizer | None) -> CallOrderError:
+    """Return the error for an optimizer without any gradient."""
+    assert optimizer is not None
+    num_params = sum(1 for _ in parameters(optimizer))
+    return NothingCheckedError(
+        f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
+        "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
+        "it, or the loss does not depend on these parameters (is it the optimizer of this "
+        "model?).\n"
+        "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
+        "leave out step() for this optimizer in this iteration. (torch.amp says: No inf checks "
+        "were recorded for this optimizer.)"
+    )
+
+
+def _require_the_same(
+    call: str,
+    gradients: Gradients,
+    iteration: Iteration,
+    owner: object,
+) -> None:
+    new, _ = iteration.split(gradients)
+    if new.grads:
+        raise CallOrderError(
+            f"{call}({name(owner)}): backward() of a scaled loss came after its "
+            f"gradients were unscaled, and {len(new.grads)} of {len(gradients.grads)} are new and "
+            "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
+            "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
+        )
+
+
+def _unscale_what_was_left(check: GradientCheck) -> None:
+    """Divide the gradients that a skipped step of another optimizer has left as they were."""
+    if check.left_scaled is not None:
+        is_left, multiplier = check.left_scaled
+        factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
+        passes.multiply_(check.gradients, factor)
+        check.left_scaled = None
+
+
+def refuse_half(engine: Engine, step: Step) -> None:
+    """Raise if float16 gradients would have to be unscaled in place."""
+    if step.multiplier is not None and torch.float16 in step.gradients.dtypes:
+        owner = "the list of parameters" if step.optimizer is None else name(step.optimizer)
+        refuse_float16(
+            step.gradients, owner, engine.names.of(step.gradients.params, step.optimizer)
+        )
+
+
+# --- check, agree ---------------------------------------------------------------------------------
+
+
+def unscale_(step: Step) -> None:
+    """Divide the gradients by the scale in place and look for inf and NaN. 2 G. Sync: none."""
+    loss_scale, multiplier = step.loss_scale, step.multiplier
+    if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
+        return
+    amax = _largest(step) if loss_scale.wants_amax else None
+    if loss_scale.can_amplify:
+        found_inf = passes.unscale_(step.gradients, multiplier, can_amplify=True)
+    else:
+        found_inf = passes.multiply_(step.gradients, scalars.reciprocal(multiplier))
+    _add_check(step, found_inf, amax)
+    step.multiplier = None
+
+
+def check(step: Step) -> None:
+    """Check scaled gradients; measure them too if it takes no longer. 1 G, or 2 G of small ones.
+
+    Sync: none.
+    """
+    if step.multiplier is None or not step.has_gradients:
+        return
+    if not passes.is_measured_fast(step.gradients):
+        _add_check_of_scaled(step, list(passes.check(step.gradients).values()))
+    elif step.ranks.is_together:
+        # The norm of all would be one more collective.
+        step.norms = passes.measure(step.gradients, step.multiplier)
+        norm = step.norms.total(step.loss_scale.device)
+        _add_check_of_scaled(step, [scalars.flag_nonfinite(norm, step.loss_scale.device)])
+    else:
+        measure(step)
+
+
+def measure(step: Step) -> tuple[passes.Norms, Scalar] | None:
+    """Measure the norms, which checks scaled gradients too; change nothing. 1 G. Sync: none.
+
+    Returns:
+        The norms as they are, and the unscaled norm of all; None without gradients.
+    """
+    if not step.has_gradients:
+        return None
+    device = step.loss_scale.device
+    norms = passes.measure(step.gradients, step.multiplier)
+    if step.ranks is ALONE:
+        norm = norms.total(device)
+        found = scalars.flag_nonfinite(norm, device)
+        if step.multiplier is not None:
+            _add_check_of_scaled(step, [found])
+    else:
+        finish = step.ranks.start_norm(norms, step.gradients, device)
+        if step.multiplier is not None:
+            # What the other ranks have found is on its way together with their norms.
+            here = scalars.flag_nonfinite(norms.total(device), device)
+            _add_check_of_scaled(step, [here], norms)
+        norm = finish()
+        found = scalars.flag_nonfinite(norm, device)
+    if step.multiplier is not None:
+        norm = norm / step.multiplier
+    else:
+        # Somebody may have changed them since they were unscaled, and the answer is at hand.
+        step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
+    if step.norm is None:
+        step.norms, step.norm = norms, norm
+    return norms, norm
+
+
+def _add_check_of_scaled(
+    step: Step, found: list[Tensor], norms: passes.Norms | None = None
+) -> None:
+    """Add the check of gradients that stay multiplied by the scale."""
+    assert step.multiplier is not None
+    if step.loss_scale.can_amplify:
+        found += passes.overflows_when_divided(step.gradients, step.multiplier)
+    device = step.loss_scale.device
+    if len(found) == 1 and found[0].device == device:
+        found_inf = {device: found[0]}
+    else:
+        found_inf = {device: scalars.any_of(found, device)} if found else {}
+    amax = _largest(step) if step.loss_scale.wants_amax else None
+    _add_check(step, found_inf, amax, norms)
+
+
+def _add_check(
+    step: Step,
+    found_inf: dict[torch.device, Tensor],
+    amax: Tensor | None,
+    norms: passes.Norms | None = None,
+) -> None:
+    """Add the check, and tell the other ranks of it if several decide."""
+    own = GradientCheck(step.loss_scale, step.gradients, found_inf, amax, asked=step.asked)
+    step.own_check = own
+    if step.ranks is not ALONE:
+        has_gradients = len(step.gradients.grads) + len(step.checks) > 0
+        step.ranks.agree_on(own, norms, has_gradients=has_gradients)
+
+
+def _largest(step: Step) -> Tensor | None:
+    """Return the largest unscaled magnitude, which the rule wants to know. 1 G."""
+    if not step.gradients.grads:
+        return None
+    assert step.multiplier is not None
+    return passes.largest(step.gradients, step.multiplier, step.loss_scale.device)
+
+
+# --- decide, take ---------------------------------------------------------------------------------
+
+
+def limit(
+    step: Step, norm: Scalar | None, max_norm: float | None, norm_limit: NormLimit | None
+) -> None:
+    """Work out the clip coefficient, and whether the norm is an outlier. Sync: none."""
+    if norm is None:
+        return
+    if max_norm is not None:
+        step.coefficient = passes.clip_coefficient(norm, max_norm)
+    if norm_limit is not None:
+        assert step.norm is not None
+        exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.loss_scale.device))
+        step.outlier = scalars.scalar(exceeded)
+
+
+def multiply_(step: Step) -> None:
+    """Divide by the scale and clip, at once and in place; 2 G if there is something to do."""
+    factor = step.factor()
+    if factor is not None:
+        passes.multiply_(step.gradients, factor)
+        step.multiplier = None
+
+
+def _take_plain(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    memory: Memory,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_norm: float | None,
+) -> tuple[Any, Scalar, Scalar]:
+    if torch.float16 in step.gradients.dtypes:
+        refuse_half(engine, step)
+    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
+    is_first = step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
+    undo = None
+    if is_first or max_norm is not None or norm_limit is not None:
+        measured = measure(step)
+        limit(step, measured and measured[1], max_norm, norm_limit)
+    elif step.multiplier is not None and step.loss_scale.can_amplify:
+        # Dividing by a scale below 1 may make inf of a gradient that a skipped step has to leave.
+        check(step)
+    else:
+        undo = step.multiplier
+        unscale_(step)
+    found_inf = step.found_inf()
+    if found_inf is None:
+        raise nothing_checked(optimizer)
+    skip = found_inf if step.outlier is None else step.skip(found_inf)
+    if is_first or isinstance(skip, Tensor) or step.ranks is not ALONE:
+        skip = read_skip(step, skip, memory if is_first else None)
+    if skip != 0.0:
+        if undo is not None:
+            passes.multiply_(step.gradients, undo)
+            step.multiplier = undo
+        return None, found_inf, skip
+    if undo is None:
+        multiply_(step)
+    # Through the instance: accelerate replaces `step` there to see whether it was called.
+    return optimizer.step(*args, **kwargs), found_inf, skip
+
+
+def _take_fused(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    memory: Memory,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    max_norm: float | None,
+) -> tuple[Any, Scalar, Scalar]:
+    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
+    is_on_host = step.loss_scale.device.type in scalars.READABLE
+    # Elsewhere reading the first norms would be a sync.
+    is_first = is_on_host and step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
+    if is_first or max_norm is not None or norm_limit is not None:
+        measured = measure(step)
+        limit(step, measured and measured[1], max_norm, norm_limit)
+    else:
+        check(step)
+    found_inf = require_found(step)
+    if is_on_host and (is_first or step.ranks is not ALONE):
+        read_skip(step, found_inf, memory if is_first else None)
+    else:
+        for agreement in step.agreements():
+            agreement.verify()
+    divisor, device, skip = step.divisor(), step.loss_scale.device, step.skip(found_inf)
+    result = step_with_scale(
+        optimizer,
+        None if divisor is None else scalars.as_tensor(divisor, device),
+        scalars.as_tensor(skip, device),
+        args,
+        kwargs,
+    )
+    return result, found_inf, skip
+
+
+def require_found(step: Step) -> Scalar:
+    """Return 1 if inf or NaN was found, else 0.
+
+    Raises:
+        CallOrderError: There was no gradient to check.
+    """
+    found_inf = step.found_inf()
+    if found_inf is None:
+        raise nothing_checked(step.optimizer)
+    return found_inf
+
+
+def read_skip(step: Step, skip: Scalar, memory: Memory | None) -> float:
+    """Return 1 if the step is to be skipped, else 0. Sync: the one of a plain step.
+
+    Args:
+        step: The step.
+        skip: The same, which may be on the device.
+        memory: Takes the norm of one of the first steps of the optimizer; None for others.
+    """
+    if memory is None or step.norm is None or step.multiplier is None:
+        return step.read([skip])[0]
+    norm = step.norm.float() if isinstance(step.norm, Tensor) else scalars.to_single(step.norm)
+    values = step.read([skip, scalars.to_single(norm * step.multiplier), step.multiplier])
+    if not values[0]:
+        assert step.optimizer is not None
+        see_first_norm(memory.first_norms, step.optimizer, values[1], values[2])
+    return values[0]
+
+
+# --- remember -------------------------------------------------------------------------------------
+
+
+def keep(iteration: Iteration, step: Step, stage: Stage) -> None:
+    """Remember what was found and done; without any gradient there is nothing to remember."""
+    own = step.own_check
+    if own is not None:
+        iteration.add(own)
+        step.checks = [*step.checks, own]
+    if step.checks and step.optimizer is not None:
+        step.stage, step.num_losses = stage, iteration.num_losses
+        iteration.steps[id(step.optimizer)] = step
+
+
+def remember(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    memory: Memory,
+    found_inf: Scalar,
+    skip: Scalar,
+    *,
+    is_fused: bool,
+) -> None:
+    """Remember the step and its outcome. Sync: none."""
+    multiplier = step.multiplier
+    if step.own_check is not None and multiplier is not None:
+        step.own_check.left_scaled = skip, multiplier
+        if step.norms is None:
+            multiplier = scalars.where(skip, multiplier, 1.0)
+    keep(engine.iteration, step, Stage.STEPPED)
+    if step.ranks is not ALONE:
+        step.loss_scale.forget_later_losses()
+    # Whether the gradients of a step that was taken are, unscaled, what they were: what is small
+    # may be zero in float16 when it is unscaled.
+    can_measure_late = not is_fused or (
+        writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
+    )
+    outcome = Outcome(optimizer, engine.names, step, found_inf, multiplier, can_measure_late)
+    engine.journal.add(memory, outcome)
+
+
+def _remember_failure(iteration: Iteration, step: Step) -> None:
+    """Remember what a step that raised has left of the gradients."""
+    if step.multiplier is None:
+        keep(iteration, step, Stage.UNSCALED)
+    elif step.own_check is not None and not _is_untouched(step):
+        iteration.doubt(step.gradients)
+
+
+def _is_untouched(step: Step) -> bool:
+    """Return whether the gradients surely are as they were when they were measured. Sync: some."""
+    if step.norms is None:
+        return False
+    now = passes.measure(step.gradients, step.multiplier)
+    return repr(now.unscaled()) == repr(step.norms.unscaled())  # NaN is not equal to NaN

@@ -1,1 +1,0 @@
-"""What happens to the gradients of one optimizer in one iteration."""
