@@ -22,10 +22,11 @@ $(READY): pyproject.toml constraints.txt setup.sh
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
 	@$(BIN)/halfstep demo $(ARGS)
 
-check: $(READY)  ## lint, format and types
+check: $(READY)  ## lint, format, types and the direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 test: check  ## check, then all tests that need no GPU
 	@$(MAKE) --no-print-directory pytest
@@ -54,6 +55,7 @@ test-ranks: $(READY)  ## the tests with four ranks, on the CPU
 
 bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/step_time.py --compile --rounds 16
 	$(BIN)/python benchmarks/host_time.py
 	$(BIN)/python benchmarks/cache_time.py

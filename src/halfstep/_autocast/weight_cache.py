@@ -126,8 +126,7 @@ def forget(weights: Iterable[Tensor], context: ContextCasts | None) -> None:
     for weight in weights:
         if context and id(weight) in context:
             context[id(weight)][1].forget()
-        casts = _held_casts(weight)
-        if casts is not None:
+        if type(weight) is Held and (casts := _held_casts(weight)) is not None:
             casts.forget()
 
 
