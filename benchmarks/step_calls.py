@@ -1,16 +1,19 @@
 """What a step costs the host beside torch.amp's: Python calls, dispatched ops, files that run.
 
-No clock: the figures are the same in every run. One iteration is ``scale``, ``step``, ``update`` of
+No clock: the figures are the same in every run. With ``--time`` a table of times follows, of paired
+rounds on one thread. One iteration is ``scale``, ``step``, ``update`` of
 12 parameters of 64 x 64 on the CPU; with clipping, ``step(max_norm=)`` beside ``unscale_`` and
 ``torch.nn.utils.clip_grad_norm_``.
 
-    python benchmarks/step_calls.py
+    python benchmarks/step_calls.py [--time]
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -23,6 +26,9 @@ import halfstep
 
 WARM_UP = 20
 """The first steps of an optimizer are measured to notice clipping before unscaling."""
+
+
+NUM_ROUNDS, NUM_ITERATIONS = 60, 50
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,23 @@ def _iteration(make_scaler: Callable[..., Any], *, fused: bool, clips: bool) -> 
     return iterate
 
 
+def time_ratios(*, fused: bool, clips: bool) -> tuple[float, list[float]]:
+    """Return the milliseconds of an iteration of ours, and ratios to torch.amp's, a round each."""
+    ours = _iteration(halfstep.GradScaler, fused=fused, clips=clips)
+    theirs = _iteration(torch.amp.GradScaler, fused=fused, clips=clips)
+    times: dict[Callable[[], None], list[float]] = {ours: [], theirs: []}
+    for number in range(NUM_ROUNDS):
+        for iterate in (ours, theirs) if number % 2 else (theirs, ours):
+            start = time.perf_counter()
+            for _ in range(NUM_ITERATIONS):
+                iterate()
+            times[iterate].append((time.perf_counter() - start) / NUM_ITERATIONS)
+    ratios = [mine / other for mine, other in zip(times[ours], times[theirs], strict=True)]
+    return 1e3 * statistics.median(times[ours]), ratios
+
+
 def main() -> None:
-    """Print a table."""
+    """Print the tables."""
     print("| step | files | Python calls, torch.amp's | ratio | ops, torch.amp's |")
     print("|---|---|---|---|---|")
     for fused in (False, True):
@@ -109,6 +130,16 @@ def main() -> None:
                 f"| {name} | {len(ours.files)} | {ours.calls}, {theirs.calls} | {ratio} | "
                 f"{ours.ops}, {theirs.ops} |"
             )
+    if "--time" not in sys.argv[1:]:
+        return
+    torch.set_num_threads(1)
+    print("\n| step | ms | to torch.amp's: median, quartiles |\n|---|---|---|")
+    for fused in (False, True):
+        for clips in (False, True):
+            name = ("fused" if fused else "plain") + (" + clip" if clips else "")
+            milliseconds, ratios = time_ratios(fused=fused, clips=clips)
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(f"| {name} | {milliseconds:.3f} | {middle:.3f} ({low:.3f}-{high:.3f}) |")
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         blocks.scale = scale
     # The scale is to move by an overflow, though the step may be taken without this block; and not
     # by a loss that no scale can help.
-    found = {device: torch.full((), float(overflowed), device=device)}
+    found = {device: torch.full((), float(overflowed), dtype=torch.float32, device=device)}
     amax = None if is_bad or step.own_check is None else step.own_check.amax
     block.root.add(GradientCheck(scale, NONE, found, amax))
     return not is_bad

@@ -70,7 +70,7 @@ def _put_together(iteration: Iteration, blocks: Blocks, ranks: Alone | Together)
     if is_lost and not blocks.overflowed:
         blocks.scale.mark_loss_bad()
     if is_lost or not gradients.grads:
-        found_inf = torch.full((), float(is_lost), device=device)
+        found_inf = torch.full((), float(is_lost), dtype=torch.float32, device=device)
     else:  # each block was finite, and their sum may not be
         found_inf = scalars.flag_nonfinite(passes.measure(gradients, None).total(device), device)
     asked = frozenset(map(id, parameters(optimizer))) if ranks.is_together else frozenset[int]()

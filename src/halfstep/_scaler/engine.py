@@ -150,7 +150,7 @@ class Engine:
                 f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
                 "update(). Clip before step()"
             )
-        ready = step.gather(self, "clip_grad_norm_", optimizer, earlier, params)
+        ready = step.gather(self, "clip_grad_norm_", optimizer, earlier, params, target)
         step.refuse_half(self, ready)
         norm = clipping.clip_(
             ready,

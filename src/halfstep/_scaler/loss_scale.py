@@ -52,7 +52,8 @@ class HostState:
     def __init__(self, state: ScaleState) -> None:
         # The first loss may come in inference mode, the next one from training.
         with torch.inference_mode(False):
-            self.scale, self.bad_loss = torch.zeros((), device=CPU), torch.zeros((), device=CPU)
+            self.scale = torch.zeros((), dtype=torch.float32, device=CPU)
+            self.bad_loss = torch.zeros((), dtype=torch.float32, device=CPU)
         self.now: ScaleState
         self.write_(state)
 
@@ -64,7 +65,7 @@ class HostState:
     @property
     def growth_tracker(self) -> Tensor:
         """The count of steps in a row, an int32 scalar; a copy."""
-        return torch.tensor(self.now.growth_tracker, dtype=torch.int32)
+        return torch.tensor(self.now.growth_tracker, dtype=torch.int32, device=CPU)
 
     def traced_scale(self) -> Tensor:
         """Return a copy of the scale while torch.compile traces."""
@@ -111,6 +112,8 @@ class HostState:
         scale = new_scale.detach().reshape(()).float().item()
         if SMALLEST_SCALE <= scale <= LARGEST_SCALE:
             self.fill_(scale)
+        else:
+            self.scale.fill_(self.now.scale)  # a change all the same, for losses from before
         self.bad_loss.zero_()
 
     def write_(self, state: ScaleState) -> None:
@@ -123,7 +126,7 @@ class HostState:
         """Return scale (its bits), growth tracker, steps taken and skipped, int32 ``[4]``."""
         now = self.now
         counts = [float32_bits(now.scale), now.growth_tracker, now.num_taken, now.num_skipped]
-        return torch.tensor(counts, dtype=torch.int32)
+        return torch.tensor(counts, dtype=torch.int32, device=CPU)
 
 
 def _with_valid_tracker(state: ScaleState) -> ScaleState:
@@ -257,14 +260,21 @@ class LossScale:
         """Return the scale as it is now, to calculate with. Sync: none."""
         live = self.live
         assert live is not None
-        # A copy: update() changes the tensor in place.
-        return live.now.scale if isinstance(live, HostState) else live.scale.clone()
+        if not isinstance(live, HostState):
+            return live.scale.clone()  # update() changes the tensor in place
+        scale = live.scale.item()
+        if scale != live.now.scale:  # existing code writes to scaler._scale in place
+            live.now = changed(live.now, scale=scale)
+        return scale
 
     def read(self) -> ScaleState:
         """Return the whole state. Sync: one."""
         if self.live is None:
             return self.host
-        return self.live.now if isinstance(self.live, HostState) else self.live.read(self.host)
+        if isinstance(self.live, HostState):
+            self.number()  # sees what was written in place
+            return self.live.now
+        return self.live.read(self.host)
 
     def load(self, state: ScaleState) -> None:
         """Take over a state, in place on the device. Sync: none."""
@@ -306,7 +316,7 @@ class LossScale:
             live.update_(
                 found,
                 any(outlier != 0.0 for outlier in outliers) if outliers else False,
-                max(amax.item() for amax in amaxes) if amaxes else None,
+                torch.stack(amaxes).amax().item() if amaxes else None,
             )
             self.is_quiet = skipped_before == live.now.skipped_in_a_row == 0
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,8 +37,8 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
     forgotten.
     """
-    own = vars(optimizer).get(_HANDLES_SCALE)
-    if own is None:
+    own = vars(optimizer).get(_HANDLES_SCALE, _NOT_SET)
+    if own is _NOT_SET:
         return getattr(type(optimizer), _HANDLES_SCALE, False) is True
     if own is True:
         # torch.optim: the state of one that is not fused, loaded into a fused one, switches it off.
@@ -53,6 +54,8 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
     return is_pytorchs and getattr(optimizer, "grad_scale", None) is None
 
 
+_NOT_SET = object()
+
 _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 """By the function behind ``step``: its signature is not read in every step."""
 
@@ -61,10 +64,12 @@ def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.step`` wants the scaler itself, the older protocol."""
     step = optimizer.step
     function = getattr(step, "__func__", step)
-    found = _takes_scaler.get(function)
+    is_function = type(function) is FunctionType  # what else is callable may not be hashable
+    found = _takes_scaler.get(function) if is_function else None
     if found is None:
         found = "grad_scaler" in inspect.signature(step).parameters
-        _takes_scaler[function] = found
+        if is_function:
+            _takes_scaler[function] = found
     return found
 
 

@@ -154,6 +154,7 @@ class Outcome:
     def forget_gradients(self) -> None:
         """Drop what is kept only for the last step of an optimizer."""
         self._params = self._measured = self._multiplier = None
+        self._witnesses = []
 
     @property
     def taken(self) -> bool:
@@ -271,7 +272,7 @@ class Outcome:
         """
         before, found_inf = self._before, self._found_inf
         if isinstance(before, ScaleState):
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         assert isinstance(found_inf, Tensor)
         missing = torch.full_like(found_inf, math.nan)
         outlier, norm = self._outlier, self._norm
@@ -451,9 +452,9 @@ class Journal:
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the same, None if ``step`` has not been called for it."""
-        memory = self.memories.get(optimizer)
-        if memory is not None and memory.outcome is not None:
-            return memory.outcome
+        # `in` takes wrappers that no weak reference can be made to.
+        if optimizer in self.memories and (outcome := self.memories[optimizer].outcome) is not None:
+            return outcome
         for stepped, memory in self.memories.items():
             if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
                 return memory.outcome

@@ -70,7 +70,8 @@ def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
     """Return the same as a tensor on ``device``."""
     if isinstance(value, Tensor):
         return is_nonfinite(value)
-    return torch.full((), 0.0 if math.isfinite(value) else 1.0, device=device)
+    flag = 0.0 if math.isfinite(value) else 1.0
+    return torch.full((), flag, dtype=torch.float32, device=device)
 
 
 def to_float32(value: Tensor) -> Tensor:

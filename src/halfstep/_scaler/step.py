@@ -78,6 +78,8 @@ def take(
             engine.end_iteration()  # it is raised on all ranks, and they can go on
         else:
             _remember_failure(engine.iteration, step)
+        if memory.outcome is None and not memory.first_norms:
+            engine.journal.memories.pop(optimizer, None)
         raise
     remember(engine, optimizer, step, memory, found_inf, skip, is_fused=is_fused)
     return result
@@ -101,6 +103,7 @@ def gather(
     optimizer: torch.optim.Optimizer | None,
     earlier: Step | None,
     params: list[Tensor] | None = None,
+    owner: object = None,
 ) -> Step:
     """Find gradients, and what they are multiplied by. Sync: none.
 
@@ -112,6 +115,7 @@ def gather(
         optimizer: Whose gradients; None if they are no optimizer's.
         earlier: What its last call in this iteration has left.
         params: Their parameters; None for those of the optimizer.
+        owner: What an error message says has them; None for the optimizer.
 
     Raises:
         CallOrderError: Nothing is known of these gradients, or it is too late for the call.
@@ -122,7 +126,7 @@ def gather(
         params = []
         for group in optimizer.param_groups:
             params += group["params"]
-    owner: object = params if optimizer is None else optimizer
+    owner = optimizer if owner is None else owner
     if engine.unused.waiting:
         engine.unused.use(params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
@@ -134,11 +138,19 @@ def gather(
             _require_ranks(ranks, optimizer)
         loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
         end_blocks(iteration, params, ranks)
-    gradients = collect(params)
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
+    if loss_scale is None:
+        try:
+            # The gradients of a block have no scale but that of its own losses.
+            known = [] if call == "accumulate" else params
+            loss_scale = engine.scale_of_iteration(call, owner, known)
+        except CallOrderError:
+            if call == "step" and is_scaled and all(param.grad is None for param in params):
+                _require_ranks(ranks, optimizer)
+            raise
+    gradients = collect(params)
     if call == "step" and is_scaled and not gradients.grads:
         _require_ranks(ranks, optimizer)
-    loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
     if iteration.in_doubt and iteration.is_in_doubt(gradients):
         raise CallOrderError(
             f"{call}(): an earlier step() of these gradients raised, and may have divided some "
@@ -425,11 +437,21 @@ def _take_fused(
     result = step_with_scale(
         optimizer,
         None if divisor is None else scalars.as_tensor(divisor, device),
-        scalars.as_tensor(skip, device),
+        _as_flag(step, skip),
         args,
         kwargs,
     )
     return result, found_inf, skip
+
+
+def _as_flag(step: Step, skip: Scalar) -> Tensor:
+    """Return whether to skip as a tensor: that of the only check, where nothing else decides."""
+    own = step.own_check
+    if own is not None and own.agreement is None and step.outlier is None and not step.checks:
+        flag = own.found_here.get(step.loss_scale.device)
+        if flag is not None and len(own.found_here) == 1:
+            return flag
+    return scalars.as_tensor(skip, step.loss_scale.device)
 
 
 def require_found(step: Step) -> Scalar:
@@ -473,6 +495,7 @@ def keep(iteration: Iteration, step: Step, stage: Stage) -> None:
         step.checks = [*step.checks, own]
     if step.checks and step.optimizer is not None:
         step.stage, step.num_losses = stage, iteration.num_losses
+        step.gradients = NONE  # their memory belongs to the user
         iteration.steps[id(step.optimizer)] = step
 
 
@@ -492,7 +515,6 @@ def remember(
         step.own_check.left_scaled = skip, multiplier
         if step.norms is None:
             multiplier = scalars.where(skip, multiplier, 1.0)
-    keep(engine.iteration, step, Stage.STEPPED)
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
     # Whether the gradients of a step that was taken are, unscaled, what they were: what is small
@@ -502,6 +524,7 @@ def remember(
     )
     outcome = Outcome(optimizer, engine.names, step, found_inf, multiplier, can_measure_late)
     engine.journal.add(memory, outcome)
+    keep(engine.iteration, step, Stage.STEPPED)
 
 
 def _remember_failure(iteration: Iteration, step: Step) -> None:
