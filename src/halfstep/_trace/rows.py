@@ -6,19 +6,16 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta
 
 from halfstep._common.json import Count
 
-if TYPE_CHECKING:
-    pass
-
 Phase = Literal["forward", "recompute", "backward"]
 PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
-_DTYPES = r"bool|bits\d+(x\d+)?|q?u?int\d+(x\d+)?|b?float\d+(_[a-z0-9]+)*|complex\d+"
+_DTYPES = r"bool|bits\d+(x\d+)?|q?u?int\d+(x\d+)?|b?float\d+(_[a-z0-9]+)*|b?complex\d+"
 Dtype: TypeAlias = Annotated[str, Meta(pattern=f"^({_DTYPES})$")]
 """The name of a dtype of PyTorch, of this version or another, ``"bfloat16"``."""
 
