@@ -314,10 +314,7 @@ def _add_check_of_scaled(
     if step.loss_scale.can_amplify:
         found += passes.overflows_when_divided(step.gradients, step.multiplier)
     device = step.loss_scale.device
-    if len(found) == 1 and found[0].device == device:
-        found_inf = {device: found[0]}
-    else:
-        found_inf = {device: scalars.any_of(found, device)} if found else {}
+    found_inf = {device: scalars.any_of(found, device)} if found else {}
     amax = _largest(step) if step.loss_scale.wants_amax else None
     _add_check(step, found_inf, amax, norms)
 
