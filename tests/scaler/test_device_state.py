@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep._scaler.checks import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
+from halfstep._scaler.host_state import next_state
 from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.slots import SLOT
-from halfstep._scaler.table import Answers, next_sources
-from halfstep._scaler.transition import next_state
+from halfstep._scaler.table import SLOT, Answers, next_sources
 
 CPU = torch.device("cpu")
 
@@ -166,7 +165,6 @@ def test_a_count_past_the_interval() -> None:
     [
         lambda on_device, rule: None,  # update_ notices it
         lambda on_device, rule: on_device.set_rule_(rule),
-        lambda on_device, rule: on_device.clamp_tracker_(rule.growth_interval),
     ],
 )
 def test_a_lowered_interval(follow: Callable[[DeviceState, Rule], None]) -> None:
@@ -346,14 +344,14 @@ def test_it_may_be_made_in_inference_mode() -> None:
 def test_addresses_stay() -> None:
     state = ScaleState.first(4.0, Dynamic())
     on_device = DeviceState(state, CPU)
-    parts = [on_device.buffer, on_device.scale, on_device.growth_tracker, on_device.min_scale]
+    parts = [on_device.buffer, on_device.scale, on_device.growth_tracker, on_device.bad_loss]
     on_device.update_(torch.tensor(1.0), state)
     on_device.fill_(8.0)
     on_device.copy_(torch.tensor(0.5))
     on_device.write_(dataclasses.replace(state, scale=32.0, min_scale=2.0, growth_tracker=3))
-    now = [on_device.buffer, on_device.scale, on_device.growth_tracker, on_device.min_scale]
+    now = [on_device.buffer, on_device.scale, on_device.growth_tracker, on_device.bad_loss]
     assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in now]
-    assert [part.item() for part in parts[1:]] == [32.0, 3, 2.0]
+    assert [part.item() for part in parts[1:]] == [32.0, 3, 0.0]
     assert [part.dtype for part in parts[1:]] == [torch.float32, torch.int32, torch.float32]
 
 
@@ -427,7 +425,6 @@ def test_nothing_but_reading_waits() -> None:
         on_device.copy_(torch.tensor(3.0))
         on_device.write_(state)
         on_device.set_rule_(Dynamic())
-        on_device.clamp_tracker_(3)
         on_device.snapshot()
 
 

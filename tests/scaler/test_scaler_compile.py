@@ -55,7 +55,7 @@ def prepare(scale: LossScale, params: list[torch.nn.Parameter]) -> Step:
 
 
 def finish(ready: Step) -> torch.Tensor:
-    found_inf, check = ready.found_inf(), ready.own_check
+    found_inf, check = ready.decide(), ready.own_check
     assert isinstance(found_inf, torch.Tensor)
     assert check is not None
     ready.loss_scale.update([found_inf], [], [] if check.amax is None else [check.amax])

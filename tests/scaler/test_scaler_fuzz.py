@@ -31,9 +31,9 @@ from torch import Tensor
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.host_state import next_state
 from halfstep._scaler.rules import Dynamic, LogMax, Static
 from halfstep._scaler.scale_state import Reason, ScaleState
-from halfstep._scaler.transition import next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))
@@ -528,7 +528,7 @@ class World:
 
         def saved_of(state: ScaleState) -> dict[str, Any]:
             # On the device a count past a lowered interval becomes one that is just below it.
-            tracker = min(state.growth_tracker, state.growth_interval - 1)
+            tracker = min(state.growth_tracker, state.rule.growth_interval - 1)
             return replace(state, growth_tracker=tracker).to_dict()
 
         text = self.scaler.state_dict()

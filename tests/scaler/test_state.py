@@ -132,7 +132,7 @@ def test_ints_are_numbers() -> None:
     state = ScaleState.first(4, Dynamic(2, 0.25, 2))
     assert state == FIRST
     assert isinstance(state.scale, float)
-    assert isinstance(state.growth_factor, float)
+    assert isinstance(state.rule.growth_factor, float)
 
 
 def test_the_reciprocal_of_every_scale_is_finite_in_float32() -> None:
@@ -193,10 +193,11 @@ def test_a_scale_set_by_hand_ends_a_run_and_widens_the_limits(
     assert all(getattr(after, name) == getattr(state, name) for name in kept)
 
 
-def test_factors_and_interval_are_those_of_the_rule() -> None:
-    assert (FIRST.growth_factor, FIRST.backoff_factor, FIRST.growth_interval) == (2.0, 0.25, 2)
-    static = ScaleState.first(4.0, Static())
-    assert (static.growth_factor, static.backoff_factor, static.growth_interval) == (1, 1, 2000)
+def test_torch_amp_gets_factors_and_an_interval_from_every_rule() -> None:
+    saved = ScaleState.first(4.0, Static()).to_dict()
+    assert [saved[key] for key in ("growth_factor", "backoff_factor", "growth_interval")] == [
+        *(1.0, 1.0, 2000)
+    ]
 
 
 # --- the dict -------------------------------------------------------------------------------------

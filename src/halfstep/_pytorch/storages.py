@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ import torch.multiprocessing.reductions
 
 from halfstep._pytorch.dispatch import callable_of
 from halfstep._pytorch.modes import no_torch_function
+
+# (sparse tensor): the tensor that holds its values, below autograd and whether coalesced or not.
+values_of_sparse: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 
 
 def is_used_once(tensor: torch.Tensor) -> bool:

@@ -140,15 +140,14 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     scale = step.loss_scale
     refuse_half(engine, step)
     unscale_(step)
-    found_inf = step.found_inf()
-    if found_inf is None:
+    if not (step.checks or step.own_check):
         raise CallOrderError(
             f"{call}: the block left no gradient. Call scaler.scale(loss).backward() in it, for a "
             "loss that depends on these parameters"
         )
     if step.own_check is not None:
         block.add(step.own_check)
-    is_bad, loss_is_bad = step.read([found_inf, scale.take_bad_loss()])
+    is_bad, loss_is_bad = step.read([step.decide(), scale.take_bad_loss()])
     device = scale.tensor.device
     if loss_is_bad and block.around is not block.root:
         scale.mark_loss_bad()  # the block around sees it

@@ -19,9 +19,9 @@ from halfstep._scaler.step import (
     limit,
     measure,
     multiply_,
+    read_skip,
     refuse_half,
     remember,
-    require_found,
     require_not_stepped,
     unscale_,
 )
@@ -143,7 +143,6 @@ class _Evaluations:
     def finish(self) -> None:
         """Remember the step, and what the closure did, until the next ``update``."""
         assert self.last is not None
-        found_inf = require_found(self.last)
         iteration = self._engine.iteration
         # With its last gradients the closure leaves the scale that other optimizers divide by.
         iteration.count_losses_of(self._iteration)
@@ -151,10 +150,7 @@ class _Evaluations:
             iteration.add(check)
         is_fused = handles_scale(self._optimizer)
         memory = self._engine.journal.memory(self._optimizer)
-        skip = self.last.skip(found_inf)
-        remember(
-            self._engine, self._optimizer, self.last, memory, found_inf, skip, is_fused=is_fused
-        )
+        remember(self._engine, self._optimizer, self.last, memory, is_fused=is_fused)
 
     def _forget_last_gradients(self) -> None:
         """Make room for those of the next evaluation; what was found still moves the scale."""
@@ -205,9 +201,9 @@ class _Evaluations:
         else:
             measured = measure(step)
             limit(step, measured and measured[1], self._max_norm, norm_limit)
-        found_inf = require_found(step)
+        step.decide()
         self.last = step
-        if step.read([step.skip(found_inf)])[0]:
+        if read_skip(step):
             raise UnusableEvaluationError
         multiply_(step)
 

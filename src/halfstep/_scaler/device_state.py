@@ -1,7 +1,7 @@
 """The changing part of a scale state on a device, with the transition done there.
 
 The host never waits: :meth:`DeviceState.update_` is
-:func:`halfstep._scaler.transition.next_state` in the same float32 arithmetic, and tests
+:func:`halfstep._scaler.host_state.next_state` in the same float32 arithmetic, and tests
 compare the two bit for bit.
 """
 
@@ -17,13 +17,18 @@ from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import moved, zero_if_finite
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.slots import SLOT, decode, encode, on_device, rule_slots, views
 from halfstep._scaler.table import (
+    SLOT,
     Table,
+    decode,
+    encode,
     logmax_candidates,
+    on_device,
+    rule_slots,
     scale_candidates,
     table,
     table_kind,
+    views,
 )
 
 
@@ -37,7 +42,7 @@ class DeviceState:
         device: Where they live.
 
     Attributes:
-        buffer: float32 tensor; :mod:`halfstep._scaler.slots` says what is where.
+        buffer: float32 tensor; :mod:`halfstep._scaler.table` says what is where.
 
     Sync: none, in all methods but :meth:`read`.
     """
@@ -75,11 +80,6 @@ class DeviceState:
         return self._slots()["growth_tracker"]
 
     @property
-    def min_scale(self) -> Tensor:
-        """The floor, a float32 scalar."""
-        return self._slots()["min_scale"]
-
-    @property
     def bad_loss(self) -> Tensor:
         """float32 scalar: 0, or NaN once a loss in this iteration was not finite."""
         return self._slots()["bad_loss"]
@@ -87,17 +87,10 @@ class DeviceState:
     # --- an iteration -----------------------------------------------------------------------------
 
     def see_loss_(self, loss: Tensor) -> None:
-        """Remember whether all entries of a loss are finite, until :meth:`update_`.
-
-        Args:
-            loss: Tensor of any shape and dtype, on any device.
-        """
+        """Remember whether all entries of a loss are finite, until :meth:`update_`."""
         zero = zero_if_finite(loss)
-        if zero is None:
-            return
-        if zero.device != self.device:
-            zero = moved(zero, self.device)
-        self.bad_loss.add_(zero)
+        if zero is not None:
+            self.bad_loss.add_(zero if zero.device == self.device else moved(zero, self.device))
 
     def update_(
         self,
@@ -110,11 +103,9 @@ class DeviceState:
 
         Args:
             found_inf: float32 scalar on this device, 1 or more after an overflow, else 0.
-            state: Gives the rule, and says whether there is a ``max_scale``; nothing else of it
-                is looked at.
-            outlier: The same for a norm that is too large to be believed; None for 0.
-            amax: float32 scalar on this device, the largest magnitude of the unscaled gradients;
-                only ``LogMax`` looks at it. None for 0.
+            state: Gives the rule, and says whether there is a ``max_scale``.
+            outlier: The same as ``found_inf`` for a norm too large to be believed; None for 0.
+            amax: The largest magnitude of the unscaled gradients, for ``LogMax``; None for 0.
         """
         if state.rule is not self._rule:
             self.set_rule_(state.rule)
@@ -122,7 +113,7 @@ class DeviceState:
         torch.clamp(found_inf, max=1.0, out=slots["found_inf"])
         if outlier is not None:
             slots["outlier"].copy_(outlier)
-        if state.backoff_factor == 1.0:
+        if state.rule.backoff_factor == 1.0:
             slots["bad_loss"].fill_(1.0)  # in both cases an overflow does not move the scale
         slots["bad_loss"].abs_()  # NaN has any sign, but as an integer it must be above 0
         if amax is not None:
@@ -141,12 +132,9 @@ class DeviceState:
         self._follow(rule)
         for name, value in rule_slots(rule).items():
             self._slots()[name].fill_(value)
-        self.clamp_tracker_(rule.growth_interval)
-
-    def clamp_tracker_(self, growth_interval: int) -> None:
-        """Let a count that is already past a lowered interval grow the scale at the next step."""
-        # update_scale_ tests for equality: a count that is past the interval would never get there.
-        self.growth_tracker.clamp_(max=growth_interval - 1)
+        # update_scale_ tests for equality: a count that is past a lowered interval would never get
+        # there. This one grows the scale at the next step.
+        self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     def fill_(self, scale: float) -> None:
         """Set the scale to a number that has been checked, as :meth:`ScaleState.with_scale`."""
@@ -158,11 +146,7 @@ class DeviceState:
         self._scale_changed()
 
     def copy_(self, new_scale: Tensor) -> None:
-        """Set the scale as :meth:`fill_` does; keep everything if the new one is unusable.
-
-        Args:
-            new_scale: Real tensor with one element, on any device.
-        """
+        """Set the scale as :meth:`fill_` does; keep everything if the new one is unusable."""
         new = moved(new_scale.detach().reshape(()).float(), self.device)
         usable = (new >= SMALLEST_SCALE) & (new <= LARGEST_SCALE)
         slots = self._slots()
@@ -240,3 +224,48 @@ class DeviceSnapshot:
         """Return what :meth:`read` does, and whether the loss was finite. Sync: one."""
         bits = self.values.view(torch.int32).tolist()
         return decode(bits, state), bits[SLOT["bad_loss"]] == 0
+
+
+class HostCopy:
+    """The newest copy of a small tensor that has arrived on the host.
+
+    On the CPU that is the tensor itself. On an accelerator it is copied into pinned memory while
+    the device works on, and is there some steps later. Sync: none.
+    """
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+        self._under_way: Tensor | None = None
+        self._event: torch.Event | None = None
+
+    def send(self, tensor: Tensor) -> None:
+        """Start to copy; nothing happens while an earlier copy is still under way."""
+        if tensor.device.type == "cpu":
+            self._values = tensor
+            return
+        self._receive()
+        if self._under_way is None and not _is_capturing(tensor.device):
+            self._under_way = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._under_way.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device.type)
+            self._event.record()
+
+    def latest(self, *, wait: bool = False) -> Tensor | None:
+        """Return the newest copy on the CPU, None if none has arrived yet.
+
+        Args:
+            wait: For the one that is under way. Sync: one.
+        """
+        if wait and self._event is not None:
+            self._event.synchronize()
+        self._receive()
+        return self._values
+
+    def _receive(self) -> None:
+        if self._event is not None and self._event.query():
+            self._values, self._under_way, self._event = self._under_way, None, None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    # A copy into a graph would be made again in every replay, and an event could not be asked.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

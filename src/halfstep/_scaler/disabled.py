@@ -125,7 +125,8 @@ class DisabledGradScaler(GradScaler):
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return an outcome that was taken, with the gradients as they are now."""
         step = Step(optimizer, _one(torch.device("cpu")), collect(parameters(optimizer)))
-        outcome = Outcome(optimizer, self._engine.names, step, 0.0, None, can_measure_late=True)
+        step.found_inf = 0.0
+        outcome = Outcome(optimizer, self._engine.names, step, None, can_measure_late=True)
         outcome.after = step.loss_scale.snapshot()
         return outcome
 

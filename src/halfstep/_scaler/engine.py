@@ -14,18 +14,24 @@ from torch import Tensor
 from halfstep._scaler import clipping, passes, step
 from halfstep._scaler.access import OBSERVERS
 from halfstep._scaler.gradients import NONE, collect, parameters
-from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
-from halfstep._scaler.loss_scale import LossScale, Scales, for_each
+from halfstep._scaler.iteration import (
+    GradientCheck,
+    Iteration,
+    Journal,
+    Stage,
+    Step,
+    nothing_checked,
+)
+from halfstep._scaler.loss_scale import LossScale, Saved, Scales
+from halfstep._scaler.losses import for_each
 from halfstep._scaler.names import Names
 from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.optimizers import handles_scale, name
-from halfstep._scaler.outcome import Journal
 from halfstep._scaler.ranks.deciding import Alone, Together
 from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.saving import Saved
 from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.unused import Unused, Waiting
+from halfstep._scaler.unused import Unused
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 if TYPE_CHECKING:
@@ -38,7 +44,7 @@ class Engine:
     Args:
         first: The state that the scale of every loss starts from.
         ranks: Finds out with which other ranks the steps are decided.
-        scaler: The scaler, as observers are to see it.
+        scaler: What observers are shown.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
@@ -56,7 +62,7 @@ class Engine:
     def scale(self, outputs: Any, loss: str | None) -> Any:
         """Multiply all tensors in ``outputs`` by the scale of a loss. Sync: none."""
         iteration, unused = self.iteration, self.unused
-        is_traced = torch.compiler.is_compiling()
+        is_traced = torch.compiler.is_dynamo_compiling()
         if iteration.checks:
             iteration.watch()
         if OBSERVERS and not is_traced:
@@ -80,9 +86,6 @@ class Engine:
         """Return the scale of the losses since the last ``update``.
 
         With losses of several names it is that of ``params``, if all have been unscaled already.
-
-        Raises:
-            CallOrderError: No loss has been scaled yet, or losses of several names have.
         """
         losses = self.iteration.losses
         if len(losses) > 1:
@@ -213,13 +216,12 @@ class Engine:
                 "if one of grad_scaler._found_inf_per_device(self).values() is 1."
             )
         if not checks:
-            raise step.nothing_checked(optimizer)
+            raise nothing_checked(optimizer)
         gradients = collect(parameters(optimizer))
         ready = Step(optimizer, checks[0].scale, gradients, checks=checks)
-        found_inf = step.require_found(ready)
-        is_fused, memory = handles_scale(optimizer), self.journal.memory(optimizer)
-        skip = ready.skip(found_inf)
-        step.remember(self, optimizer, ready, memory, found_inf, skip, is_fused=is_fused)
+        ready.decide()
+        memory = self.journal.memory(optimizer)
+        step.remember(self, optimizer, ready, memory, is_fused=handles_scale(optimizer))
 
     # --- the end of an iteration ------------------------------------------------------------------
 
@@ -233,16 +235,14 @@ class Engine:
                 "update(new_scale=65536.0). (torch.amp says: No inf checks were recorded prior to "
                 "update.)"
             )
-        found_of: dict[LossScale, list[Tensor]] = {}
+        found_of: dict[LossScale, list[Tensor]] = defaultdict(list)
         amaxes_of: dict[LossScale, list[Tensor]] = defaultdict(list)
         outliers_of: dict[LossScale, list[Scalar]] = defaultdict(list)
         for check in iteration.checks:
             found = check.found_here if check.agreement is None else check.found_inf
-            found_of.setdefault(check.scale, []).extend(found.values())
-            if check.amax_here is not None or check.agreement is not None:
-                amax = check.amax
-                if amax is not None:
-                    amaxes_of[check.scale].append(amax)
+            found_of[check.scale].extend(found.values())
+            if check.scale.wants_amax and (amax := check.amax) is not None:
+                amaxes_of[check.scale].append(amax)
         waiting = self.unused.before_change(iteration, self.scales)
         for each in iteration.steps.values():
             if each.outlier is not None:
@@ -260,7 +260,7 @@ class Engine:
         self, scale: LossScale, new_scale: object, *, iteration_ends: bool = True
     ) -> None:
         """Set a scale by hand, which ends the iteration if not told otherwise. Sync: none."""
-        waiting = self._before_change()
+        waiting = self.unused.before_change(self.iteration, self.scales)
         scale.set(new_scale)
         self.unused.wait(waiting, iteration_ends=iteration_ends)
         if iteration_ends:
@@ -268,13 +268,10 @@ class Engine:
 
     def load(self, saved: Saved) -> None:
         """Take over what was saved; the iteration goes on. Sync: none."""
-        waiting = self._before_change()
+        waiting = self.unused.before_change(self.iteration, self.scales)
         self.scales.load(saved.scales)
         self.norm_limits = saved.norm_limits
         self.unused.wait(waiting, iteration_ends=False)
-
-    def _before_change(self) -> dict[int, Waiting]:
-        return self.unused.before_change(self.iteration, self.scales)
 
     def end_iteration(self) -> None:
         """Forget what was done to gradients."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
-from halfstep._scaler.outcome import Journal
+from halfstep._scaler.iteration import Journal
 
 Count = Literal["updates", "attempts"]
 

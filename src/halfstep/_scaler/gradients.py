@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.distributed import is_dtensor, local_part
+from halfstep._pytorch.storages import values_of_sparse
 from halfstep._scaler.ranks.sharding import has_dtensors, settle
 from halfstep._scaler.scalars import describe
 
@@ -93,7 +94,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
     """
     params = list(params)
     # Asked once: it adds up for thousands of parameters.
-    grads: list[Any] = [param.grad for param in params]
+    grads: list[Any] = list(map(attrgetter("grad"), params))
     types = set(map(type, grads))
     if _NONE_TYPE in types:
         types.remove(_NONE_TYPE)
@@ -120,8 +121,13 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         is_one_kind = len(devices) == len(dtypes) == 1
         by_kind = {(*devices, *dtypes): values} if is_one_kind else _by_kind(values)
         return Gradients(params, grads, values, by_kind, dtypes)
-    for param in params:
-        _refuse_layout(param)
+    for grad in grads:
+        if grad.layout not in (torch.strided, torch.sparse_coo):
+            raise TypeError(
+                f"a gradient is {describe(grad)} in the layout {grad.layout}: a GradScaler reads "
+                "dense gradients and sparse COO ones. Convert it: param.grad = "
+                "param.grad.to_dense() or .to_sparse()"
+            )
     with torch.no_grad():
         for param in params:
             param.grad = _writable(param.grad)
@@ -130,10 +136,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
 
 
 def collect_local(params: Iterable[Tensor]) -> Gradients:
-    """Find gradients as :func:`collect` does, without a collective: of DTensors what is here.
-
-    Gradients in other layouts, which ``collect`` refuses, are left out.
-    """
+    """Find gradients without a collective: of DTensors what is here. Leaves out other layouts."""
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
     layouts = (torch.strided, torch.sparse_coo)
@@ -146,16 +149,7 @@ def collect_local(params: Iterable[Tensor]) -> Gradients:
 
 
 def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
-    """Raise since a gradient is float16: unscaled in place its small entries would become zero.
-
-    Args:
-        gradients: What is to be unscaled.
-        owner: What the message says has these gradients.
-        names: The names of their parameters.
-
-    Raises:
-        ValueError: Names the owner, the parameters, the cause and the cure.
-    """
+    """Raise since a gradient is float16: unscaled in place its small entries would become zero."""
     found = [
         f"{name} ({describe(grad)})"
         for name, grad in zip(names, gradients.grads, strict=True)
@@ -173,7 +167,8 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
 
 
 def _gradients(params: list[Tensor], grads: list[Tensor], values: list[Tensor]) -> Gradients:
-    return Gradients(params, grads, values, _by_kind(values), {value.dtype for value in values})
+    by_kind = _by_kind(values)
+    return Gradients(params, grads, values, by_kind, {dtype for _, dtype in by_kind})
 
 
 def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
@@ -181,16 +176,6 @@ def _by_kind(tensors: list[Tensor]) -> dict[Kind, list[Tensor]]:
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)
     return kinds
-
-
-def _refuse_layout(param: Tensor) -> None:
-    assert param.grad is not None
-    if param.grad.layout not in (torch.strided, torch.sparse_coo):
-        raise TypeError(
-            f"a gradient is {describe(param.grad)} in the layout {param.grad.layout}: a GradScaler "
-            "reads dense gradients and sparse COO ones. Convert it: param.grad = "
-            "param.grad.to_dense() or .to_sparse()"
-        )
 
 
 def _settled(param: Tensor, grad: Tensor) -> Tensor:
@@ -214,5 +199,5 @@ def _writable(grad: Tensor | None) -> Tensor:
 
 def _values(grad: Tensor) -> Tensor:
     grad = local_part(grad)
-    values = grad._values() if grad.is_sparse else grad
+    values = values_of_sparse(grad) if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values

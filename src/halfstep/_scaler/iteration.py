@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -16,9 +19,15 @@ from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.gradients import NONE, Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.optimizers import name
+from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep._scaler.ranks.agreement import NUM_NUMBERS, Agreement
 from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
 from halfstep._scaler.scalars import Scalar, moved
+from halfstep.errors import CallOrderError, NothingCheckedError
+
+HISTORY_LENGTH = 10_000
+"""So many steps are kept, some hundred bytes each on the device."""
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +101,8 @@ class Step:
         norm: Norm of all of them together, unscaled and before clipping, if measured.
         coefficient: What clipping multiplies them by, None without clipping.
         outlier: 1 if the norm is too large to be believed, else 0; None if not asked.
+        found_inf: 1 if a check found inf or NaN, else 0, once it is decided.
+        skip: 1 if the step is to be skipped, else 0, once it is decided.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -108,6 +119,8 @@ class Step:
     norm: Scalar | None = None
     coefficient: Scalar | None = None
     outlier: Scalar | None = None
+    found_inf: Scalar | None = None
+    skip: Scalar | None = None
 
     @property
     def has_gradients(self) -> bool:
@@ -126,23 +139,28 @@ class Step:
         checks = self.checks if own is None or own in self.checks else [*self.checks, own]
         return [check.agreement for check in checks if check.agreement is not None]
 
-    def found_inf(self) -> Scalar | None:
-        """Return 1 if any check saw inf or NaN, else 0; None if there was no check."""
-        own = self.own_check
-        if own is not None and not self.checks:
-            flags = list((own.found_here if own.agreement is None else own.found_inf).values())
-            if len(flags) == 1:
-                # On an accelerator a kernel less than to combine one.
-                flag = flags[0]
-                return flag.item() if flag.device.type in scalars.READABLE else flag
-            return self._combined(flags)
-        flags = [flag for check in self.checks for flag in check.found_inf.values()]
-        if own is not None:
-            flags += own.found_inf.values()
-        return self._combined(flags)
+    def decide(self) -> Scalar:
+        """Work out whether inf or NaN was found and whether to skip; return the latter. Sync: none.
 
-    def _combined(self, flags: list[Tensor]) -> Scalar | None:
-        return scalars.combine(flags, self.loss_scale.device) if flags else None
+        Raises:
+            NothingCheckedError: There was no gradient to check.
+        """
+        own = self.own_check
+        flags: list[Tensor] = []
+        for check in self.checks:
+            flags += check.found_inf.values()
+        if own is not None:
+            flags += (own.found_here if own.agreement is None else own.found_inf).values()
+        if not flags:
+            raise nothing_checked(self.optimizer)
+        if len(flags) == 1 and not self.checks:  # a new one, which nobody has added to
+            found_inf = scalars.scalar(flags[0])
+        else:
+            found_inf = scalars.combine(flags, self.loss_scale.device)
+        self.found_inf = self.skip = found_inf
+        if self.outlier is not None:
+            self.skip = scalars.larger(found_inf, self.outlier)
+        return self.skip
 
     def found_inf_by_device(self) -> dict[torch.device, Tensor]:
         """Return for each device 1 if some gradient there is inf or NaN, else 0."""
@@ -156,10 +174,6 @@ class Step:
             device: scalars.as_tensor(scalars.combine(flags, device), device)
             for device, flags in found.items()
         }
-
-    def skip(self, found_inf: Scalar) -> Scalar:
-        """Return 1 if the step is to be skipped, else 0."""
-        return found_inf if self.outlier is None else scalars.larger(found_inf, self.outlier)
 
     def factor(self) -> Scalar | None:
         """Return what the gradients are to be multiplied by, None for nothing."""
@@ -193,6 +207,21 @@ class Step:
             agreement.require(bits[:NUM_NUMBERS])
             del bits[:NUM_NUMBERS]
         return [float32_from_bits(number) for number in bits]
+
+
+def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedError:
+    """Return the error for an optimizer without any gradient."""
+    assert optimizer is not None
+    num_params = sum(1 for _ in parameters(optimizer))
+    return NothingCheckedError(
+        f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
+        "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
+        "it, or the loss does not depend on these parameters (is it the optimizer of this "
+        "model?).\n"
+        "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
+        "leave out step() for this optimizer in this iteration. (torch.amp says: No inf checks "
+        "were recorded for this optimizer.)"
+    )
 
 
 @dataclass(eq=False)
@@ -335,3 +364,87 @@ class Iteration:
             self._check_of.update(dict.fromkeys(map(id, check.gradients.grads), check))
         self._num_checks_in_it = len(self.checks)
         return self._check_of
+
+
+class Memory:
+    """What is kept of an optimizer from one iteration to the next.
+
+    Attributes:
+        outcome: That of its last step.
+        first_norms: The scaled norms of its first steps.
+    """
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.first_norms: list[float] = []
+
+    def clear(self) -> None:
+        """Let go of its parameters: the optimizer is gone."""
+        if self.outcome is not None:
+            self.outcome.forget_gradients()
+            self.outcome = None
+
+
+class Journal:
+    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`.
+
+    Attributes:
+        memories: What is kept of each optimizer that still exists.
+        open: The outcomes of the iteration that has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
+        self.open: list[Outcome] = []
+
+    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
+        """Return what is kept of an optimizer."""
+        memory = self.memories.get(optimizer)
+        if memory is None:
+            memory = self.memories[optimizer] = Memory()
+            # Without the journal, which must not live as long as the optimizer.
+            weakref.finalize(optimizer, memory.clear).atexit = False
+        return memory
+
+    def add(self, memory: Memory, outcome: Outcome) -> None:
+        """Add the outcome of a step."""
+        if memory.outcome is not None:
+            memory.outcome.forget_gradients()
+        memory.outcome = outcome
+        self._all.append(outcome)
+        self.open.append(outcome)
+
+    def newest(self, count: int) -> list[Outcome]:
+        """Return the last outcomes, newest last. Sync: none."""
+        return list(islice(reversed(self._all), count))[::-1]
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
+        """Return the outcome of the last step of an optimizer, or of one that it wraps.
+
+        Raises:
+            CallOrderError: ``step`` has not been called for it.
+        """
+        outcome = self.last(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
+                "GradScaler. Call scaler.step(optimizer) first"
+            )
+        return outcome
+
+    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
+        """Return the same, None if ``step`` has not been called for it."""
+        # `in` takes wrappers that no weak reference can be made to.
+        if optimizer in self.memories and (outcome := self.memories[optimizer].outcome) is not None:
+            return outcome
+        for stepped, memory in self.memories.items():
+            if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
+                return memory.outcome
+        return None
+
+    def entries(self) -> list[HistoryEntry]:
+        """Return all outcomes in short, oldest first. Sync: one."""
+        return read_all(list(self._all))

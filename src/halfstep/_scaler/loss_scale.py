@@ -1,10 +1,10 @@
-"""The scale of every loss: its state, and losses multiplied by it."""
+"""The scale of each loss and how it moves; all of them, also as a checkpoint holds them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._scaler.checks import LARGEST_SCALE, SMALLEST_SCALE, checked_scale, float32_bits
-from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
-from halfstep._scaler.host_copy import HostCopy
+from halfstep._scaler.checks import checked_scale
+from halfstep._scaler.device_state import DeviceSnapshot, DeviceState, HostCopy
+from halfstep._scaler.host_state import CPU, HostState, changed
+from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import (
     READABLE,
@@ -24,116 +25,9 @@ from halfstep._scaler.scalars import (
     describe,
     is_nonfinite,
     moved,
-    zero_if_finite,
 )
 from halfstep._scaler.scale_state import ScaleState
-from halfstep._scaler.transition import changed, next_state
 from halfstep.errors import CallOrderError
-
-CPU = torch.device("cpu")
-
-
-class HostState:
-    """The changing part of a scale state on the CPU, where numbers are read without waiting.
-
-    It moves by :func:`halfstep._scaler.transition.next_state` itself; ``DeviceState`` is its
-    counterpart on other devices.
-
-    Attributes:
-        now: The state.
-        scale: Its scale, a float32 scalar. It keeps its memory for good.
-        bad_loss: float32 scalar: 0, or NaN once a loss in this iteration was not finite.
-
-    Sync: none, in all methods, except for values from other devices.
-    """
-
-    device = CPU
-
-    def __init__(self, state: ScaleState) -> None:
-        # The first loss may come in inference mode, the next one from training.
-        with torch.inference_mode(False):
-            self.scale = torch.zeros((), dtype=torch.float32, device=CPU)
-            self.bad_loss = torch.zeros((), dtype=torch.float32, device=CPU)
-        self.now: ScaleState
-        self.write_(state)
-
-    @property
-    def loss_is_finite(self) -> bool:
-        """Whether the losses of this iteration were finite."""
-        return self.bad_loss.item() == 0.0
-
-    @property
-    def growth_tracker(self) -> Tensor:
-        """The count of steps in a row, an int32 scalar; a copy."""
-        return torch.tensor(self.now.growth_tracker, dtype=torch.int32, device=CPU)
-
-    def traced_scale(self) -> Tensor:
-        """Return a copy of the scale while torch.compile traces."""
-        # Inductor of 2.13 drops a clone(), and the backward pass would then see a later scale. It
-        # does not drop abs(), which is a copy too: no scale is negative.
-        return self.scale.abs()
-
-    def see_loss_(self, loss: Tensor) -> None:
-        """Remember whether all entries of a loss are finite, until :meth:`update_`."""
-        zero = zero_if_finite(loss)
-        if zero is not None:
-            self.bad_loss.add_(zero if zero.device == CPU else zero.to(CPU))
-
-    def update_(self, found_inf: bool, outlier: bool = False, amax: float | None = None) -> None:
-        """Go on to the next iteration.
-
-        Args:
-            found_inf: Whether a gradient was inf or NaN.
-            outlier: Whether a norm was too large to be believed.
-            amax: The largest magnitude of the unscaled gradients, for ``LogMax``.
-        """
-        loss_is_finite = not found_inf or self.loss_is_finite
-        self.bad_loss.zero_()
-        self.now = next_state(
-            self.now,
-            found_inf=found_inf,
-            loss_is_finite=loss_is_finite,
-            outlier=outlier,
-            amax=amax,
-        )
-        # The same value is a change too: a backward pass of a loss from before is an error.
-        self.scale.fill_(self.now.scale)
-
-    def set_rule_(self, rule: Rule) -> None:
-        """Move by another rule from now on."""
-        self.now = _with_valid_tracker(changed(self.now, rule=rule))
-
-    def fill_(self, scale: float) -> None:
-        """Set the scale to a number that has been checked, as :meth:`ScaleState.with_scale`."""
-        self.write_(self.now.with_scale(scale))
-
-    def copy_(self, new_scale: Tensor) -> None:
-        """Set the scale as :meth:`fill_` does; keep everything if the new one is unusable."""
-        scale = new_scale.detach().reshape(()).float().item()
-        if SMALLEST_SCALE <= scale <= LARGEST_SCALE:
-            self.fill_(scale)
-        else:
-            self.scale.fill_(self.now.scale)  # a change all the same, for losses from before
-        self.bad_loss.zero_()
-
-    def write_(self, state: ScaleState) -> None:
-        """Take over a state."""
-        self.now = _with_valid_tracker(state)
-        self.scale.fill_(state.scale)
-        self.bad_loss.zero_()
-
-    def counters(self) -> Tensor:
-        """Return scale (its bits), growth tracker, steps taken and skipped, int32 ``[4]``."""
-        now = self.now
-        counts = [float32_bits(now.scale), now.growth_tracker, now.num_taken, now.num_skipped]
-        return torch.tensor(counts, dtype=torch.int32, device=CPU)
-
-
-def _with_valid_tracker(state: ScaleState) -> ScaleState:
-    """Let a count that is already past a lowered interval grow the scale at the next step."""
-    last = state.growth_interval - 1
-    return changed(state, growth_tracker=last) if state.growth_tracker > last else state
-
 
 Snapshot: TypeAlias = ScaleState | DeviceSnapshot
 """A state as it once was."""
@@ -417,54 +311,67 @@ class Scales(dict[str | None, LossScale]):
             self.setdefault(loss, LossScale(state)).load(state)
 
 
-def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
-    """Return ``outputs`` with every tensor in it replaced.
+# --- a checkpoint ---------------------------------------------------------------------------------
 
-    Args:
-        function: What a tensor is replaced by.
-        outputs: A tensor, or a (nested) list, tuple, named tuple, mapping or other iterable.
-        where: The name of ``outputs`` in an error message.
+OURS = "halfstep"
+"""The key of what torch.amp does not know, as JSON text.
 
-    Returns:
-        Lists, tuples, named tuples and mappings keep their type, other iterables become lists.
+A text, since torch.distributed.checkpoint takes a dict apart and loads of it only the keys that the
+scaler happens to have when it loads: scales of named losses would be lost without a word.
+"""
 
-    Raises:
-        TypeError: Something in it is not a tensor; the message says where it is.
+
+@dataclass(frozen=True)
+class Saved:
+    """All that a checkpoint holds.
+
+    Attributes:
+        scales: State of the scale of every loss by its name, None for a loss without a name.
+        norm_limits: The limits of the norms with the norms seen.
     """
-    if isinstance(outputs, Tensor):
-        return function(outputs)
-    if isinstance(outputs, Mapping):
-        items = {key: for_each(function, v, f"{where}[{key!r}]") for key, v in outputs.items()}
-        return _like(outputs, items) if isinstance(outputs, MutableMapping) else items
-    if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
-        raise TypeError(
-            f"{where} is {_shortly(outputs)} ({type(outputs).__name__}): scale() takes a "
-            "tensor, or a list, tuple, mapping or other iterable of tensors"
-        )
-    values = [for_each(function, v, f"{where}[{index}]") for index, v in enumerate(outputs)]
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*values)
-    return type(outputs)(values) if isinstance(outputs, list | tuple) else values
 
+    scales: dict[str | None, ScaleState]
+    norm_limits: NormLimits
 
-def _like(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> MutableMapping[Any, Any]:
-    # A copy keeps what the class adds: the factory of a defaultdict, the attributes of a
-    # transformers ModelOutput.
-    result = copy.copy(mapping)
-    for key, item in items.items():
-        result[key] = item
-    return result
+    def to_dict(self) -> dict[str, Any]:
+        """Return a dict that json and ``torch.load(weights_only=True)`` can read."""
+        named = {name: state for name, state in self.scales.items() if name is not None}
+        result = self.scales[None].to_dict()
+        ours = result[OURS] | {
+            "losses": {name: state.to_dict() for name, state in named.items()},
+            "norm_limits": self.norm_limits.to_dict(),
+        }
+        return result | {OURS: json.dumps(ours, sort_keys=True)}
 
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
+        """Read what :meth:`to_dict` or ``torch.amp.GradScaler.state_dict`` returned.
 
-def tensors_in(scaled: Any) -> Iterator[Tensor]:
-    """Yield all tensors in what :func:`for_each` has returned."""
-    if isinstance(scaled, Tensor):
-        yield scaled
-        return
-    for item in scaled.values() if isinstance(scaled, Mapping) else scaled:
-        yield from tensors_in(item)
+        Args:
+            saved: The state.
+            first: Gives what torch.amp does not know.
 
-
-def _shortly(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+        Raises:
+            ValueError: A key is missing or a value cannot be right.
+        """
+        try:
+            ours = dict(json.loads(saved.get(OURS) or "{}"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the saved scaler state cannot be used: {OURS!r} is not the JSON text that "
+                f"state_dict() has written ({error}). Delete the key to load the five values that "
+                "torch.amp knows"
+            ) from error
+        losses = ours.pop("losses", {})
+        norm_limits = ours.pop("norm_limits", None)
+        default = dict(saved) | ({OURS: ours} if ours else {})
+        scales: dict[str | None, ScaleState] = {None: ScaleState.from_dict(default, first)}
+        try:
+            for name, state in losses.items():
+                scales[name] = ScaleState.from_dict(state)
+            return cls(scales, NormLimits.from_dict(norm_limits))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"the saved scaler state cannot be used: 'losses' or 'norm_limits' under "
+                f"{OURS!r} is damaged ({error!r}). Delete these keys to go on without them"
+            ) from error

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,20 +18,17 @@ from halfstep._scaler.alarm import Culprit, culprits
 from halfstep._scaler.checks import round_to_float32
 from halfstep._scaler.device_state import DeviceSnapshot
 from halfstep._scaler.gradients import collect
-from halfstep._scaler.loss_scale import HostState, Snapshot, state_of
+from halfstep._scaler.host_state import HostState
+from halfstep._scaler.loss_scale import Snapshot, state_of
 from halfstep._scaler.names import Names
-from halfstep._scaler.optimizers import name
 from halfstep._scaler.passes import measure
 from halfstep._scaler.ranks.agreement import Agreement
-from halfstep._scaler.scalars import Scalar, moved, on_cpu
+from halfstep._scaler.scalars import Scalar, moved
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
     from halfstep._scaler.iteration import Step
-
-HISTORY_LENGTH = 10_000
-"""So many steps are kept, some hundred bytes each on the device."""
 
 NUM_WITNESSES = 512
 HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.inf)"
@@ -86,18 +81,15 @@ class Outcome:
         optimizer: torch.optim.Optimizer,
         names: Names,
         step: Step,
-        found_inf: Scalar,
         multiplier: Scalar | None,
         can_measure_late: bool,
     ) -> None:
-        """Keep what a step has found.
+        """Keep what a step has found; of its gradients only the parameters, for their memory.
 
         Args:
             optimizer: The optimizer.
             names: Names of parameters.
-            step: The step as it ended. Of its gradients only the parameters are kept: the memory
-                of the gradients belongs to the user.
-            found_inf: 1 if a gradient is inf or NaN, else 0.
+            step: The step as it ended.
             multiplier: What the gradients are multiplied by now, None for nothing.
             can_measure_late: Whether the gradients are, unscaled, what they were.
         """
@@ -109,10 +101,10 @@ class Outcome:
         self._before = loss_scale.snapshot()
         # A snapshot of a device knows it too, and is read later.
         self._loss_is_finite = True
-        if isinstance(loss_scale.live, HostState) and found_inf:
+        if isinstance(loss_scale.live, HostState) and step.found_inf:
             self._loss_is_finite = loss_scale.live.loss_is_finite
         self.after: Snapshot | None = None  # the state after update()
-        self._found_inf, self._outlier, self._norm = found_inf, step.outlier, step.norm
+        self._found_inf, self._outlier, self._norm = step.found_inf, step.outlier, step.norm
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
         # From here on: only as long as it is the last outcome of the optimizer.
         gradients = step.gradients
@@ -266,10 +258,7 @@ class Outcome:
         return read_all([self])[0]
 
     def packed(self) -> Tensor:
-        """Return a vector of float32 for :meth:`unpack`, on the device of the scale. Sync: none.
-
-        It is empty if all is on the host already.
-        """
+        """Return float32 numbers for :meth:`unpack`; none if all is on the host. Sync: none."""
         before, found_inf = self._before, self._found_inf
         if isinstance(before, ScaleState):
             return torch.empty(0, device="cpu")
@@ -285,11 +274,7 @@ class Outcome:
         return torch.cat([torch.stack(row), *(s.values.view(torch.float32) for s in states)])
 
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
-        """Return the entry, and the scale after ``update`` if it has been called.
-
-        Args:
-            packed: What :meth:`packed` has returned, on the CPU.
-        """
+        """Return the entry, and the scale after ``update`` if it has been called."""
         if isinstance(self._before, ScaleState):
             state, loss_is_finite = self._before, self._loss_is_finite
             found_inf, outlier = self._found_inf, self._outlier
@@ -338,10 +323,10 @@ class Outcome:
             "_before": _on_cpu(self._before),
             "after": None if self.after is None else _on_cpu(self.after),
             "_loss_is_finite": self._loss_is_finite,
-            "_found_inf": on_cpu(self._found_inf),
-            "_outlier": on_cpu(self._outlier),
-            "_norm": on_cpu(self._norm),
         }
+        for what in ("_found_inf", "_outlier", "_norm"):
+            value = getattr(self, what)
+            state[what] = None if value is None else float(value)
         for what in ("norm", "norms", "culprits"):
             with suppress(CallOrderError):
                 state[what] = getattr(self, what)
@@ -349,7 +334,7 @@ class Outcome:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Make an outcome of a step that was elsewhere, or is over."""
-        self.__dict__ |= state | {"_optimizer": _gone, "_names": Names(), "_agreements": ()}
+        self.__dict__ |= state | {"_optimizer": lambda: None, "_names": Names(), "_agreements": ()}
         self.forget_gradients()
 
     def __repr__(self) -> str:
@@ -366,10 +351,6 @@ def _on_cpu(snapshot: Snapshot) -> Snapshot:
     return snapshot if isinstance(snapshot, ScaleState) else snapshot.on_cpu()
 
 
-def _gone() -> None:
-    """Stand for a weak reference to an optimizer that is not here."""
-
-
 @keep_out_of_graphs
 def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
     """Read many outcomes at once. Sync: one, however many they are."""
@@ -379,87 +360,3 @@ def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
     together = torch.cat([moved(values, packed[0].device) for values in packed]).cpu()
     parts = torch.split(together, [len(values) for values in packed])
     return [outcome.unpack(part)[0] for outcome, part in zip(outcomes, parts, strict=True)]
-
-
-class Memory:
-    """What is kept of an optimizer from one iteration to the next.
-
-    Attributes:
-        outcome: That of its last step.
-        first_norms: The scaled norms of its first steps.
-    """
-
-    def __init__(self) -> None:
-        self.outcome: Outcome | None = None
-        self.first_norms: list[float] = []
-
-    def clear(self) -> None:
-        """Let go of its parameters: the optimizer is gone."""
-        if self.outcome is not None:
-            self.outcome.forget_gradients()
-            self.outcome = None
-
-
-class Journal:
-    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`.
-
-    Attributes:
-        memories: What is kept of each optimizer that still exists.
-        open: The outcomes of the iteration that has not ended.
-    """
-
-    def __init__(self) -> None:
-        self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
-        self.open: list[Outcome] = []
-
-    def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
-        """Return what is kept of an optimizer."""
-        memory = self.memories.get(optimizer)
-        if memory is None:
-            memory = self.memories[optimizer] = Memory()
-            # Without the journal, which must not live as long as the optimizer.
-            weakref.finalize(optimizer, memory.clear).atexit = False
-        return memory
-
-    def add(self, memory: Memory, outcome: Outcome) -> None:
-        """Add the outcome of a step."""
-        if memory.outcome is not None:
-            memory.outcome.forget_gradients()
-        memory.outcome = outcome
-        self._all.append(outcome)
-        self.open.append(outcome)
-
-    def newest(self, count: int) -> list[Outcome]:
-        """Return the last outcomes, newest last. Sync: none."""
-        return list(islice(reversed(self._all), count))[::-1]
-
-    def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return the outcome of the last step of an optimizer, or of one that it wraps.
-
-        Raises:
-            CallOrderError: ``step`` has not been called for it.
-        """
-        outcome = self.last(optimizer)
-        if outcome is None:
-            raise CallOrderError(
-                f"outcome({name(optimizer)}): no step() of this optimizer has been seen by this "
-                "GradScaler. Call scaler.step(optimizer) first"
-            )
-        return outcome
-
-    def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
-        """Return the same, None if ``step`` has not been called for it."""
-        # `in` takes wrappers that no weak reference can be made to.
-        if optimizer in self.memories and (outcome := self.memories[optimizer].outcome) is not None:
-            return outcome
-        for stepped, memory in self.memories.items():
-            if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
-                return memory.outcome
-        return None
-
-    def entries(self) -> list[HistoryEntry]:
-        """Return all outcomes in short, oldest first. Sync: one."""
-        return read_all(list(self._all))

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.amp import check_and_unscale_, increment_version, set_grad_enabled
+from halfstep._pytorch.amp import (
+    check_and_unscale_,
+    increment_version,
+    norms_of_each,
+    set_grad_enabled,
+)
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.reductions import largest_magnitudes, sums_of_squares
 from halfstep._scaler.scalars import (
@@ -32,7 +37,7 @@ CLIP_EPSILON = 1e-6
 
 NUM_ASKED = 256
 LARGE = 1 << 14
-"""Gradients of so many entries on average are measured on the CPU in the time of a check."""
+"""From this mean size on, norms on the CPU cost no more than a finite check."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +61,7 @@ class Norms:
         return math.sqrt(squares.item()) if device.type in READABLE else squares.sqrt()
 
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
-        """Return the sum of all squares, not unscaled, a scalar on ``device``.
-
-        Args:
-            device: Where to.
-            shares: What each gradient counts, 1 if left out.
-        """
+        """Return the sum of all squares, not unscaled, on ``device``; each may count a share."""
         sums = []
         for positions, squares in self.on_device.values():
             if any(share != 1.0 for share in shares):
@@ -110,7 +110,7 @@ def measure(gradients: Gradients, scale: Scalar | None) -> Norms:
 
 
 def is_measured_fast(gradients: Gradients) -> bool:
-    """Whether :func:`measure` takes no longer than to check in place, as in :func:`multiply_`.
+    """Return whether :func:`measure` takes no longer than to check in place.
 
     Not on the CPU if gradients are float16, which is converted first, or many and small: each
     costs a copy.
@@ -130,20 +130,14 @@ def unscale_(
 ) -> dict[torch.device, Tensor]:
     """Divide all gradients by the scale in place, and look for inf and NaN. One read and write.
 
-    Args:
-        gradients: What to divide.
-        scale: A float32 number; of a tensor, on any device.
-        can_amplify: The scale may be below 1. Then a gradient that was finite may be inf after the
-            division, so they are checked once more, which reads them again.
+    Divided by a scale that may be below 1 (``can_amplify``), a finite gradient may become inf: they
+    are checked once more.
 
     Returns:
         For each device a float32 scalar, 1 if an inf or NaN was there before or after, else 0.
     """
     found_inf = multiply_(gradients, reciprocal(scale))
-    if can_amplify:
-        # What was inf or NaN before still is.
-        found_inf = check(gradients)
-    return found_inf
+    return check(gradients) if can_amplify else found_inf  # what was inf or NaN before still is
 
 
 def check(gradients: Gradients) -> dict[torch.device, Tensor]:
@@ -185,21 +179,18 @@ def multiply_(gradients: Gradients, factor: Scalar) -> dict[torch.device, Tensor
 def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor:
     """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G).
 
-    Returns:
-        A scalar on ``device``; inf or NaN if a gradient is.
+    It is inf or NaN if a gradient is.
     """
-    found = [
-        moved(largest_magnitudes(values).amax(), device) for values in gradients.by_kind.values()
-    ]
-    return torch.stack([amax.float() for amax in found]).amax() * reciprocal(scale)
+    amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
+    found = torch.stack([moved(amax, device).float() for amax in amaxes])
+    return found.amax() * reciprocal(scale)
 
 
 @torch.no_grad()
 def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
-    """Return for each device whether a finite gradient becomes inf when divided by a scale below 1.
+    """Return whether a finite gradient becomes inf when divided by a scale below 1. One read (1 G).
 
-    Returns:
-        For each device and dtype a float32 scalar, 1 or 0. One read (1 G).
+    A float32 scalar, 1 or 0, for each device and dtype.
     """
     found = []
     for (device, dtype), values in gradients.by_kind.items():
@@ -218,15 +209,15 @@ def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
     wide = torch.float32 if device.type == "mps" else torch.float64  # entries ** p may be large
     for values in gradients.by_kind.values():
         if p == math.inf:
-            norm = largest_magnitudes(values).amax()
+            norms = largest_magnitudes(values)
         else:
-            norm = _vector_norm(torch._foreach_norm(values, p, dtype=wide), p)
-        found.append(moved(norm.to(wide), device))
-    return _vector_norm(found, p)
+            norms = torch.stack(list(norms_of_each(values, p, dtype=wide)))
+        found.append(moved(_vector_norm(norms, p).to(wide), device))
+    return _vector_norm(torch.stack(found), p)
 
 
-def _vector_norm(norms: Sequence[Tensor], p: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), p)
+def _vector_norm(norms: Tensor, p: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(norms, p)
     return norm
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from halfstep._scaler.alarm import Alarm, SkipReport
+from halfstep._scaler.iteration import Journal
 from halfstep._scaler.loss_scale import LossScale, state_of
-from halfstep._scaler.outcome import Journal, Outcome
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason, ScaleState
 
 NUM_SEARCHED = 16

@@ -1,7 +1,7 @@
 """How a scale moves: frozen values, one of which a ``ScaleState`` has.
 
 A rule only says by how much and when. What is done with it stands in
-:func:`halfstep._scaler.transition.next_state`.
+:func:`halfstep._scaler.host_state.next_state`.
 """
 
 from __future__ import annotations

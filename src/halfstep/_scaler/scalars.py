@@ -13,8 +13,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._scaler.checks import LARGEST_SCALE
-
 Scalar: TypeAlias = float | Tensor
 """A number of a step: a float where the scale is on the CPU, else a tensor on its device."""
 
@@ -84,8 +82,7 @@ def as_float32(value: Scalar, device: torch.device) -> Tensor:
     """Return the same as a tensor on ``device``."""
     if isinstance(value, Tensor):
         return to_float32(value)
-    finite = min(value, LARGEST_SCALE) if math.isfinite(value) else value
-    return torch.full((), finite, dtype=torch.float32, device=device)
+    return to_float32(torch.full((), value, dtype=torch.float64, device=device))
 
 
 def reciprocal(scale: Scalar) -> Scalar:
@@ -97,11 +94,6 @@ def reciprocal(scale: Scalar) -> Scalar:
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
-
-
-def on_cpu(value: Scalar | None) -> float | None:
-    """Return a number as a float. Sync: one for a tensor on a device."""
-    return None if value is None else float(value)
 
 
 def to_single(value: Scalar) -> Scalar:
@@ -137,12 +129,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def zero_if_finite(loss: Tensor) -> Tensor | None:
-    """Return a scalar: 0 if all entries of a loss are finite, else NaN; None for integers.
-
-    Args:
-        loss: Tensor of any shape and dtype, on any device. Of a DTensor the local part is looked
-            at.
-    """
+    """Return 0 if all entries of a loss, here, are finite, else NaN; None for integers."""
     loss = loss.detach()
     if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed for it
         loss = loss.to_local()

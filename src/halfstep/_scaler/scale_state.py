@@ -1,7 +1,7 @@
 """The state of a gradient scaler, in plain Python numbers.
 
 Nothing here needs a tensor or a device. How it goes on is
-:func:`halfstep._scaler.transition.next_state`; the same on a device is
+:func:`halfstep._scaler.host_state.next_state`; the same on a device is
 :class:`halfstep._scaler.device_state.DeviceState`.
 """
 
@@ -174,35 +174,15 @@ class ScaleState:
         min_scale: float | None = None,
         max_scale: float | None = None,
     ) -> ScaleState:
-        """Return the state that a scaler starts with.
-
-        Args:
-            init_scale: The first scale.
-            rule: How it moves.
-            min_scale: None for ``min(1.0, init_scale)``.
-            max_scale: None for the largest finite float32 number.
-        """
+        """Return the state that a scaler starts with."""
         scale = checked_scale("init_scale", init_scale)
-        low = floor_under(scale) if min_scale is None else checked_scale("min_scale", min_scale)
+        # At a scale of 1 or more, unscaling makes no inf of what was finite. Who asks for less than
+        # 1 gets it, but the scale does not go below that by itself.
+        low = min(1.0, scale) if min_scale is None else checked_scale("min_scale", min_scale)
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
         check_ascending(min_scale=low, init_scale=scale, max_scale=high)
         return cls(scale, 0, low, high, rule, hysteresis_left=rule.hysteresis)
-
-    @property
-    def growth_factor(self) -> float:
-        """The growth factor of the rule."""
-        return self.rule.growth_factor
-
-    @property
-    def backoff_factor(self) -> float:
-        """The backoff factor of the rule."""
-        return self.rule.backoff_factor
-
-    @property
-    def growth_interval(self) -> int:
-        """The growth interval of the rule."""
-        return self.rule.growth_interval
 
     @property
     def can_amplify(self) -> bool:
@@ -234,7 +214,7 @@ class ScaleState:
         """
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
-        theirs |= {key: getattr(self, key) for key in TORCH_RULE_KEYS}
+        theirs |= {key: getattr(self.rule, key) for key in TORCH_RULE_KEYS}
         theirs[TORCH_TRACKER] = ours.pop("growth_tracker")
         rule = {key: value for key, value in self.rule.to_dict().items() if key not in theirs}
         return theirs | {"halfstep": {"version": FORMAT_VERSION} | ours | {"rule": rule}}
@@ -299,25 +279,12 @@ class ScaleState:
         return cls(growth_tracker=tracker, rule=rule_from_dict(rule), **theirs, **ours)
 
 
-def floor_under(scale: float) -> float:
-    """Return the floor that goes with a scale chosen by the user: ``min(1.0, scale)``.
-
-    At a scale of 1 or more unscaling multiplies by 1 or less, so that what was finite stays finite.
-    Whoever asks for less than 1 gets it, but the scaler does not go below that by itself.
-    """
-    return min(1.0, scale)
-
-
 def reason(
     state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
 ) -> Reason | None:
-    """Return why an iteration is skipped, None if it is not.
+    """Return why an iteration in this state is skipped, None if it is not.
 
-    Args:
-        state: The state during the iteration.
-        found_inf: Whether any gradient is inf or NaN.
-        loss_is_finite: Whether the loss is finite, before it is scaled.
-        outlier: Whether the norm of the gradients is too large to be believed.
+    The arguments are those of :func:`halfstep._scaler.host_state.next_state`.
     """
     if not found_inf:
         return Reason.NORM if outlier else None

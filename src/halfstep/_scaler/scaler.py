@@ -24,15 +24,13 @@ from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
-from halfstep._scaler.devices import available_device
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import HistoryEntry, Outcome
 from halfstep._scaler.ranks.finding import Ranks
 from halfstep._scaler.retrying import retry
 from halfstep._scaler.rules import Dynamic, Rule
-from halfstep._scaler.saving import Saved
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
 from halfstep.errors import CallOrderError
@@ -154,7 +152,7 @@ class GradScaler(TorchAttributes):
                 f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
                 "switched off this way, use halfstep.GradScaler(enabled=False)"
             )
-        self._device: str | None = None if device is None else available_device(device)
+        self._device: str | None = None if device is None else _available_device(device)
         if rule is None:
             rule = Dynamic(growth_factor, backoff_factor, growth_interval)
         elif not isinstance(rule, Rule):
@@ -717,3 +715,29 @@ class GradScaler(TorchAttributes):
                 "rule=Dynamic(...), or leave it out"
             )
         self._engine.scales.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
+
+
+def _available_device(device: str | torch.device) -> str:
+    """Return the name of a device that exists here.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: There is no such device type, or PyTorch sees none of it on this machine.
+    """
+    if not isinstance(device, str | torch.device):
+        raise TypeError(
+            f"GradScaler(device={device!r}): the device comes first, such as 'cuda'; for the scale "
+            f"write GradScaler(init_scale={device!r})"
+        )
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"GradScaler(device={device!r}): {error}") from error
+    is_available = getattr(getattr(torch, device.type, None), "is_available", lambda: True)
+    if not is_available():
+        raise ValueError(
+            f"GradScaler(device={str(device)!r}): PyTorch {torch.__version__} sees no "
+            f"{device.type} device on this machine. Leave the device out, GradScaler(), and that "
+            "of the first loss is taken; or pass enabled=False to train without scaling"
+        )
+    return str(device)

@@ -24,15 +24,22 @@ from torch import Tensor
 from halfstep._scaler import passes, scalars
 from halfstep._scaler.blocks import end_blocks
 from halfstep._scaler.early_clipping import NUM_STEPS, see_first_norm
-from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
-from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.gradients import NONE, Gradients, collect, refuse_float16
+from halfstep._scaler.iteration import (
+    GradientCheck,
+    Iteration,
+    Memory,
+    Stage,
+    Step,
+    nothing_checked,
+)
 from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
-from halfstep._scaler.outcome import Memory, Outcome
+from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.scalars import Scalar
-from halfstep.errors import CallOrderError, NothingCheckedError, RanksError
+from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:
     from halfstep._scaler.engine import Engine
@@ -47,23 +54,9 @@ def take(
     *,
     is_fused: bool,
 ) -> Any:
-    """Step if all gradients are finite and, unscaled, still are.
+    """Step if all gradients are finite and, unscaled, still are. See ``GradScaler.step``.
 
-    Args:
-        engine: The scaler.
-        optimizer: Its ``step`` is called, if only to skip.
-        args: Arguments for its ``step``.
-        kwargs: Keyword arguments for it.
-        max_norm: What the norm is clipped to, None for no clipping.
-        is_fused: Whether its ``step`` divides by the scale and skips by itself.
-
-    Returns:
-        What ``optimizer.step`` returned, None for a skipped step.
-
-    Raises:
-        CallOrderError: There is no gradient.
-
-    Sync: one; none for an optimizer that handles the scale itself.
+    ``is_fused`` says whether ``optimizer.step`` divides by the scale and skips by itself.
     """
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
@@ -72,7 +65,7 @@ def take(
     memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
     take_it = _take_fused if is_fused else _take_plain
     try:
-        result, found_inf, skip = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
+        result = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # it is raised on all ranks, and they can go on
@@ -81,7 +74,7 @@ def take(
         if memory.outcome is None and not memory.first_norms:
             engine.journal.memories.pop(optimizer, None)
         raise
-    remember(engine, optimizer, step, memory, found_inf, skip, is_fused=is_fused)
+    remember(engine, optimizer, step, memory, is_fused=is_fused)
     return result
 
 
@@ -111,14 +104,11 @@ def gather(
 
     Args:
         engine: The scaler.
-        call: What an error message calls the call.
-        optimizer: Whose gradients; None if they are no optimizer's.
+        call: The name of the call in error messages.
+        optimizer: The optimizer, None for gradients of ``params`` alone.
         earlier: What its last call in this iteration has left.
-        params: Their parameters; None for those of the optimizer.
-        owner: What an error message says has them; None for the optimizer.
-
-    Raises:
-        CallOrderError: Nothing is known of these gradients, or it is too late for the call.
+        params: The parameters, None for those of the optimizer.
+        owner: What has them, in error messages; None for the optimizer.
     """
     iteration = engine.iteration
     if params is None:
@@ -189,21 +179,6 @@ def _require_ranks(ranks: Alone | Together, optimizer: torch.optim.Optimizer | N
         raise nothing_checked(optimizer)
 
 
-def nothing_checked(optimizer: torch.optim.Optimizer | None) -> CallOrderError:
-    """Return the error for an optimizer without any gradient."""
-    assert optimizer is not None
-    num_params = sum(1 for _ in parameters(optimizer))
-    return NothingCheckedError(
-        f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
-        "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "
-        "it, or the loss does not depend on these parameters (is it the optimizer of this "
-        "model?).\n"
-        "Cure: call scaler.scale(loss).backward() before step() and zero_grad() after it, or "
-        "leave out step() for this optimizer in this iteration. (torch.amp says: No inf checks "
-        "were recorded for this optimizer.)"
-    )
-
-
 def _require_the_same(
     call: str,
     gradients: Gradients,
@@ -247,10 +222,7 @@ def unscale_(step: Step) -> None:
     if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
         return
     amax = _largest(step) if loss_scale.wants_amax else None
-    if loss_scale.can_amplify:
-        found_inf = passes.unscale_(step.gradients, multiplier, can_amplify=True)
-    else:
-        found_inf = passes.multiply_(step.gradients, scalars.reciprocal(multiplier))
+    found_inf = passes.unscale_(step.gradients, multiplier, can_amplify=loss_scale.can_amplify)
     _add_check(step, found_inf, amax)
     step.multiplier = None
 
@@ -374,7 +346,7 @@ def _take_plain(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
-) -> tuple[Any, Scalar, Scalar]:
+) -> Any:
     if torch.float16 in step.gradients.dtypes:
         refuse_half(engine, step)
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
@@ -389,21 +361,18 @@ def _take_plain(
     else:
         undo = step.multiplier
         unscale_(step)
-    found_inf = step.found_inf()
-    if found_inf is None:
-        raise nothing_checked(optimizer)
-    skip = found_inf if step.outlier is None else step.skip(found_inf)
+    skip = step.decide()
     if is_first or isinstance(skip, Tensor) or step.ranks is not ALONE:
-        skip = read_skip(step, skip, memory if is_first else None)
+        skip = step.skip = read_skip(step, memory if is_first else None)
     if skip != 0.0:
         if undo is not None:
             passes.multiply_(step.gradients, undo)
             step.multiplier = undo
-        return None, found_inf, skip
+        return None
     if undo is None:
         multiply_(step)
     # Through the instance: accelerate replaces `step` there to see whether it was called.
-    return optimizer.step(*args, **kwargs), found_inf, skip
+    return optimizer.step(*args, **kwargs)
 
 
 def _take_fused(
@@ -414,7 +383,7 @@ def _take_fused(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
-) -> tuple[Any, Scalar, Scalar]:
+) -> Any:
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     is_on_host = step.loss_scale.device.type in scalars.READABLE
     # Elsewhere reading the first norms would be a sync.
@@ -424,57 +393,43 @@ def _take_fused(
         limit(step, measured and measured[1], max_norm, norm_limit)
     else:
         check(step)
-    found_inf = require_found(step)
+    step.decide()
     if is_on_host and (is_first or step.ranks is not ALONE):
-        read_skip(step, found_inf, memory if is_first else None)
+        read_skip(step, memory if is_first else None)
     else:
         for agreement in step.agreements():
             agreement.verify()
-    divisor, device, skip = step.divisor(), step.loss_scale.device, step.skip(found_inf)
-    result = step_with_scale(
+    divisor, device = step.divisor(), step.loss_scale.device
+    return step_with_scale(
         optimizer,
         None if divisor is None else scalars.as_tensor(divisor, device),
-        _as_flag(step, skip),
+        _skip_flag(step, device),
         args,
         kwargs,
     )
-    return result, found_inf, skip
 
 
-def _as_flag(step: Step, skip: Scalar) -> Tensor:
+def _skip_flag(step: Step, device: torch.device) -> Tensor:
     """Return whether to skip as a tensor: that of the only check, where nothing else decides."""
     own = step.own_check
     if own is not None and own.agreement is None and step.outlier is None and not step.checks:
-        flag = own.found_here.get(step.loss_scale.device)
+        flag = own.found_here.get(device)
         if flag is not None and len(own.found_here) == 1:
             return flag
-    return scalars.as_tensor(skip, step.loss_scale.device)
+    assert step.skip is not None
+    return scalars.as_tensor(step.skip, device)
 
 
-def require_found(step: Step) -> Scalar:
-    """Return 1 if inf or NaN was found, else 0.
-
-    Raises:
-        CallOrderError: There was no gradient to check.
-    """
-    found_inf = step.found_inf()
-    if found_inf is None:
-        raise nothing_checked(step.optimizer)
-    return found_inf
-
-
-def read_skip(step: Step, skip: Scalar, memory: Memory | None) -> float:
+def read_skip(step: Step, memory: Memory | None = None) -> float:
     """Return 1 if the step is to be skipped, else 0. Sync: the one of a plain step.
 
-    Args:
-        step: The step.
-        skip: The same, which may be on the device.
-        memory: Takes the norm of one of the first steps of the optimizer; None for others.
+    ``memory`` takes the norm if the step is one of the first of its optimizer.
     """
+    assert step.skip is not None
     if memory is None or step.norm is None or step.multiplier is None:
-        return step.read([skip])[0]
+        return step.read([step.skip])[0]
     norm = step.norm.float() if isinstance(step.norm, Tensor) else scalars.to_single(step.norm)
-    values = step.read([skip, scalars.to_single(norm * step.multiplier), step.multiplier])
+    values = step.read([step.skip, scalars.to_single(norm * step.multiplier), step.multiplier])
     if not values[0]:
         assert step.optimizer is not None
         see_first_norm(memory.first_norms, step.optimizer, values[1], values[2])
@@ -501,13 +456,12 @@ def remember(
     optimizer: torch.optim.Optimizer,
     step: Step,
     memory: Memory,
-    found_inf: Scalar,
-    skip: Scalar,
     *,
     is_fused: bool,
 ) -> None:
-    """Remember the step and its outcome. Sync: none."""
-    multiplier = step.multiplier
+    """Remember the step, which was decided, and its outcome. Sync: none."""
+    multiplier, skip = step.multiplier, step.skip
+    assert skip is not None
     if step.own_check is not None and multiplier is not None:
         step.own_check.left_scaled = skip, multiplier
         if step.norms is None:
@@ -519,7 +473,7 @@ def remember(
     can_measure_late = not is_fused or (
         writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
-    outcome = Outcome(optimizer, engine.names, step, found_inf, multiplier, can_measure_late)
+    outcome = Outcome(optimizer, engine.names, step, multiplier, can_measure_late)
     engine.journal.add(memory, outcome)
     keep(engine.iteration, step, Stage.STEPPED)
 

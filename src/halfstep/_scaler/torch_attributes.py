@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler.devices import default_device
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.iteration import Stage, Step
@@ -254,6 +253,7 @@ class TorchAttributes:
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
         # accelerate 1.15 calls it by this name, with self._device, to load an FSDP2 checkpoint.
-        device = default_device() if dev is None else torch.device(dev)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._device = self._device or device.type
         self._engine.scales[None].create(device)

@@ -24,9 +24,9 @@ from halfstep._pytorch.autograd import after_backward, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import passes
 from halfstep._scaler.gradients import collect_local, parameters
-from halfstep._scaler.iteration import Iteration, Stage, Step
-from halfstep._scaler.loss_scale import LossScale, Scales, tensors_in
-from halfstep._scaler.outcome import Journal
+from halfstep._scaler.iteration import Iteration, Journal, Stage, Step
+from halfstep._scaler.loss_scale import LossScale, Scales
+from halfstep._scaler.losses import tensors_in
 from halfstep._scaler.scalars import ratio
 
 NUM_LOSSES = 16

@@ -15,7 +15,7 @@ from torch import distributed
 
 from halfstep._pytorch.distributed import default_store
 from halfstep._scaler.checks import float32_from_bits
-from halfstep._scaler.host_copy import HostCopy
+from halfstep._scaler.device_state import HostCopy
 from halfstep._scaler.ranks.group import Group, listed
 from halfstep.errors import RanksError
 
