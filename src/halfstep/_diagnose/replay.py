@@ -31,7 +31,7 @@ from halfstep._scaler.closures import split_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.ranks.finding import Ranks
+from halfstep._scaler.ranks.discovery import Ranks
 
 
 @dataclass(frozen=True)

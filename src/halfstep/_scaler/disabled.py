@@ -18,7 +18,7 @@ from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks.deciding import ALONE
+from halfstep._scaler.ranks.agreement import ALONE
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.scaler import GradScaler

@@ -18,8 +18,8 @@ from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.optimizers import handles_scale, name
 from halfstep._scaler.outcome import Journal
-from halfstep._scaler.ranks.deciding import Alone, Together
-from halfstep._scaler.ranks.finding import Ranks
+from halfstep._scaler.ranks.agreement import Alone, Together
+from halfstep._scaler.ranks.discovery import Ranks
 from halfstep._scaler.saving import Saved
 from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.scale_state import ScaleState

@@ -29,7 +29,7 @@ from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import HistoryEntry, Outcome
-from halfstep._scaler.ranks.finding import Ranks
+from halfstep._scaler.ranks.discovery import Ranks
 from halfstep._scaler.retrying import retry
 from halfstep._scaler.rules import Dynamic, Rule
 from halfstep._scaler.saving import Saved

@@ -29,7 +29,7 @@ from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Memory, Outcome
-from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.agreement import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.scalars import Scalar
 from halfstep.errors import CallOrderError, NothingCheckedError, RanksError
