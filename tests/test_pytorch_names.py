@@ -34,7 +34,6 @@ NOT_YET = {
     "_scaler/passes.py",
     "_scaler/reductions.py",
     "_scaler/accumulation.py",
-    "_scaler/retrying.py",
     "_scaler/unused.py",
 }
 """Files that still have other private names."""

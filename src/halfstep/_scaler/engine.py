@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler import clipping, passes, step
+from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale, Scales, for_each
 from halfstep._scaler.names import Names
-from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.optimizers import handles_scale, name
 from halfstep._scaler.outcome import Journal

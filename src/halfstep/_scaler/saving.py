@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfstep._scaler.norm_limits import NormLimits
+from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.scale_state import ScaleState
 
 OURS = "halfstep"
