@@ -31,8 +31,6 @@ NOT_YET = {
     "_autocast/op_names.py",
     "_autocast/weight_cache.py",
     "_scaler/accumulation.py",
-    "_scaler/retrying.py",
-    "_scaler/ranks/finding.py",
     "_scaler/unused.py",
 }
 """Files that still have other private names."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep.errors import CallOrderError
 
 FUSED = pytest.mark.parametrize("fused", [False, True])

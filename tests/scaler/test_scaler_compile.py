@@ -14,11 +14,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from halfstep._scaler import GradScaler, passes, step
+from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.gradients import collect
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.norm_limits import NormLimit
-from halfstep._scaler.ranks.deciding import ALONE
+from halfstep._scaler.ranks.agreement import ALONE
 from halfstep._scaler.rules import Dynamic, LogMax, Rule
 from halfstep._scaler.scale_state import ScaleState
 

@@ -30,7 +30,7 @@ from tests.scaler.saved import opened
 from torch import Tensor
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.early_clipping import NUM_STEPS
+from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep._scaler.host_state import next_state
 from halfstep._scaler.rules import Dynamic, LogMax, Static
 from halfstep._scaler.scale_state import Reason, ScaleState

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfstep._scaler import GradScaler, Static
-from halfstep._scaler.norm_limits import NormLimit
+from halfstep._scaler.earlier_norms import NormLimit
 
 both = pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 

@@ -6,7 +6,7 @@ None of it is imported here; what a program has not imported, it does not use.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,9 +54,14 @@ def is_dtensor(value: object) -> bool:
 
 
 def is_dtensor_class(kind: type) -> bool:
-    """Say whether the tensors of a class are DTensors."""
+    """Return whether the tensors of a class are DTensors."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
     return issubclass(kind, getattr(module, "DTensor", ()))
+
+
+def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether there are DTensors among these. Thousands are asked in one go."""
+    return any(map(is_dtensor_class, set(map(type, tensors))))
 
 
 def local_part(tensor: Any) -> torch.Tensor:
@@ -77,6 +82,23 @@ def spec_of(tensor: Any) -> Any:
     DTensors with the same one lie on the same ranks in the same way.
     """
     return getattr(tensor, "_spec", None)
+
+
+def settle(param: Any, grad: Any) -> Any:
+    """Return a gradient, a DTensor, whose entries are final: each rank of some holds a summand.
+
+    Tensor parallel leaves such gradients of parameters that all its ranks have. One collective for
+    each of them.
+    """
+    if spec_of(grad) is spec_of(param) or not any(place.is_partial() for place in grad.placements):
+        return grad
+    from torch.distributed.tensor import Replicate
+
+    placements = [Replicate()] * grad.device_mesh.ndim
+    if is_dtensor(param) and param.device_mesh == grad.device_mesh:
+        placements = param.placements
+    with torch.no_grad():
+        return grad.redistribute(placements=placements)
 
 
 def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -129,8 +151,14 @@ def keep_buckets(module: torch.nn.parallel.DistributedDataParallel) -> None:
     module.reducer = _BucketsAsTheyAre(module.reducer)  # type: ignore[assignment]
 
 
+def wrapped_by(module: torch.nn.parallel.DistributedDataParallel) -> torch.nn.Module | None:
+    """Return what a DistributedDataParallel wraps; None if its constructor has raised."""
+    wrapped: torch.nn.Module | None = vars(module).get("_modules", {}).get("module")
+    return wrapped
+
+
 def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Say whether the gradients are reduced by a function of the user's."""
+    """Return whether the gradients are reduced by a function of the user's."""
     return bool(module._comm_hooks)
 
 

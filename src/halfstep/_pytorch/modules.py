@@ -11,3 +11,8 @@ def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """Return the dictionaries that hold the parameters, buffers and modules of a module itself."""
     held = vars(module)
     return held["_parameters"], held["_buffers"], held["_modules"]
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary that holds the buffers of a module itself."""
+    return module._buffers

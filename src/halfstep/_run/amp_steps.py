@@ -22,9 +22,10 @@ from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome, access
-from halfstep._scaler.closures import Undo, UnusableEvaluationError, split_closure
+from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.optimizers import handles_scale
+from halfstep._scaler.optimizers import evaluates_first, handles_scale
+from halfstep._scaler.snapshot import snapshot_of
 
 StepFunction = Callable[..., Any]
 
@@ -84,7 +85,7 @@ class ScaledSteps:
         closure, rest, others = split_closure(args, kwargs)
         if closure is None:
             return self._take(original, optimizer, args, kwargs)
-        if _evaluates_first(optimizer):
+        if evaluates_first(optimizer):
             # As the optimizer would do; gradients from before, as in accumulation, are kept.
             with torch.enable_grad():
                 loss = closure()
@@ -151,7 +152,7 @@ class ScaledSteps:
         The scaler would drop the gradients. The inner optimizer, if any, steps through the scaler.
         """
         self._script.note_step(optimizer)
-        undo = Undo(optimizer)
+        before = snapshot_of(optimizer)
 
         def require_finite() -> None:
             found = self._fresh.take(optimizer)
@@ -170,7 +171,7 @@ class ScaledSteps:
             require_finite()
             result = original(optimizer, *args, **kwargs)
         except UnusableEvaluationError:
-            undo()
+            before.restore()
             self._scaler.update()
             self._schedules.note(optimizer, False)
             return None
@@ -202,12 +203,6 @@ def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, A
     if "closure" in kwargs:
         return args, kwargs | {"closure": closure}
     return (closure, *args), kwargs
-
-
-def _evaluates_first(optimizer: Optimizer) -> bool:
-    # All of PyTorch's but LBFGS call the closure once, before they do anything else.
-    module = type(optimizer).step.__module__
-    return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
 
 
 # --- schedules ------------------------------------------------------------------------------------

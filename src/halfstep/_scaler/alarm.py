@@ -1,22 +1,32 @@
-"""Say that steps are being skipped: when, how often, with whose gradients, and what to try."""
+"""Alarm about skipped steps: when, how often, with whose gradients, and what to try."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
 from halfstep._scaler.checks import checked_count
 from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.scale_state import Reason
+from halfstep._scaler.loss_scale import LossScale, state_of
+from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
+
+if TYPE_CHECKING:
+    from halfstep._scaler.iteration import Journal
+    from halfstep._scaler.outcome import Outcome
 
 NUM_NAMED = 5
 """A message names this many parameters and counts the rest."""
+
+NUM_SEARCHED = 16
+"""The skipped step is looked for among this many: those of one iteration, or of some before it."""
+
+DROPPED = "skipped or taken without some blocks of accumulate()"
 
 WHICH_OP = "with scaler.diagnose(model): around the loop, or halfstep run --diagnose, names the op"
 
@@ -114,22 +124,13 @@ class SkipReport:
 OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
 
 
-DROPPED = "skipped or taken without some blocks of accumulate()"
-
-
 @dataclass
 class _Run:
-    """Skipped steps in a row with one scale.
+    """Skipped steps in a row with one scale."""
 
-    Attributes:
-        next_length: Speak when there are so many.
-        is_counted: Whether it is among those at the floor.
-        num_at_floor: How many runs came to the floor so far.
-    """
-
-    next_length: int
-    is_counted: bool = False
-    num_at_floor: int = 0
+    next_length: int  # speak when there are so many
+    is_counted: bool = False  # whether it is among those at the floor
+    num_at_floor: int = 0  # how many runs came to the floor so far
 
 
 class Alarm:
@@ -165,8 +166,38 @@ class Alarm:
         """Take over the settings of another one."""
         self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
 
+    def sound(self, scale: LossScale, journal: Journal) -> None:
+        """Speak if it is time to; call it after an iteration.
+
+        What is known of the state is what has arrived on the host: on the CPU this iteration, on an
+        accelerator it may be an earlier one.
+
+        Args:
+            scale: The scale that moved.
+            journal: Has the last steps.
+
+        Raises:
+            SkippedStepsError: The user asked for an error.
+
+        Sync: none as long as nothing is said.
+        """
+        # Whoever raises, or saves and asks the others, is to do so in the same iteration on all
+        # ranks.
+        snapshot = scale.arrived(at_once=self.on_skips != "warn")
+        if snapshot is None or not self.is_due(scale, *snapshot.skips()):
+            return
+        state = state_of(snapshot, scale.host)
+        step = state.num_taken + state.num_skipped
+        skipped = [
+            outcome
+            for outcome in journal.newest(NUM_SEARCHED)
+            if outcome.loss_scale is scale and outcome.skipped and outcome.entry.step == step
+        ]
+        began_at_floor = state.run_scale <= state.min_scale
+        self.speak(_report(state, skipped), began_at_floor=began_at_floor)
+
     def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
-        """Say whether to speak now of the steps with a scale; call it once an iteration."""
+        """Return whether to speak now of the steps with a scale; call it once an iteration."""
         if skipped_in_a_row == 0 and scale not in self._runs:
             return False
         run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
@@ -203,6 +234,20 @@ class Alarm:
             raise SkippedStepsError(str(report))
         else:
             warnings.warn(str(report), SkippedStepsWarning, stacklevel=4)
+
+
+def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
+    # No outcome: steps were taken without blocks of accumulate() that overflowed.
+    reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
+    return SkipReport(
+        skipped_in_a_row=state.skipped_in_a_row,
+        since=state.num_taken + state.num_skipped - state.skipped_in_a_row + 1,
+        reason=Reason.NON_FINITE if Reason.NON_FINITE in reasons else reasons[-1],
+        scale=state.scale,
+        culprits=tuple(culprit for outcome in skipped for culprit in outcome.find_culprits()),
+        optimizers=tuple(outcome.optimizer_name for outcome in skipped),
+        rank=next((outcome.rank for outcome in skipped if outcome.rank is not None), None),
+    )
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from halfstep._scaler import passes, scalars
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Step
 from halfstep._scaler.optimizers import name
-from halfstep._scaler.ranks.deciding import Alone, Together
+from halfstep._scaler.ranks.agreement import Alone, Together
 from halfstep.errors import CallOrderError
 
 

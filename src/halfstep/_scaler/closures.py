@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.optimizers import handles_scale, name
+from halfstep._scaler.snapshot import snapshot_of
 from halfstep._scaler.step import (
     gather,
     limit,
@@ -84,7 +84,7 @@ def step_with_closure(
             "in the closure, or step() without a closure"
         )
     evaluations = _Evaluations(engine, optimizer, closure, max_norm)
-    undo = Undo(optimizer)
+    before = snapshot_of(optimizer)
     result = None
     try:
         drop_gradients(optimizer)
@@ -95,9 +95,9 @@ def step_with_closure(
         if evaluations.last is None:
             raise CallOrderError(f"step({name(optimizer)}): the optimizer did not call the closure")
     except UnusableEvaluationError:
-        undo()
+        before.restore()
     except BaseException:
-        undo()
+        before.restore()
         raise
     evaluations.finish()
     return result
@@ -206,52 +206,6 @@ class _Evaluations:
         if read_skip(step):
             raise UnusableEvaluationError
         multiply_(step)
-
-
-class Undo:
-    """Puts an optimizer and its parameters back to where they were when this was made.
-
-    Takes the memory of the parameters and of the optimizer's state once more. Only an optimizer
-    that may evaluate its closure after it has changed something needs that.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._values: list[tuple[Tensor, Tensor]] = []
-        self._state: dict[Any, Any] = {}
-        self._groups: list[dict[str, Any]] = []
-        if _evaluates_first(optimizer):
-            return
-        self._values = [(param, param.detach().clone()) for param in parameters(optimizer)]
-        memo = {id(param): param for param, _ in self._values}  # parameters are not copied again
-        self._state = {key: copy.deepcopy(value, memo) for key, value in _state(optimizer).items()}
-        self._groups = [
-            {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Restore parameters, state and groups; once."""
-        if not self._values:
-            return
-        for param, value in self._values:
-            param.copy_(value)
-        state = _state(self._optimizer)
-        state.clear()
-        state.update(self._state)
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.update(values)
-
-
-def _state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    return getattr(optimizer, "state", {})  # a wrapper may have none
-
-
-def _evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
-    # Of PyTorch's own optimizers LBFGS alone evaluates the closure after its first change.
-    module = type(optimizer).step.__module__
-    return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:

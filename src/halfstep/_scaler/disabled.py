@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler import clipping, gates
+from halfstep._scaler import clipping
+from halfstep._scaler.after_step import Count, check_count
 from halfstep._scaler.checks import checked_count
 from halfstep._scaler.closures import Closure, drop_gradients, split_closure
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks.deciding import ALONE
+from halfstep._scaler.ranks.agreement import ALONE
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.scaler import GradScaler
@@ -134,14 +135,14 @@ class DisabledGradScaler(GradScaler):
         self,
         optimizer: torch.optim.Optimizer,
         function: Callable[[], object],
-        count: gates.Count = "updates",
+        count: Count = "updates",
     ) -> bool:
         """Call the function."""
-        gates.check_count(count)
+        check_count(count)
         function()
         return True
 
-    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates", *args: Any) -> bool:
+    def step_scheduler(self, scheduler: Any, count: Count = "updates", *args: Any) -> bool:
         """Call ``scheduler.step(*args)``."""
         return self.after_step(scheduler.optimizer, lambda: scheduler.step(*args), count)
 

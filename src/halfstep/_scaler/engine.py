@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfstep._scaler import clipping, passes, step
 from halfstep._scaler.access import OBSERVERS
+from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import (
     GradientCheck,
@@ -25,10 +26,9 @@ from halfstep._scaler.iteration import (
 from halfstep._scaler.loss_scale import LossScale, Saved, Scales
 from halfstep._scaler.losses import for_each
 from halfstep._scaler.names import Names
-from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.optimizers import handles_scale, name
-from halfstep._scaler.ranks.deciding import Alone, Together
-from halfstep._scaler.ranks.finding import Ranks
+from halfstep._scaler.ranks.agreement import Alone, Together
+from halfstep._scaler.ranks.discovery import Ranks
 from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused

@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep._pytorch.distributed import is_dtensor, local_part
+from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
-from halfstep._scaler.ranks.sharding import has_dtensors, settle
 from halfstep._scaler.scalars import describe
 
 NUM_NAMED = 3

@@ -21,8 +21,7 @@ from halfstep._scaler.gradients import NONE, Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
-from halfstep._scaler.ranks.agreement import NUM_NUMBERS, Agreement
-from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
 from halfstep._scaler.scalars import Scalar, moved
 from halfstep.errors import CallOrderError, NothingCheckedError
 

@@ -14,8 +14,8 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modes import is_inside_functorch
 from halfstep._scaler.checks import checked_scale
 from halfstep._scaler.device_state import DeviceSnapshot, DeviceState, HostCopy
+from halfstep._scaler.earlier_norms import NormLimits
 from halfstep._scaler.host_state import CPU, HostState, changed
-from halfstep._scaler.norm_limits import NormLimits
 from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import (
     READABLE,

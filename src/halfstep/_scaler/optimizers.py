@@ -1,4 +1,4 @@
-"""How a scaler talks to an optimizer: its name, and the scale that it may handle itself."""
+"""Optimizers as a scaler sees them: their names, and the scale that they may handle themselves."""
 
 from __future__ import annotations
 
@@ -30,8 +30,15 @@ def require_optimizer(call: str, optimizer: object) -> None:
         )
 
 
+def evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its step surely calls a closure once, before it changes anything."""
+    # Of PyTorch's own optimizers LBFGS alone evaluates the closure after its first change.
+    module = type(optimizer).step.__module__
+    return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
+
+
 def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether ``optimizer.step`` divides by the scale and skips by itself.
+    """Return whether ``optimizer.step`` divides by the scale and skips by itself.
 
     A wrapper that only passes attributes on to a fused optimizer does not count: ``grad_scale`` and
     ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
@@ -49,7 +56,7 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether its step surely leaves the gradients divided by ``grad_scale``."""
+    """Return whether its step surely leaves the gradients divided by ``grad_scale``."""
     is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")
     return is_pytorchs and getattr(optimizer, "grad_scale", None) is None
 

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
-from halfstep._scaler import clipping, gates, reporting, step
+from halfstep._scaler import clipping, step
 from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
+from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import HistoryEntry, Outcome
-from halfstep._scaler.ranks.finding import Ranks
-from halfstep._scaler.retrying import retry
+from halfstep._scaler.ranks.discovery import Ranks
 from halfstep._scaler.rules import Dynamic, Rule
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
@@ -323,7 +323,7 @@ class GradScaler(TorchAttributes):
             return
         for scale in self._engine.update():
             if not scale.is_quiet:
-                reporting.sound(self._alarm, scale, self._engine.journal)
+                self._alarm.sound(scale, self._engine.journal)
 
     @keep_out_of_graphs
     def clip_grad_norm_(
@@ -524,7 +524,7 @@ class GradScaler(TorchAttributes):
         self,
         optimizer: torch.optim.Optimizer,
         function: Callable[[], object],
-        count: gates.Count = "updates",
+        count: Count = "updates",
     ) -> bool:
         """Call a function, such as the update of an average of the weights, if a step was taken.
 
@@ -542,10 +542,10 @@ class GradScaler(TorchAttributes):
 
         Sync: one for "updates" with an optimizer that handles the scale itself.
         """
-        return gates.after_step(self._engine.journal, optimizer, function, count)
+        return call_after_step(self._engine.journal, optimizer, function, count)
 
     @keep_out_of_graphs
-    def step_scheduler(self, scheduler: Any, count: gates.Count = "updates", *args: Any) -> bool:
+    def step_scheduler(self, scheduler: Any, count: Count = "updates", *args: Any) -> bool:
         """Call ``scheduler.step()`` if the last step of its optimizer was taken.
 
         Whether a schedule moves on at a skipped step is disputed, so it is a choice: ``"updates"``
@@ -566,7 +566,7 @@ class GradScaler(TorchAttributes):
 
         Sync: as :meth:`after_step`.
         """
-        return gates.step_scheduler(self._engine.journal, scheduler, count, args)
+        return step_scheduler(self._engine.journal, scheduler, count, args)
 
     def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
         """Skip steps, too, whose norm is far above the running median.

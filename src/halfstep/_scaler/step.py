@@ -23,7 +23,7 @@ from torch import Tensor
 
 from halfstep._scaler import passes, scalars
 from halfstep._scaler.blocks import end_blocks
-from halfstep._scaler.early_clipping import NUM_STEPS, see_first_norm
+from halfstep._scaler.earlier_norms import NUM_STEPS, NormLimit, see_first_norm
 from halfstep._scaler.gradients import NONE, Gradients, collect, refuse_float16
 from halfstep._scaler.iteration import (
     GradientCheck,
@@ -33,10 +33,9 @@ from halfstep._scaler.iteration import (
     Step,
     nothing_checked,
 )
-from halfstep._scaler.norm_limits import NormLimit
 from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
+from halfstep._scaler.ranks.agreement import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.scalars import Scalar
 from halfstep.errors import CallOrderError, RanksError

@@ -1,31 +1,39 @@
-"""What the ranks tell each other when one looks at gradients: one small vector, its maximum.
+"""Agreement of several ranks on a step: what each has found, put together in one small vector.
 
-The vector is int32. What is float32 travels as its bits, which are in the same order as long as it
-is not negative; so that is exact too. What has to be the same on all ranks travels twice, once
-negative: the two maxima are then each other's opposite.
+The vector is int32, and the ranks take its maximum. What is float32 travels as its bits, which are
+in the same order as long as it is not negative. What has to be the same on all ranks travels twice,
+once negative: the two maxima are then each other's opposite.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed
 
+from halfstep._scaler import passes
 from halfstep._scaler.checks import float32_from_bits
-from halfstep._scaler.ranks.comparing import CHECK_EVERY, describe, gathered, lines
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.passes import Norms
 from halfstep._scaler.ranks.group import Group, Reduction
-from halfstep._scaler.scalars import Scalar, any_of, as_float32, is_nonfinite, moved
+from halfstep._scaler.ranks.state_comparison import CHECK_EVERY, describe
+from halfstep._scaler.scalars import Scalar, any_of, as_float32, is_nonfinite, moved, scalar
 from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:
-    from halfstep._scaler.loss_scale import LossScale
+    from halfstep._scaler.iteration import GradientCheck
+    from halfstep._scaler.ranks.discovery import Layout
 
 FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
 OWN_NORM, *STATE = range(5)
-"""Behind the first seven: what has to be the same. ``OWN_NORM`` is not to be: see ``require``."""
+"""Behind the first seven: what has to be the same on all ranks, except ``OWN_NORM``, which shows
+gradients that are copies of each other."""
 
 NO_NAME = -(1 << 31)
 """Of a rank without a loss: no maximum is changed by it."""
@@ -37,87 +45,187 @@ LARGEST_BITS = 0x7F7FFFFF
 """The bits of the largest float32 number: those of smaller ones are smaller, of inf and NaN not."""
 
 
-class Claim:
-    """What one rank says of one check of gradients.
+@dataclass(eq=False)
+class Alone:
+    """This rank decides: there is no other one, or the others have the same gradients.
+
+    Attributes:
+        sees_all_losses: Whether there is no other loss than this rank's. What only some ranks know
+            must not move the scale.
+    """
+
+    sees_all_losses: bool = True
+
+    is_together = False
+
+    def agree_on(
+        self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
+    ) -> None:
+        """Let a check of gradients be as it is."""
+        if not self.sees_all_losses:
+            check.scale.settle_loss(None)
+
+    def start_norm(
+        self, norms: Norms, gradients: Gradients, device: torch.device
+    ) -> Callable[[], Scalar]:
+        """Return a function that returns the norm of all gradients, still scaled."""
+        return lambda: norms.total(device)
+
+    def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
+        """Return the p-norm of all gradients, still scaled."""
+        return passes.p_norm(gradients, p, device)
+
+    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
+        """Return the norms of parts of the gradients, each over all ranks that have some of it."""
+        return norms
+
+
+ALONE = Alone()
+
+
+class Together:
+    """Several ranks decide.
 
     Args:
-        loss_scale: The scale of the loss that the gradients come from; it is on a device.
+        layout: Where the parameters lie.
+        call: What asks: ``step(SGD)``.
         losses: The names of the losses of this iteration; a rank without any goes by the others.
-        found: float32 scalars on any device, 1 if a gradient is inf or NaN, else 0; may be empty.
-        amax: The largest magnitude of the unscaled gradients, if wanted.
-        own_norm: Norm of gradients that are this rank's alone, if measured.
-        has_gradients: Whether there are gradients.
-        has_scale: Whether a loss has ever been scaled here.
-        call: What made the look: ``step(SGD)``.
+        has_scale: Whether a loss has ever been scaled on this rank.
+        next_number: Returns how many agreements of this scaler there were before, the same on all
+            ranks.
     """
+
+    is_together = True
 
     def __init__(
         self,
-        loss_scale: LossScale,
-        losses: Sequence[str | None],
-        found: list[Tensor],
-        *,
-        amax: Tensor | None,
-        own_norm: Scalar | None,
-        has_gradients: bool,
-        has_scale: bool,
+        layout: Layout,
         call: str,
+        losses: Sequence[str | None],
+        has_scale: bool,
+        next_number: Callable[[], int],
     ) -> None:
-        self.loss_scale, self.losses, self.call = loss_scale, tuple(losses), call
-        self.has_gradients, self.has_scale = has_gradients, has_scale
-        self._found, self._amax, self._own_norm = found, amax, own_norm
+        self.group, self._layout, self.call = layout.group, layout, call
+        self.losses, self.has_scale, self.next_number = tuple(losses), has_scale, next_number
 
-    def vector(self, group: Group) -> Tensor:
-        """Return the numbers for the other ranks, int32 ``[NUM_NUMBERS]``. Sync: none."""
-        assert self.loss_scale.live is not None
-        device = self.loss_scale.tensor.device
-        zero = torch.zeros((), device=device)
-        found = any_of(self._found, device) if self._found else zero
-        floats = [
-            zero if value is None else moved(as_float32(value, device).detach().abs(), device)
-            for value in (self._amax, self._own_norm)
+    def agree_on(
+        self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
+    ) -> None:
+        """Start to tell the other ranks what a check of gradients has found. Sync: none.
+
+        Args:
+            check: What it found becomes what all ranks have found.
+            norms: The norms of its gradients, if measured.
+            has_gradients: Whether there are any, looked at now or before.
+        """
+        own_norm = None
+        if norms is not None and self._layout.owns_all(check.gradients):
+            own_norm = norms.total(check.scale.tensor.device)
+        check.agreement = Agreement(self, check, own_norm, has_gradients)
+
+    def start_norm(
+        self, norms: Norms, gradients: Gradients, device: torch.device
+    ) -> Callable[[], Scalar]:
+        """Return a function that returns the norm of the gradients of all ranks, still scaled.
+
+        Sync: none; on the CPU the function waits for the other ranks.
+        """
+        squares = norms.sum_of_squares(device, self._layout.shares(gradients))
+        wait = self._sum(squares.reshape(1), self.group)
+        return lambda: scalar(wait()[0].sqrt())
+
+    def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
+        """Return the p-norm of the gradients of all ranks, still scaled. Sync as above."""
+        if p == math.inf:
+            norm = passes.p_norm(gradients, p, device) if gradients.grads else _zero(device)
+            return self._largest([norm], self.group)[0]
+        power = self._power(None, gradients, p, device)
+        return self._sum(power[None], self.group)()[0].pow(1.0 / p)
+
+    def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
+        """Return the norms of parts of the gradients, each over all ranks that have some of it.
+
+        Args:
+            norms: Of what this rank holds, for one device.
+            parts: These gradients; parts of the same parameters on all ranks that share them.
+            p: The kind of norm.
+
+        Raises:
+            RanksError: Some have a part of the parameters that no process group reaches.
+        """
+        sharing = self._layout.sharing
+        if sharing is None or not norms:
+            return norms  # parameters are whole on each rank, or all that share them have none
+        if not sharing.parts:
+            raise RanksError(
+                f"{self.call}: the norms of single layers or parameters are spread over the ranks "
+                f"{list(sharing.ranks)}, and no mesh of theirs has just these. Clip per='all'"
+            )
+        given = [
+            n if isinstance(n, Tensor) else torch.tensor(n, dtype=torch.float64) for n in norms
         ]
-        # The largest of these numbers is that of the first rank that found something.
-        flags = torch.stack([found, is_nonfinite(self.loss_scale.live.bad_loss)])
-        first, is_bad = (flags * (len(group.ranks) - group.place)).int()
-        amax, own_norm = torch.stack(floats).view(torch.int32)
-        known = _known(self.has_gradients, self.has_scale, self.losses, device)
-        same = torch.cat([own_norm[None], self.loss_scale.live.counters()])
-        head = torch.cat([torch.stack([first, is_bad, amax]), known])
-        return moved(torch.cat([head, same, -same]), group.device)
+        if p == math.inf:
+            return list(map(scalar, self._largest(given, sharing)))
+        powers = [
+            self._power(norm, part, p, norm.device) for norm, part in zip(given, parts, strict=True)
+        ]
+        return list(map(scalar, self._sum(torch.stack(powers), sharing)().pow(1.0 / p)))
+
+    def _power(
+        self, norm: Tensor | None, part: Gradients, p: float, device: torch.device
+    ) -> Tensor:
+        """Return the share of this rank in the sum of the p-th powers of all entries."""
+        shares = self._layout.shares(part) or [1.0] * len(part.grads)
+        distinct = dict.fromkeys(shares)
+        if norm is not None and len(distinct) == 1:
+            return norm.double().pow(p) * shares[0]
+        powers = [_zero(device)]
+        for share in distinct:
+            same = part.at([position for position, one in enumerate(shares) if one == share])
+            powers.append(passes.p_norm(same, p, device).double().pow(p) * share)
+        return torch.stack(powers).sum()
+
+    def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
+        device = values.device
+        reduction = group.reduce(
+            moved(values, group.device), distributed.ReduceOp.SUM, f"{self.call}: the norm"
+        )
+        return lambda: moved(reduction.wait(), device)
+
+    def _largest(self, norms: Sequence[Tensor], group: Group) -> list[Tensor]:
+        # The maximum of NaN and a number may be the number.
+        values = torch.stack(list(norms)).nan_to_num(nan=math.inf, posinf=math.inf)
+        values = moved(values, group.device)
+        purpose = f"{self.call}: the largest gradient"
+        largest = group.reduce(values, distributed.ReduceOp.MAX, purpose).wait()
+        return list(largest.to(norms[0].device))
 
 
-_constants: dict[Any, Tensor] = {}
-
-
-def _known(
-    has_gradients: bool, has_scale: bool, losses: tuple[str | None, ...], device: torch.device
-) -> Tensor:
-    """Return what the host knows, int32 ``[4]``, on the device: copied there once."""
-    key = has_gradients, has_scale, losses, device
-    if key not in _constants:
-        name = zlib.crc32(repr(sorted(map(repr, losses))).encode()) >> 2
-        names = [name, -name] if losses else [NO_NAME, NO_NAME]
-        values = [int(has_gradients), int(has_scale), *names]
-        _constants[key] = torch.tensor(values, dtype=torch.int32).to(device)
-    return _constants[key]
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=device)
 
 
 class Agreement:
     """What all ranks have found, on its way.
 
     Args:
-        group: The ranks.
-        claim: What this one says.
-        number: How many agreements of this scaler there were before, the same on all ranks.
+        ranks: The ranks.
+        check: What this one has found.
+        own_norm: Norm of gradients that are this rank's alone, if measured.
+        has_gradients: Whether there are gradients.
 
     Sync: none, but for :meth:`verify`; on the CPU the first look waits for the other ranks.
     """
 
-    def __init__(self, group: Group, claim: Claim, number: int) -> None:
-        self._group, self._claim, self._number = group, claim, number
-        self._reduction: Reduction | None = group.reduce(
-            claim.vector(group), distributed.ReduceOp.MAX, f"{claim.call}: found_inf"
+    def __init__(
+        self, ranks: Together, check: GradientCheck, own_norm: Scalar | None, has_gradients: bool
+    ) -> None:
+        self._ranks, self._loss_scale = ranks, check.scale
+        self._has_gradients = has_gradients
+        self._number = ranks.next_number()
+        values = _values(ranks, check, own_norm, has_gradients)
+        self._reduction: Reduction | None = ranks.group.reduce(
+            values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
         )
         self._vector: Tensor
 
@@ -126,9 +234,8 @@ class Agreement:
         if self._reduction is not None:
             values = self._reduction.wait()
             self._reduction = None
-            loss_scale = self._claim.loss_scale
-            self._vector = moved(values, loss_scale.tensor.device)
-            loss_scale.settle_loss(self._vector[BAD_LOSS] > 0)
+            self._vector = moved(values, self._loss_scale.tensor.device)
+            self._loss_scale.settle_loss(self._vector[BAD_LOSS] > 0)
         return self._vector
 
     def found_inf(self) -> Tensor:
@@ -146,7 +253,8 @@ class Agreement:
         """
         found, bad_loss = self.vector()[[FOUND, BAD_LOSS]].tolist()
         code = found and (bad_loss or found)
-        return self._group.ranks[len(self._group.ranks) - code] if code else None
+        ranks = self._ranks.group.ranks
+        return ranks[len(ranks) - code] if code else None
 
     def verify(self) -> None:
         """Look now and then whether the ranks can go on together. Sync: one, when it looks.
@@ -156,7 +264,7 @@ class Agreement:
         """
         is_due = self._number % CHECK_EVERY == 0
         # Who has both knows that somebody does. Who has not asks, and if nobody has, all ask.
-        if is_due or not (self._claim.has_gradients and self._claim.has_scale):
+        if is_due or not (self._has_gradients and self._ranks.has_scale):
             values = self.vector().tolist()
             self._require_work(values)
             if is_due:
@@ -178,12 +286,12 @@ class Agreement:
     def _require_work(self, values: list[int]) -> None:
         if not values[HAS_SCALE]:
             raise CallOrderError(
-                f"{self._claim.call} before scale(): no rank has scaled a loss by this GradScaler "
+                f"{self._ranks.call} before scale(): no rank has scaled a loss by this GradScaler "
                 "yet. Call scaler.scale(loss).backward() first, on the ranks that have the loss"
             )
         if not values[HAS_GRADIENTS]:
             raise CallOrderError(
-                f"{self._claim.call}: no rank has a gradient. Call scaler.scale(loss).backward() "
+                f"{self._ranks.call}: no rank has a gradient. Call scaler.scale(loss).backward() "
                 "before it and zero_grad() after it, or leave it out on all ranks"
             )
 
@@ -192,32 +300,67 @@ class Agreement:
         least = [-value for value in values[NUM_FIRST + NUM_SAME :]]
         if NO_NAME != values[NAME] != -values[MINUS_NAME]:
             raise RanksError(
-                f"{self._claim.call}: the ranks have scaled losses of different names, this one "
-                f"{list(self._claim.losses)}. Give all the same: scaler.scale(loss, name=...)"
+                f"{self._ranks.call}: the ranks have scaled losses of different names, this one "
+                f"{list(self._ranks.losses)}. Give all the same: scaler.scale(loss, name=...)"
             )
         if any(largest[slot] != least[slot] for slot in STATE):
             raise RanksError(self._who_has_what())
         if 0 < largest[OWN_NORM] == least[OWN_NORM] < LARGEST_BITS:
             raise RanksError(
-                f"{self._claim.call}: the norm of the gradients is the same on all "
-                f"{len(self._group.ranks)} ranks, {float32_from_bits(largest[OWN_NORM]):g}. They "
+                f"{self._ranks.call}: the norm of the gradients is the same on all "
+                f"{len(self._ranks.group.ranks)} ranks, "
+                f"{float32_from_bits(largest[OWN_NORM]):g}. They "
                 "seem to be copies, averaged by hand, and would be counted once for each rank. Say "
                 "so: scaler.replicated(model.parameters(), process_group), or use "
                 "DistributedDataParallel"
             )
 
     def _who_has_what(self) -> str:
-        live = self._claim.loss_scale.live
+        live = self._loss_scale.live
         assert live is not None
-        purpose = f"{self._claim.call}: who has which scale"
-        rows = gathered(self._group, purpose, live.counters().tolist())
+        group, call = self._ranks.group, self._ranks.call
+        rows = group.gather(live.counters().tolist(), f"{call}: who has which scale")
         return "\n".join(
             [
-                f"{self._claim.call}: the ranks disagree on the scale, and no step was taken:",
-                lines(self._group, rows, describe),
+                f"{call}: the ranks disagree on the scale, and no step was taken:",
+                group.lines(rows, describe),
                 "Cause: a checkpoint or update(new_scale=...) on some ranks only, another "
                 "init_scale or rule, or calls of the scaler that some ranks leave out.",
                 "Cure: load the same state on all ranks; update(new_scale=...) with one number on "
                 "all of them sets the scale, and load_state_dict() the counters too.",
             ]
         )
+
+
+def _values(
+    ranks: Together, check: GradientCheck, own_norm: Scalar | None, has_gradients: bool
+) -> Tensor:
+    """Return what this rank has found for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
+    live, group = check.scale.live, ranks.group
+    assert live is not None
+    device = live.scale.device
+    zero = torch.zeros((), device=device)
+    found = any_of(check.found_here.values(), device) if check.found_here else zero
+    floats = [
+        zero if value is None else moved(as_float32(value, device).detach().abs(), device)
+        for value in (check.amax_here, own_norm)
+    ]
+    # The largest of these numbers is that of the first rank that found something.
+    flags = torch.stack([found, is_nonfinite(live.bad_loss)])
+    first, is_bad = (flags * (len(group.ranks) - group.place)).int()
+    amax, own = torch.stack(floats).view(torch.int32)
+    known = _known(has_gradients, ranks.has_scale, ranks.losses, device)
+    same = torch.cat([own[None], live.counters()])
+    head = torch.cat([torch.stack([first, is_bad, amax]), known])
+    return moved(torch.cat([head, same, -same]), group.device)
+
+
+@cache
+def _known(
+    has_gradients: bool, has_scale: bool, losses: tuple[str | None, ...], device: torch.device
+) -> Tensor:
+    """Return what the host knows, int32 ``[4]``, on the device: copied there once."""
+    name = zlib.crc32(repr(sorted(map(repr, losses))).encode()) >> 2
+    names = [name, -name] if losses else [NO_NAME, NO_NAME]
+    values = [int(has_gradients), int(has_scale), *names]
+    return torch.tensor(values, dtype=torch.int32).to(device)

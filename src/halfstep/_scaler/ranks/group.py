@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -14,8 +16,10 @@ from halfstep._pytorch.distributed import exchange_device
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, ReduceOp, Work
+    from torch.distributed import ProcessGroup, ReduceOp
     from torch.distributed.device_mesh import DeviceMesh
+
+_T = TypeVar("_T")
 
 # torch.distributed may have been left out of the build.
 has_process_group: Callable[[], bool] = getattr(distributed, "is_initialized", lambda: False)
@@ -77,6 +81,25 @@ class Group:
         """
         return Reduction(self, values, op, purpose)
 
+    def gather(self, numbers: Sequence[float], purpose: str) -> list[tuple[float, ...]]:
+        """Return the numbers of every rank, in the order of the ranks. Sync: one.
+
+        Args:
+            numbers: Those of this rank, as many on all; whole ones are exact below 2^53.
+            purpose: What a message says of the collective.
+        """
+        rows = torch.zeros(len(self.ranks), len(numbers), dtype=torch.float64)
+        rows[self.place] = torch.tensor(numbers, dtype=torch.float64)
+        summed = self.reduce(rows.to(self.device), distributed.ReduceOp.SUM, purpose).wait()
+        return [tuple(row) for row in summed.tolist()]
+
+    def lines(self, rows: Sequence[_T], describe: Callable[[_T], str]) -> str:
+        """Return a line for each different row, with the ranks that have it."""
+        having: dict[_T, list[int]] = defaultdict(list)
+        for rank, row in zip(self.ranks, rows, strict=True):
+            having[row].append(rank)
+        return "\n".join(f"  {describe(row)}: rank {listed(having[row])}" for row in having)
+
 
 class Reduction:
     """An all-reduce that is under way."""
@@ -84,50 +107,41 @@ class Reduction:
     def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
         self._group, self._values, self._op, self._purpose = group, values, op, purpose
         self._error: RanksError | None = None
-        self._work: Work | None = self._start(group.parts[0])
+        with self._explained():
+            self._work = distributed.all_reduce(values, op, group.parts[0], async_op=True)
 
     def wait(self) -> Tensor:
-        """Return the values of all ranks together. Sync: none, except on the CPU.
+        """Return the values of all ranks together; call it once. Sync: none, except on the CPU.
 
         Raises:
             RanksError: It failed or took longer than the time limit of the process group.
         """
         if self._error is not None:
             raise self._error
-        if self._work is not None:
-            work, self._work = self._work, None
-            self._finish(work)
+        with self._explained():
+            self._work.wait()
             for part in self._group.parts[1:]:
-                self._finish(self._start(part))
+                distributed.all_reduce(self._values, self._op, part)
         return self._values
 
-    def _start(self, part: ProcessGroup) -> Work:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         try:
-            work: Work = distributed.all_reduce(self._values, self._op, part, async_op=True)
+            yield
         except RuntimeError as error:
-            raise self._failed(error) from error
-        return work
-
-    def _finish(self, work: Work) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: RuntimeError) -> RanksError:
-        first_line = str(error).strip().split("\n")[0]
-        rank = distributed.get_rank()
-        others = [other for other in self._group.ranks if other != rank]
-        self._error = RanksError(
-            f"{self._purpose}: rank {rank} waited for rank "
-            f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
-            f"failed: {first_line}\n"
-            "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
-            "unscale_(), clip_grad_norm_(), step() and update() of a GradScaler in the same order, "
-            "those without a loss or without gradients too.\n"
-            "Cure: look at what the other ranks printed last; the first error is the cause."
-        )
-        return self._error
+            first_line = str(error).strip().split("\n")[0]
+            rank = distributed.get_rank()
+            others = [other for other in self._group.ranks if other != rank]
+            self._error = RanksError(
+                f"{self._purpose}: rank {rank} waited for rank "
+                f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
+                f"failed: {first_line}\n"
+                "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
+                "unscale_(), clip_grad_norm_(), step() and update() of a GradScaler in the same "
+                "order, those without a loss or without gradients too.\n"
+                "Cure: look at what the other ranks printed last; the first error is the cause."
+            )
+            raise self._error from error
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
@@ -142,9 +156,5 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def has_ranks() -> bool:
-    """Say whether this process is one of several."""
-    return (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    """Return whether this process is one of several."""
+    return has_process_group() and distributed.get_world_size() > 1

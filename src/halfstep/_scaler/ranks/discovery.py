@@ -1,10 +1,11 @@
-"""Which ranks decide a step together: found from the parameters, or given by the user."""
+"""Discovery of the ranks that decide a step together, and of where its gradients lie."""
 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,17 +13,23 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from halfstep._pytorch.distributed import has_comm_hook, is_dtensor, names_left_out
-from halfstep._scaler.ranks.comparing import StateComparison, require_same
-from halfstep._scaler.ranks.deciding import ALONE, Alone, Together
-from halfstep._scaler.ranks.group import Group, has_ranks, listed
-from halfstep._scaler.ranks.sharding import Layout, spread
+from halfstep._pytorch.distributed import (
+    has_comm_hook,
+    is_dtensor,
+    names_left_out,
+    spec_of,
+    wrapped_by,
+)
+from halfstep._scaler.ranks.agreement import ALONE, Alone, Together
+from halfstep._scaler.ranks.group import Group, has_ranks, listed, ranks_of
+from halfstep._scaler.ranks.state_comparison import StateComparison, require_same
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from halfstep._scaler.gradients import Gradients
     from halfstep._scaler.loss_scale import LossScale
 
 CURE = (
@@ -36,19 +43,64 @@ CURE = (
 REDUCED = Alone(sees_all_losses=False)
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """Who decides for some parameters.
+@dataclass(eq=False)
+class Layout:
+    """Where the parameters of one optimizer lie.
 
     Attributes:
-        layout: Where they lie; None if this rank decides.
-        alone: How it does then.
-        of: Which parameters, and in which world, as a number.
+        group: The ranks that decide its steps.
+        sharing: The ranks that its DTensors are spread over, all together; None without any.
+        copies: For plain parameters, by id, on how many ranks their gradients are the same.
     """
 
-    layout: Layout | None
-    alone: Alone
-    of: int
+    group: Group
+    sharing: Group | None
+    copies: dict[int, int] = field(default_factory=dict)
+
+    # By the id of a spec, with the spec, so that no other one takes over the id.
+    _by_spec: dict[int, tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_sharing(self) -> int:
+        """Number of ranks that hold a part or a copy of the same parameters."""
+        return 1 if self.sharing is None else len(self.sharing.ranks)
+
+    def shares(self, gradients: Gradients) -> list[float]:
+        """Return for each gradient one over the number of ranks of the group with the same.
+
+        Nothing if each is this rank's alone.
+        """
+        if self.sharing is None and not self.copies:
+            return []
+        pairs = zip(gradients.params, gradients.grads, strict=True)
+        return [self._share(param, grad) for param, grad in pairs]
+
+    def owns_all(self, gradients: Gradients) -> bool:
+        """Return whether all gradients, as far as is known, are this rank's alone."""
+        return self.sharing is None and not any(id(p) in self.copies for p in gradients.params)
+
+    def _share(self, param: Tensor, grad: Tensor) -> float:
+        spec = spec_of(grad)
+        if spec is None:
+            # Beside DTensors a plain parameter is one that tensor parallel has left as it was.
+            return 1.0 / max(self.copies.get(id(param), 1), self.num_sharing)
+        if spec is not spec_of(param):
+            return 1.0 / self._copies_of(grad)  # made for this gradient alone
+        known = self._by_spec.get(id(spec))
+        if known is None:
+            known = self._by_spec[id(spec)] = spec, 1.0 / self._copies_of(grad)
+        return known[1]
+
+    def _copies_of(self, dtensor: Any) -> float:
+        mesh = dtensor.device_mesh
+        copies: int = math.prod(
+            mesh.size(dim)
+            for dim, placement in enumerate(dtensor.placements)
+            if placement.is_replicate()
+        )
+        # One that lies on a part of the mesh of others is the same on its other parts.
+        num_ranks: int = mesh.size()
+        return copies * self.num_sharing / num_ranks
 
 
 class Ranks:
@@ -71,7 +123,8 @@ class Ranks:
     ) -> None:
         self._is_local = process_group == "local"
         self._given = None if self._is_local else _given(process_group, device_mesh)
-        self._found = WeakTensorKeyDictionary()  # by the first of the parameters
+        # Layout or Alone by the first of the parameters, with a number for all of them.
+        self._found = WeakTensorKeyDictionary()
         self._replicated = WeakTensorKeyDictionary()
         self._numbers = count()
         self._comparison = StateComparison()
@@ -99,16 +152,16 @@ class Ranks:
         """
         if not has_ranks():
             return ALONE
-        of = hash((id(distributed.group.WORLD), *map(id, params)))
-        found: _Found | None = self._found.get(params[0]) if params else None  # type: ignore[no-untyped-call]
-        if found is None or found.of != of:
-            found = _Found(*self._find(call, params), of)
+        key = hash((id(distributed.group.WORLD), *map(id, params)))
+        known, found = self._found.get(params[0], (None, None)) if params else (None, None)  # type: ignore[no-untyped-call]
+        if found is None or known != key:
+            found = self._find(call, params)
             if params:
-                self._found[params[0]] = found
-        if found.layout is None:
-            self.is_to_compare |= found.alone is REDUCED
-            return found.alone
-        return Together(found.layout, call, losses, has_scale, lambda: next(self._numbers))
+                self._found[params[0]] = key, found
+        if isinstance(found, Layout):
+            return Together(found, call, losses, has_scale, self._numbers.__next__)
+        self.is_to_compare |= found is REDUCED
+        return found
 
     def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
         """Count an update: ranks that decide alone compare their states now and then. Sync: none.
@@ -129,17 +182,17 @@ class Ranks:
         if not self._is_local and has_ranks():
             require_same(Group.of(asking), call, state)
 
-    def _find(self, call: str, params: Sequence[Tensor]) -> tuple[Layout | None, Alone]:
+    def _find(self, call: str, params: Sequence[Tensor]) -> Layout | Alone:
         meshes = {param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
         plain = [param for param in params if not is_dtensor(param)]
-        sharing = spread(list(meshes))
+        sharing = _spread(list(meshes))
         reduced = {} if self._is_local or not plain else dict(_reduced(plain))
         copies = {id(p): each for p in plain if (each := self._copies(p, reduced)) is not None}
         group = Group((), (distributed.get_rank(),)) if self._is_local else self._given
         trained = [p for p in plain if p.requires_grad or p.grad is not None]
         group = group or self._group(call, sharing, trained, reduced)
         if group is None:
-            return None, REDUCED
+            return REDUCED
         members = {each: distributed.get_process_group_ranks(each) for each in {*copies.values()}}
         concerned = set().union(() if sharing is None else sharing.ranks, *members.values())
         if not concerned <= set(group.ranks):
@@ -148,9 +201,9 @@ class Ranks:
                 f"and the GradScaler was told that {listed(group.ranks)} step together.\n{CURE}"
             )
         if len(group.ranks) == 1:
-            return None, ALONE
+            return ALONE
         sizes = {key: len(members[each]) for key, each in copies.items()}
-        return Layout(group, sharing, sizes), ALONE
+        return Layout(group, sharing, sizes)
 
     def _copies(
         self, param: Tensor, reduced: dict[int, DistributedDataParallel]
@@ -218,13 +271,26 @@ def _given(process_group: Any, device_mesh: Any) -> Group | None:
     return Group.of_mesh(device_mesh)
 
 
+def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:
+    """Return the ranks of some meshes together, None without any."""
+    ranks = tuple(sorted({rank for mesh in meshes for rank in ranks_of(mesh)}))
+    if not ranks:
+        return None
+    # Of several the same on all ranks, whatever the order of a set.
+    wholes = sorted((mesh for mesh in meshes if mesh.size() == len(ranks)), key=lambda m: m.ndim)
+    whole = next(iter(wholes), None)
+    if whole is not None:
+        return Group.of_mesh(whole)
+    return Group.world() if len(ranks) == distributed.get_world_size() else Group((), ranks)
+
+
 def _reduced(params: Sequence[Tensor]) -> Iterator[tuple[int, DistributedDataParallel]]:
     """Yield the ids of the parameters that some DistributedDataParallel reduces, and which one."""
     wanted = set(map(id, params))
     # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), DistributedDataParallel):
-            module = vars(candidate).get("_modules", {}).get("module")
+            module = wrapped_by(candidate)
             if module is None:
                 continue  # its constructor has raised
             left_out = names_left_out(candidate)

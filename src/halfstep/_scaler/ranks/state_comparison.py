@@ -1,22 +1,20 @@
-"""Whether all ranks have the same, and if not, who has what."""
+"""Comparison of the states of a scaler on all ranks: do they differ, and who has what."""
 
 from __future__ import annotations
 
 import json
 import warnings
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
-import torch
 from torch import distributed
 
 from halfstep._pytorch.distributed import default_store
 from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.device_state import HostCopy
-from halfstep._scaler.ranks.group import Group, listed
+from halfstep._scaler.ranks.group import Group
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
@@ -37,33 +35,15 @@ def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
         RanksError: On all of them, if one has another.
     """
     digest = zlib.crc32(json.dumps(state, sort_keys=True).encode())
-    purpose = f"{call}: the state of each rank"
-    rows = gathered(group, purpose, [digest, state["_growth_tracker"]], [state["scale"]])
+    own = [float(number) for number in (digest, state["_growth_tracker"], state["scale"])]
+    rows = group.gather(own, f"{call}: the state of each rank")
     if len(set(rows)) > 1:
         raise RanksError(
             f"{call}: nothing is saved, since the ranks have different states:\n"
-            + lines(group, rows, lambda row: f"scale {row[-1]:g}, growth tracker {row[1]:.0f}")
+            + group.lines(rows, lambda row: f"scale {row[2]:g}, growth tracker {row[1]:.0f}")
             + "\nCure: load the same state on all ranks, or set one scale on all of them: "
             "scaler.update(new_scale=...)"
         )
-
-
-def gathered(
-    group: Group, purpose: str, integers: Sequence[int], floats: Sequence[float] = ()
-) -> list[tuple[float, ...]]:
-    """Return the numbers of every rank, in the order of the ranks. Sync: one.
-
-    Args:
-        group: The ranks, all of which are to call it.
-        purpose: What a message says of the collective.
-        integers: Below 2^53.
-        floats: More numbers.
-    """
-    own = [float(number) for number in (*integers, *floats)]
-    rows = torch.zeros(len(group.ranks), len(own), dtype=torch.float64)
-    rows[group.place] = torch.tensor(own, dtype=torch.float64)
-    summed = group.reduce(rows.to(group.device), distributed.ReduceOp.SUM, purpose).wait()
-    return [tuple(row) for row in summed.tolist()]
 
 
 class StateComparison:
@@ -125,7 +105,7 @@ class StateComparison:
             raise RanksError(
                 f"update(): {CHECK_EVERY} updates ago the ranks had different states, and their "
                 "weights may differ as well:\n"
-                + lines(Group.world(), states, _describe_all)
+                + Group.world().lines(states, _describe_all)
                 + "\nCause: gradients that were changed on some ranks after "
                 "DistributedDataParallel had averaged them, a checkpoint or update(new_scale=...) "
                 "on some ranks only, or calls of the scaler that some ranks leave out.\n"
@@ -188,14 +168,6 @@ def _describe_all(state: str) -> str:
         describe(counters) if name is None else f"loss {name!r}: {describe(counters)}"
         for name, *counters in json.loads(state)
     )
-
-
-def lines(group: Group, rows: Sequence[_T], describe: Callable[[_T], str]) -> str:
-    """Return a line for each different row, with the ranks that have it."""
-    having: dict[_T, list[int]] = defaultdict(list)
-    for rank, row in zip(group.ranks, rows, strict=True):
-        having[row].append(rank)
-    return "\n".join(f"  {describe(row)}: rank {listed(ranks)}" for row, ranks in having.items())
 
 
 def describe(row: Sequence[float]) -> str:
