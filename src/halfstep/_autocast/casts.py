@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import scopes, weight_cache
+from halfstep._autocast import hold, weight_cache
 from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weight
-from halfstep._autocast.op_names import WITH_DTYPE, overload
-from halfstep._autocast.presets import rules_of
+from halfstep._autocast.hold import Held
+from halfstep._autocast.op_names import WITH_DTYPE
 from halfstep._autocast.rule import Rule
-from halfstep._autocast.weight_cache import Held
+from halfstep._autocast.written import rules_of
 from halfstep._pytorch import dispatch, distributed
-from halfstep._pytorch.dispatch import Kernel
+from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
 
 
 @cache  # once our kernel is registered, it would be the answer
@@ -34,9 +34,9 @@ def _leave(name: str, device: str) -> Kernel:
     """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
     op, key = overload(name), dispatch.autocast_key(device)
     below, autocast = dispatch.keys_below(key), dispatch.key_set(key)
-    tensors = [i for i, arg in enumerate(op._schema.arguments) if str(arg.type) == "Tensor"]
+    tensors = [i for i, arg in enumerate(schema_of(op).arguments) if str(arg.type) == "Tensor"]
 
-    def leave(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def leave(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         # x * 2 calls mul(Tensor, Tensor), and the 2 comes here as it is. Only a call takes it.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
             with dispatch.exclude_keys(autocast):
@@ -70,7 +70,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     pytorch = pytorch_kernel(name, device)
     in_float64 = _promote(name, device)
 
-    def lower(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
             casts: Any = args
@@ -95,7 +95,7 @@ def _is_product(name: str) -> bool:
     The results of these share no memory with their inputs: nobody can write to a kept cast.
     """
     if "::" in name:
-        return all(result.alias_info is None for result in overload(name)._schema.returns)
+        return all(result.alias_info is None for result in schema_of(overload(name)).returns)
     return any(rule.action == "lower" and rule.names(name) for rule in rules_of("standard"))
 
 
@@ -104,7 +104,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     autocast = dispatch.key_set(dispatch.autocast_key(device))
     in_float64 = _promote(name, device)
 
-    def cast_to(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             try:
                 if use_cache:
@@ -134,7 +134,7 @@ def _promote(name: str, device: str) -> Kernel:
     op = dispatch.callable_of(overload(name))
     autocast = dispatch.key_set(dispatch.autocast_key(device))
 
-    def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def promote(_: Keys, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
         dtype = widest((*args, *kwargs.values()), device) or torch.float32
         with dispatch.exclude_keys(autocast):
@@ -150,9 +150,7 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
     op = dispatch.callable_of(overload(name))
     autocast = dispatch.key_set(dispatch.autocast_key(device))
 
-    def cast_to_destination(
-        _: torch._C.DispatchKeySet, destination: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
@@ -169,12 +167,12 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
 def _ask_for_fp32(name: str, device: str) -> Kernel:
     op = overload(name)
     with_dtype = overload(WITH_DTYPE.get(name, name))
-    names = [argument.name for argument in with_dtype._schema.arguments][1:]
+    names = [argument.name for argument in schema_of(with_dtype).arguments][1:]
     # The dispatcher leaves out arguments that have their default; with_dtype may have none.
-    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
     autocast = dispatch.key_set(dispatch.autocast_key(device))
 
-    def ask_for_fp32(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not is_eligible(args[0], device):
                 return op(*args, **kwargs)
@@ -186,7 +184,7 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
 
 
 def _refuse(rule: Rule) -> Kernel:
-    def refuse(_: torch._C.DispatchKeySet, *__: Any, **___: Any) -> Any:
+    def refuse(_: Keys, *__: Any, **___: Any) -> Any:
         raise RuntimeError(rule.message)
 
     return refuse
@@ -272,7 +270,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
             raise GatheredMet
         if kind is not nn.Parameter and kind is not Held:
             return value  # a DTensor: PyTorch does not count all writes to one
-        kept = weight_cache.cast(value, dtype, scopes.current)
+        kept = hold.cast(value, dtype)
         return value if kept is None else kept
     # A product of one factor, einsum("ij->ji", weight) say, is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from halfstep._autocast import op_names, scopes
+from halfstep._autocast import hold, op_names, scopes
 from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel, tensors_in
-from halfstep._autocast.op_names import overload
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._pytorch import autograd, compiler, dispatch, library
-from halfstep._pytorch.dispatch import Kernel
+from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
 
 # What a policy does to each op, where PyTorch's autocast does something else.
@@ -206,7 +205,7 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
                 _register(op, device)
             _register_in_functorch(on_device.table())
             autograd.wrap_recomputed(scopes.carry)
-            scopes.follow_weights()
+            hold.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
             if _observed_kernels is not None:
@@ -279,9 +278,9 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
     if rule is None:
         return kernel
 
-    names = [argument.name for argument in overload(name)._schema.arguments]
+    names = [argument.name for argument in schema_of(overload(name)).arguments]
 
-    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         # Such a rule stands aside where the caller asked for a dtype, as cross_entropy does.
         asked = (dict(zip(names, args, strict=False)) | kwargs).get("dtype")
         if rule.action == "fp32-dtype" and asked is not None:
@@ -307,7 +306,7 @@ def _kernel(name: str, device: str) -> Kernel:
     pytorch, thread = pytorch_kernel(name, device), scopes.thread
 
     @compiler.do_not_compile_alone
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         if scope.nesting is not None:
             scope = scopes.current()
@@ -343,13 +342,13 @@ def _register_in_functorch(ops: Iterable[str]) -> None:
 
 
 @cache
-def _register_at(name: str, key: torch._C.DispatchKey) -> None:
+def _register_at(name: str, key: Key) -> None:
     op = overload(name)
     pytorch = torch.library.get_kernel(op, key).call_boxed
     is_composite = dispatch.is_composite(op)
 
     @compiler.do_not_compile_alone
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
             return pytorch(keys, *args, **kwargs)

@@ -11,17 +11,9 @@ from functools import cache
 
 import torch
 
-from halfstep._autocast.presets import PRESETS, rules_of
 from halfstep._autocast.rule import Rule, did_you_mean, is_in_place
+from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._pytorch import dispatch
-
-
-def overload(name: str) -> torch._ops.OpOverload:
-    """Return the overload itself, ``torch.ops.aten.softmax.int`` for ``"softmax.int"``."""
-    namespace, op, of_op = _split(name)
-    found = getattr(getattr(getattr(torch.ops, namespace), op), of_op)
-    assert isinstance(found, torch._ops.OpOverload)
-    return found
 
 
 def meant_by(rules: Iterable[Rule]) -> frozenset[str]:
@@ -100,7 +92,7 @@ def _custom(rule_op: str) -> frozenset[str]:
 
 def _overloads_beside(rule_op: str) -> list[str]:
     """Return all overloads in the library of a custom op."""
-    return dispatch.overloads_of_namespace(_split(rule_op)[0])
+    return dispatch.overloads_of_namespace(rule_op.rpartition("::")[0])
 
 
 def _exists(rule_op: str) -> bool:
@@ -122,13 +114,6 @@ def _table() -> frozenset[str]:
     return frozenset(rule.op for rule in _preset_rules() if not rule.is_glob)
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    """Return namespace, op and overload."""
-    namespace, _, op = name.rpartition("::")
-    op, _, of_op = op.partition(".")
-    return namespace or "aten", op, of_op
-
-
 def _writes_out(name: str) -> bool:
     """Return whether it writes to something else than its first argument, and in place."""
     written = [arg.alias_info is not None and arg.alias_info.is_write for arg in _arguments(name)]
@@ -136,7 +121,7 @@ def _writes_out(name: str) -> bool:
 
 
 def _arguments(name: str) -> list[torch.Argument]:
-    return overload(name)._schema.arguments
+    return dispatch.schema_of(dispatch.overload(name)).arguments
 
 
 def _must_name_dtype(name: str) -> bool:

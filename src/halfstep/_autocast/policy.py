@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from halfstep._autocast import comparison, grammar, op_names, policy_file
+from halfstep._autocast import comparison, op_names, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.presets import PRESETS, rules_of
 from halfstep._autocast.rule import Action, Phase, Rule, did_you_mean
+from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._pytorch import compiler
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -92,7 +92,7 @@ class Policy:
             ValueError: It says which line is wrong, what is there and what could be.
         """
         text = Path(path).read_text(encoding="utf-8")
-        name, rules = policy_file.parse(text, str(path))
+        name, rules = written.parse_toml(text, str(path))
         try:
             return (preset(name) if name else Policy(())) | _checked(rules)
         except ValueError as error:
@@ -104,20 +104,18 @@ class Policy:
         Raises:
             OSError: The file cannot be written.
         """
-        name = grammar.base(self.rules)
-        own = self.rules[len(rules_of(name)) :]
-        Path(path).write_text(policy_file.to_toml(name, own), encoding="utf-8")
+        Path(path).write_text(written.to_toml(self.rules), encoding="utf-8")
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
         """Return a policy with more rules: a rule, several, or their text (``"softmax:fp32"``)."""
         if isinstance(rules, Rule):
             rules = [rules]
         elif isinstance(rules, str):
-            rules = _checked(grammar.parse_rules(rules))
+            rules = _checked(written.parse_rules(rules))
         return Policy((*self.rules, *rules))
 
     def __str__(self) -> str:
-        return grammar.to_text(self.rules)
+        return written.to_text(self.rules)
 
     def __repr__(self) -> str:
         text = str(self)
@@ -269,7 +267,7 @@ def preset(name: str) -> Policy:
 
 @cache  # entering autocast(policy="...") asks each time
 def _parsed(text: str) -> Policy:
-    name, rules = grammar.parse(text)
+    name, rules = written.parse(text)
     return preset(name) | _checked(rules)
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+Key = torch._C.DispatchKey
+Keys = torch._C.DispatchKeySet
+
+# (keys, *args, **kwargs): what the dispatcher calls for an op at a key.
 Kernel = Callable[..., Any]
 
 # Where the dispatcher looks first inside a transform of torch.func, once for each transform around
@@ -36,6 +40,18 @@ def key_set(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
 def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
     """Return the keys that the dispatcher looks at after ``key``."""
     return torch._C._dispatch_keyset_full_after(key)
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """Return an overload: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``.
+
+    That of a custom op has its namespace in its name, ``"mylib::attention.default"``.
+    """
+    namespace, _, op = name.rpartition("::")
+    op, _, of_op = op.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace or "aten"), op), of_op)
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
 
 
 @cache
