@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from halfstep._autocast import hold, weight_cache
 from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weight
 from halfstep._autocast.hold import Held
-from halfstep._autocast.op_names import WITH_DTYPE
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.written import rules_of
 from halfstep._pytorch import dispatch, distributed
@@ -34,16 +33,20 @@ def _leave(name: str, device: str) -> Kernel:
     """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
     op, key = overload(name), dispatch.autocast_key(device)
     below, autocast = dispatch.keys_below(key), dispatch.key_set(key)
+    redispatch = dispatch.redispatch_of(op)
     tensors = [i for i, arg in enumerate(schema_of(op).arguments) if str(arg.type) == "Tensor"]
 
     def leave(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keys & below, *args, **kwargs)
+
+    def leave_with_numbers(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         # x * 2 calls mul(Tensor, Tensor), and the 2 comes here as it is. Only a call takes it.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
             with dispatch.exclude_keys(autocast):
                 return op(*args, **kwargs)
-        return op.redispatch(keys & below, *args, **kwargs)
+        return redispatch(keys & below, *args, **kwargs)
 
-    return leave
+    return leave_with_numbers if dispatch.takes_numbers(op) else leave
 
 
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
@@ -109,14 +112,17 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
             try:
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
-                casts = [cast(arg, device, dtype) for arg in args]
-                named = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
+                casts = [
+                    arg if type(arg) in _NO_TENSORS else cast(arg, device, dtype) for arg in args
+                ]
+                if kwargs:
+                    kwargs = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
             except Float64Met:
                 return in_float64(keys, *args, **kwargs)
             except GatheredMet:
                 pass
             else:
-                return op(*casts, **named)
+                return op(*casts, **kwargs)
         return _with_gathered(cast_to, keys, args, kwargs, dtype)
 
     return cast_to
@@ -166,7 +172,7 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
 
 def _ask_for_fp32(name: str, device: str) -> Kernel:
     op = overload(name)
-    with_dtype = overload(WITH_DTYPE.get(name, name))
+    with_dtype = dispatch.overload_with_dtype(name)
     names = [argument.name for argument in schema_of(with_dtype).arguments][1:]
     # The dispatcher leaves out arguments that have their default; with_dtype may have none.
     defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
@@ -203,6 +209,7 @@ _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
+"""Looking here is faster than ``isinstance``, and than calling :func:`cast`."""
 
 
 class Float64Met(Exception):  # noqa: N818  # nothing is wrong: see cast
@@ -242,7 +249,8 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
         if value.dim() > 0:
             raise Float64Met
         return value
-    if isinstance(value, (list, tuple)):
+    # A list of an op has tensors and None, or numbers.
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         return type(value)(cast(item, device, dtype) for item in value)
     return value
 
@@ -257,7 +265,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         GatheredMet: there is a gathered weight; :class:`halfstep._autocast.gathered.Lent` casts it.
     """
     kind = type(value)
-    if kind in _NO_TENSORS:  # isinstance takes longer
+    if kind in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):
         has = value.dtype

@@ -55,7 +55,6 @@ from halfstep._autocast.rule import (
     Rule,
     did_you_mean,
 )
-from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, dispatch
 
 PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32")
@@ -200,7 +199,7 @@ def _limits(
 
 # --- TOML -----------------------------------------------------------------------------------------
 
-_DTYPES = {dtype_name(dtype): dtype for dtype in LOWER_PRECISIONS}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS}
 _KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")
 
 
@@ -241,7 +240,7 @@ def to_toml(rules: tuple[Rule, ...]) -> str:
         fields = {
             "action": rule.action,
             "device": rule.device,
-            "dtype": rule.dtype and dtype_name(rule.dtype),
+            "dtype": str(rule.dtype or "").removeprefix("torch."),
             "phase": rule.phase,
             "message": rule.message,
             "module": rule.module,

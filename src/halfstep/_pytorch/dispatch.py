@@ -95,6 +95,28 @@ def schema_of(op: Any) -> torch.FunctionSchema:
     return schema
 
 
+def arguments_of(name: str) -> list[torch.Argument]:
+    """Return the arguments of an overload, given its name."""
+    return schema_of(overload(name)).arguments
+
+
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+}
+
+
+def overload_with_dtype(name: str) -> torch._ops.OpOverload:
+    """Return an overload, or, for one without a dtype argument, the one of its op that has it."""
+    return overload(_WITH_DTYPE.get(name, name))
+
+
+def takes_dtype(name: str) -> bool:
+    """Return whether :func:`overload_with_dtype` finds one that can be asked for a dtype."""
+    return any(arg.name == "dtype" for arg in schema_of(overload_with_dtype(name)).arguments)
+
+
 def overload_of(op: Any) -> str:
     """Return the name of the overload that an op is: ``"default"``, ``"out"``."""
     name: str = op._overloadname
@@ -148,6 +170,12 @@ def decompose(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ``op.decompose`` prefers what ``torch._decomp`` has for some ops, which rounds otherwise.
     """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def redispatch_of(op: torch._ops.OpOverload) -> Kernel:
+    """Return what ``op.redispatch`` calls."""
+    call: Kernel = op._handle.redispatch_boxed
+    return call
 
 
 def callable_of(op: torch._ops.OpOverload) -> Kernel:
