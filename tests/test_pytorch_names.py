@@ -24,12 +24,6 @@ ALLOWED = {
 }
 
 NOT_YET = {
-    "_autocast/casts.py",
-    "_autocast/custom_function.py",
-    "_autocast/gathered.py",
-    "_autocast/kernels.py",
-    "_autocast/op_names.py",
-    "_autocast/weight_cache.py",
     "_scaler/accumulation.py",
     "_scaler/unused.py",
 }

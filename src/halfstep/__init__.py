@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep import errors as errors
     from halfstep import sinks as sinks
     from halfstep._autocast.context import autocast as autocast
-    from halfstep._autocast.custom_function import custom_bwd as custom_bwd
-    from halfstep._autocast.custom_function import custom_fwd as custom_fwd
+    from halfstep._autocast.context import custom_bwd as custom_bwd
+    from halfstep._autocast.context import custom_fwd as custom_fwd
+    from halfstep._autocast.hold import hold_casts as hold_casts
     from halfstep._autocast.modules import keep as keep
     from halfstep._autocast.policy import Policy as Policy
     from halfstep._autocast.policy import preset as preset
     from halfstep._autocast.rule import Rule as Rule
-    from halfstep._autocast.weight_cache import hold_casts as hold_casts
     from halfstep._diagnose.diagnose import diagnose as diagnose
     from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._doctor.doctor import doctor as doctor
@@ -51,11 +51,11 @@ _MODULES = {
     "Rule": "halfstep._autocast.rule",
     "Static": "halfstep._scaler.rules",
     "autocast": "halfstep._autocast.context",
-    "custom_bwd": "halfstep._autocast.custom_function",
-    "custom_fwd": "halfstep._autocast.custom_function",
+    "custom_bwd": "halfstep._autocast.context",
+    "custom_fwd": "halfstep._autocast.context",
     "diagnose": "halfstep._diagnose.diagnose",
     "doctor": "halfstep._doctor.doctor",
-    "hold_casts": "halfstep._autocast.weight_cache",
+    "hold_casts": "halfstep._autocast.hold",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast.modules",
     "preset": "halfstep._autocast.policy",

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep._autocast import Policy, Rule, preset
-from halfstep._autocast.op_names import meant_by
-from halfstep._autocast.presets import PRESETS
+from halfstep._autocast.policy import meant_by
+from halfstep._autocast.written import PRESETS
 
 CPU, BF16, FP16 = "cpu", torch.bfloat16, torch.float16
 

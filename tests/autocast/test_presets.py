@@ -7,8 +7,8 @@ import torch
 from tests.autocast.versions import CAME_WITH, LEFT_WITH, has_op
 
 from halfstep._autocast import autocast, preset
-from halfstep._autocast.op_names import meant_by
-from halfstep._autocast.presets import PRESETS
+from halfstep._autocast.policy import meant_by
+from halfstep._autocast.written import PRESETS
 from halfstep._pytorch import dispatch
 
 DEVICES = ["cpu", "cuda", "xpu", "mps"]

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from halfstep._autocast import autocast, hold_casts, scopes, weight_cache
-from halfstep._autocast.weight_cache import HoldInfo
+from halfstep._autocast import autocast, hold_casts, weight_cache
+from halfstep._autocast.hold import HoldInfo
 from halfstep.errors import CallOrderError
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -50,14 +50,14 @@ def no_hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """Return a list to which each cast of a weight that is made adds its dtype."""
     made: list[torch.dtype] = []
-    cast_anew = weight_cache._cast_anew
+    cast_anew = weight_cache.Casts._cast_anew
 
     def counted(*args: Any) -> Tensor:
         cast = cast_anew(*args)
         made.append(cast.dtype)
         return cast
 
-    monkeypatch.setattr(weight_cache, "_cast_anew", counted)
+    monkeypatch.setattr(weight_cache.Casts, "_cast_anew", counted)
     return made
 
 
@@ -77,7 +77,7 @@ def product(weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
 def in_context(weight: nn.Parameter, dtype: torch.dtype = BF16) -> Any:
     """Return what is known of a weight at this moment."""
     held = vars(weight).get("_halfstep_casts")
-    return (held or scopes.current().casts[id(weight)][1])[dtype]
+    return (held or weight_cache._thread.casts[id(weight)][1])[dtype]
 
 
 def hold(*weights: nn.Parameter, max_bytes: int | None = None) -> None:

@@ -1,11 +1,10 @@
 """Which dtype each op runs in: policies, and the context that carries them out."""
 
-from halfstep._autocast.context import autocast
-from halfstep._autocast.custom_function import custom_bwd, custom_fwd
+from halfstep._autocast.context import autocast, custom_bwd, custom_fwd
+from halfstep._autocast.hold import hold_casts
 from halfstep._autocast.modules import keep
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import Rule
-from halfstep._autocast.weight_cache import hold_casts
 
 __all__ = [
     "Policy",

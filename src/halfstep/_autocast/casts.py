@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._autocast import scopes, weight_cache
+from halfstep._autocast import hold, weight_cache
 from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weight
-from halfstep._autocast.op_names import WITH_DTYPE, overload
-from halfstep._autocast.presets import rules_of
+from halfstep._autocast.hold import Held
 from halfstep._autocast.rule import Rule
-from halfstep._autocast.weight_cache import Held
+from halfstep._autocast.written import rules_of
 from halfstep._pytorch import dispatch, distributed
-from halfstep._pytorch.dispatch import Kernel
+from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
 
 
 @cache  # once our kernel is registered, it would be the answer
@@ -34,16 +33,20 @@ def _leave(name: str, device: str) -> Kernel:
     """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
     op, key = overload(name), dispatch.autocast_key(device)
     below, autocast = dispatch.keys_below(key), dispatch.key_set(key)
-    tensors = [i for i, arg in enumerate(op._schema.arguments) if str(arg.type) == "Tensor"]
+    redispatch = dispatch.redispatch_of(op)
+    tensors = [i for i, arg in enumerate(schema_of(op).arguments) if str(arg.type) == "Tensor"]
 
-    def leave(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def leave(keys: Keys, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keys & below, *args, **kwargs)
+
+    def leave_with_numbers(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         # x * 2 calls mul(Tensor, Tensor), and the 2 comes here as it is. Only a call takes it.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
             with dispatch.exclude_keys(autocast):
                 return op(*args, **kwargs)
-        return op.redispatch(keys & below, *args, **kwargs)
+        return redispatch(keys & below, *args, **kwargs)
 
-    return leave
+    return leave_with_numbers if dispatch.takes_numbers(op) else leave
 
 
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
@@ -70,7 +73,7 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     pytorch = pytorch_kernel(name, device)
     in_float64 = _promote(name, device)
 
-    def lower(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def lower(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         is_cache_on = torch.is_autocast_cache_enabled()
         try:
             casts: Any = args
@@ -95,7 +98,7 @@ def _is_product(name: str) -> bool:
     The results of these share no memory with their inputs: nobody can write to a kept cast.
     """
     if "::" in name:
-        return all(result.alias_info is None for result in overload(name)._schema.returns)
+        return all(result.alias_info is None for result in schema_of(overload(name)).returns)
     return any(rule.action == "lower" and rule.names(name) for rule in rules_of("standard"))
 
 
@@ -104,19 +107,22 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
     autocast = dispatch.key_set(dispatch.autocast_key(device))
     in_float64 = _promote(name, device)
 
-    def cast_to(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             try:
                 if use_cache:
                     args = tuple(cast_weights(arg, device, dtype) for arg in args)
-                casts = [cast(arg, device, dtype) for arg in args]
-                named = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
+                casts = [
+                    arg if type(arg) in _NO_TENSORS else cast(arg, device, dtype) for arg in args
+                ]
+                if kwargs:
+                    kwargs = {key: cast(arg, device, dtype) for key, arg in kwargs.items()}
             except Float64Met:
                 return in_float64(keys, *args, **kwargs)
             except GatheredMet:
                 pass
             else:
-                return op(*casts, **named)
+                return op(*casts, **kwargs)
         return _with_gathered(cast_to, keys, args, kwargs, dtype)
 
     return cast_to
@@ -134,7 +140,7 @@ def _promote(name: str, device: str) -> Kernel:
     op = dispatch.callable_of(overload(name))
     autocast = dispatch.key_set(dispatch.autocast_key(device))
 
-    def promote(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def promote(_: Keys, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
         dtype = widest((*args, *kwargs.values()), device) or torch.float32
         with dispatch.exclude_keys(autocast):
@@ -150,9 +156,7 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
     op = dispatch.callable_of(overload(name))
     autocast = dispatch.key_set(dispatch.autocast_key(device))
 
-    def cast_to_destination(
-        _: torch._C.DispatchKeySet, destination: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not destination.is_floating_point():
                 return op(destination, *args, **kwargs)
@@ -168,13 +172,13 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
 
 def _ask_for_fp32(name: str, device: str) -> Kernel:
     op = overload(name)
-    with_dtype = overload(WITH_DTYPE.get(name, name))
-    names = [argument.name for argument in with_dtype._schema.arguments][1:]
+    with_dtype = dispatch.overload_with_dtype(name)
+    names = [argument.name for argument in schema_of(with_dtype).arguments][1:]
     # The dispatcher leaves out arguments that have their default; with_dtype may have none.
-    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
     autocast = dispatch.key_set(dispatch.autocast_key(device))
 
-    def ask_for_fp32(_: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
             if not is_eligible(args[0], device):
                 return op(*args, **kwargs)
@@ -186,7 +190,7 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
 
 
 def _refuse(rule: Rule) -> Kernel:
-    def refuse(_: torch._C.DispatchKeySet, *__: Any, **___: Any) -> Any:
+    def refuse(_: Keys, *__: Any, **___: Any) -> Any:
         raise RuntimeError(rule.message)
 
     return refuse
@@ -205,6 +209,7 @@ _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
 
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
+"""Looking here is faster than ``isinstance``, and than calling :func:`cast`."""
 
 
 class Float64Met(Exception):  # noqa: N818  # nothing is wrong: see cast
@@ -244,7 +249,8 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
         if value.dim() > 0:
             raise Float64Met
         return value
-    if isinstance(value, (list, tuple)):
+    # A list of an op has tensors and None, or numbers.
+    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         return type(value)(cast(item, device, dtype) for item in value)
     return value
 
@@ -259,7 +265,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
         GatheredMet: there is a gathered weight; :class:`halfstep._autocast.gathered.Lent` casts it.
     """
     kind = type(value)
-    if kind in _NO_TENSORS:  # isinstance takes longer
+    if kind in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):
         has = value.dtype
@@ -272,7 +278,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
             raise GatheredMet
         if kind is not nn.Parameter and kind is not Held:
             return value  # a DTensor: PyTorch does not count all writes to one
-        kept = weight_cache.cast(value, dtype, scopes.current)
+        kept = hold.cast(value, dtype)
         return value if kept is None else kept
     # A product of one factor, einsum("ij->ji", weight) say, is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:

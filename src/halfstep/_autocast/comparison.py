@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from halfstep._autocast import op_names
 from halfstep._autocast.rule import PHASES, Action, Phase, Rule, around
 
 if TYPE_CHECKING:
@@ -91,9 +90,8 @@ def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def diff(before: Policy, after: Policy, devices: Sequence[str]) -> PolicyDiff:
-    """Compare two policies op by op on some device types."""
-    ops = op_names.meant_by([*before.rules, *after.rules])
+def diff(before: Policy, after: Policy, ops: frozenset[str], devices: Sequence[str]) -> PolicyDiff:
+    """Compare what two policies do with some overloads on some device types."""
     found: dict[tuple[str, Action, Action], list[Case]] = {}
     for op, case in product(sorted(ops), _cases(devices)):
         where = (case.device, _DTYPES[case.dtype], case.phase)
@@ -183,16 +181,12 @@ class Explanation:
         )
 
 
-def explain(policy: Policy, op: str, devices: Sequence[str], module: str) -> Explanation:
-    """Say which rule decides in a module, for every overload that a name means.
-
-    Raises:
-        ValueError: There is no such op, or it has no overload that a rule could be about.
-    """
-    asked = Rule(op, "leave")
-    op_names.check([asked])
+def explain(
+    policy: Policy, overloads: Iterable[str], devices: Sequence[str], module: str
+) -> Explanation:
+    """Find which rules decide in a module for the overloads of an op."""
     alike: dict[tuple[object, ...], list[str]] = {}
-    for overload in sorted(op_names.meant_by([asked])):
+    for overload in sorted(overloads):
         rules = tuple(
             (case, policy.rule(overload, case.device, _DTYPES[case.dtype], case.phase, module))
             for case in _cases(devices)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from halfstep._autocast.weight_cache import Held
+from halfstep._autocast.hold import Held
 from halfstep._pytorch import autograd, distributed, modes, storages
 from halfstep.errors import CallOrderError
 
@@ -147,4 +147,4 @@ def is_weight(value: Any) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    return int(distributed.local_part(tensor).untyped_storage()._cdata)
+    return storages.number_of(distributed.local_part(tensor).untyped_storage())

@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
-from halfstep._autocast import op_names, scopes
+from halfstep._autocast import hold, scopes
 from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel, tensors_in
-from halfstep._autocast.op_names import overload
-from halfstep._autocast.policy import Policy, preset
+from halfstep._autocast.policy import Policy, check, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._pytorch import autograd, compiler, dispatch, library
-from halfstep._pytorch.dispatch import Kernel
+from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
 
 # What a policy does to each op, where PyTorch's autocast does something else.
@@ -50,65 +49,17 @@ class PolicyOnDevice:
         self.device = device
         self.number = number
         self.module = module
+        self.has_phases = any(rule.phase is not None for rule in policy.rules)
+        self.plan_for = cache(self._plan)  # not a method: a hit costs no call of a Python function
+        self._casts_for = cache(self._casts)
         self._native = native
-        self._ruled = op_names.meant_by(policy.rules)
-        self._has_phases = any(rule.phase is not None for rule in policy.rules)
-        self._plans: dict[Phase, dict[torch.dtype, Plan]] = {phase: {} for phase in PHASES}
-        self.numbers_within: dict[tuple[str, torch.dtype, Phase], int | None] = {}
-        self._casts: dict[tuple[torch.dtype, Phase], Plan] = {}
+        self._ruled = meant_by(policy.rules)
 
     @cached_property
     def fingerprint(self) -> str:
         """A short text that is the same in every process for the same rules in force."""
         within = self.policy.rules_within(self.module)
         return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
-
-    def plan(self) -> Plan:
-        """Return the plan for the lower precision and the phase of this thread."""
-        is_eval = self._has_phases and not torch.is_grad_enabled()  # phase(), without the call
-        phase: Phase = "eval" if is_eval else "train"
-        dtype = torch.get_autocast_dtype(self.device)
-        plan = self._plans[phase].get(dtype)
-        return self.plan_for(dtype, phase) if plan is None else plan
-
-    def rule(self, op: str) -> Rule | None:
-        """Return the rule that decides an overload in this thread, None if none does."""
-        dtype = torch.get_autocast_dtype(self.device)
-        return self.policy.rule(op, self.device, dtype, self.phase(), self.module)
-
-    def casts(self) -> Plan:
-        """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
-        now = torch.get_autocast_dtype(self.device), self.phase()
-        casts = self._casts.get(now)
-        if casts is None:
-            casts = self._casts[now] = self._all_casts(*now)
-        return casts
-
-    def plan_for(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        """Return the plan for a lower precision and a phase."""
-        plan = self._plans[phase].get(dtype)
-        if plan is None:
-            plan = self._plans[phase][dtype] = self._plan(dtype, phase)
-        return plan
-
-    def ops(self) -> set[str]:
-        """Return the overloads that some plan names."""
-        phases = PHASES if self._has_phases else PHASES[:1]
-        return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
-
-    def table(self) -> frozenset[str]:
-        """Return the overloads that the policy rules or PyTorch casts."""
-        return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
-
-    def _all_casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        rules = {
-            op: self.policy.rule(op, self.device, dtype, phase, self.module) for op in self._ruled
-        }
-        return {
-            op: carry_out(rule, op, self.device, dtype)
-            for op, rule in rules.items()
-            if rule is not None and rule.action != "leave"
-        }
 
     @cached_property
     def observed(self) -> "PolicyOnDevice":
@@ -117,20 +68,53 @@ class PolicyOnDevice:
             self.policy, self.device, native=False, number=self.number, module=self.module
         )
 
-    def ruled_ops(self) -> set[str]:
-        """Return the overloads that some plan names, or some rule, if only to leave them alone."""
-        return self.ops() | self._ruled
-
     def phase(self) -> Phase:
         """Return the phase of this thread: "train" where no rule asks for it."""
-        return "eval" if self._has_phases and not torch.is_grad_enabled() else "train"
+        return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
+
+    def now(self) -> tuple[torch.dtype, Phase]:
+        """Return the lower precision and the phase of this thread."""
+        return torch.get_autocast_dtype(self.device), self.phase()
+
+    def rule(self, op: str) -> Rule | None:
+        """Return the rule that decides an overload in this thread, None if none does."""
+        return self._rule(op, *self.now())
+
+    def casts(self) -> Plan:
+        """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
+        return self._casts_for(*self.now())
+
+    def ops(self) -> set[str]:
+        """Return the overloads that some plan names."""
+        phases = PHASES if self.has_phases else PHASES[:1]
+        return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
+
+    def observed_ops(self) -> set[str]:
+        """Return the overloads that an observer is told of: also those that a rule leaves alone."""
+        return self.observed.ops() | self._ruled
+
+    def table(self) -> frozenset[str]:
+        """Return the overloads that the policy rules or PyTorch casts."""
+        return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
+
+    def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
+        return self.policy.rule(op, self.device, dtype, phase, self.module)
+
+    def _casts(self, dtype: torch.dtype, phase: Phase) -> Plan:
+        rules = {op: self._rule(op, dtype, phase) for op in self._ruled}
+        return {
+            op: carry_out(rule, op, self.device, dtype)
+            for op, rule in rules.items()
+            if rule is not None and rule.action != "leave"
+        }
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         plan: Plan = {}
         by_pytorch = dispatch.overloads_with_autocast_kernel(self.device)
         for op in sorted(self.table()):
-            rule = self.policy.rule(op, self.device, dtype, phase, self.module) or Rule(op, "leave")
-            theirs = _pytorchs_action(op, self.device, dtype) if op in by_pytorch else "leave"
+            rule = self._rule(op, dtype, phase) or Rule(op, "leave")
+            is_pytorchs = op in by_pytorch
+            theirs = preset("torch").action(op, self.device, dtype) if is_pytorchs else "leave"
             is_native = self._native and _is_native(rule, theirs)
             if is_native or (rule.action, theirs) == ("leave", "leave"):
                 continue
@@ -149,10 +133,6 @@ def _is_native(rule: Rule, theirs: Action) -> bool:
         case "promote":  # PyTorch's promotion refuses the other half precision
             return rule in preset("torch").rules
     return rule.action == theirs
-
-
-def _pytorchs_action(op: str, device: str, dtype: torch.dtype) -> Action:
-    return preset("torch").action(op, device, dtype)
 
 
 # --- preparing ------------------------------------------------------------------------------------
@@ -199,14 +179,14 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
     key = (policy, device, native, policy.rules_within(module))
     with _lock:
         if key not in _numbers:
-            op_names.check(policy.rules)
+            check(policy.rules)
             number = len(_prepared)
             on_device = PolicyOnDevice(policy, device, native=native, number=number, module=module)
             for op in sorted(on_device.ops()):
                 _register(op, device)
             _register_in_functorch(on_device.table())
             autograd.wrap_recomputed(scopes.carry)
-            scopes.follow_weights()
+            hold.follow_writes()
             _prepared.append(on_device)
             _numbers[key] = number
             if _observed_kernels is not None:
@@ -216,12 +196,15 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
 
 def number_within(active: PolicyOnDevice, module: str, dtype: torch.dtype) -> int | None:
     """Return the number of the policy of ``active`` in a module, None if that is an island."""
-    key = (module, dtype, active.phase())
-    if key not in active.numbers_within:
-        is_island = active.policy.island(module, active.device, dtype, active.phase())
-        number = None if is_island else prepare(active.policy, active.device, module)
-        active.numbers_within[key] = number
-    return active.numbers_within[key]
+    return _number_within(active, module, dtype, active.phase())
+
+
+@cache
+def _number_within(
+    active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
+) -> int | None:
+    is_island = active.policy.island(module, active.device, dtype, phase)
+    return None if is_island else prepare(active.policy, active.device, module)
 
 
 def prepared(number: int) -> PolicyOnDevice:
@@ -270,18 +253,18 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _register_observed(policy: PolicyOnDevice, kernels: library.TemporaryKernels) -> None:
     key = dispatch.autocast_key(policy.device)
-    for op in sorted(policy.observed.ruled_ops()):
+    for op in sorted(policy.observed_ops()):
         kernels.register(overload(op), key, _kernel(op, policy.device))
 
 
 def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch: Kernel) -> Kernel:
-    kernel, rule = policy.observed.plan().get(name, pytorch), policy.rule(name)
+    kernel, rule = policy.observed.plan_for(*policy.now()).get(name, pytorch), policy.rule(name)
     if rule is None:
         return kernel
 
-    names = [argument.name for argument in overload(name)._schema.arguments]
+    names = [argument.name for argument in schema_of(overload(name)).arguments]
 
-    def run(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         # Such a rule stands aside where the caller asked for a dtype, as cross_entropy does.
         asked = (dict(zip(names, args, strict=False)) | kwargs).get("dtype")
         if rule.action == "fp32-dtype" and asked is not None:
@@ -305,9 +288,10 @@ def _register(name: str, device: str) -> None:
 def _kernel(name: str, device: str) -> Kernel:
     """Return our kernel for one overload; first called before any is registered for it."""
     pytorch, thread = pytorch_kernel(name, device), scopes.thread
+    lower_precision = torch.get_autocast_dtype
 
     @compiler.do_not_compile_alone
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         scope = thread.scope
         if scope.nesting is not None:
             scope = scopes.current()
@@ -316,7 +300,9 @@ def _kernel(name: str, device: str) -> Kernel:
             return pytorch(keys, *args, **kwargs)
         if _observer is not None:
             return _run_observed(_observer, policy, name, pytorch)(keys, *args, **kwargs)
-        return policy.plan().get(name, pytorch)(keys, *args, **kwargs)
+        phase = policy.phase() if policy.has_phases else "train"
+        plan = policy.plan_for(lower_precision(device), phase)
+        return plan.get(name, pytorch)(keys, *args, **kwargs)
 
     return kernel
 
@@ -343,13 +329,13 @@ def _register_in_functorch(ops: Iterable[str]) -> None:
 
 
 @cache
-def _register_at(name: str, key: torch._C.DispatchKey) -> None:
+def _register_at(name: str, key: Key) -> None:
     op = overload(name)
     pytorch = torch.library.get_kernel(op, key).call_boxed
     is_composite = dispatch.is_composite(op)
 
     @compiler.do_not_compile_alone
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
             return pytorch(keys, *args, **kwargs)

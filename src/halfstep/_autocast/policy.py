@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from halfstep._autocast import comparison, grammar, op_names, policy_file
+from halfstep._autocast import comparison, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.presets import PRESETS, rules_of
-from halfstep._autocast.rule import Action, Phase, Rule, did_you_mean
-from halfstep._pytorch import compiler
+from halfstep._autocast.rule import Action, Phase, Rule, did_you_mean, is_in_place
+from halfstep._autocast.written import PRESETS, rules_of
+from halfstep._pytorch import compiler, dispatch
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 """What policies are compared and explained for, unless other device types are asked for."""
@@ -92,7 +92,7 @@ class Policy:
             ValueError: It says which line is wrong, what is there and what could be.
         """
         text = Path(path).read_text(encoding="utf-8")
-        name, rules = policy_file.parse(text, str(path))
+        name, rules = written.parse_toml(text, str(path))
         try:
             return (preset(name) if name else Policy(())) | _checked(rules)
         except ValueError as error:
@@ -104,20 +104,18 @@ class Policy:
         Raises:
             OSError: The file cannot be written.
         """
-        name = grammar.base(self.rules)
-        own = self.rules[len(rules_of(name)) :]
-        Path(path).write_text(policy_file.to_toml(name, own), encoding="utf-8")
+        Path(path).write_text(written.to_toml(self.rules), encoding="utf-8")
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
         """Return a policy with more rules: a rule, several, or their text (``"softmax:fp32"``)."""
         if isinstance(rules, Rule):
             rules = [rules]
         elif isinstance(rules, str):
-            rules = _checked(grammar.parse_rules(rules))
+            rules = _checked(written.parse_rules(rules))
         return Policy((*self.rules, *rules))
 
     def __str__(self) -> str:
-        return grammar.to_text(self.rules)
+        return written.to_text(self.rules)
 
     def __repr__(self) -> str:
         text = str(self)
@@ -195,7 +193,7 @@ class Policy:
             >>> print(preset("standard").diff(Policy.parse("standard; F.softmax:lower")))
             softmax  fp32-dtype -> lower
         """
-        return comparison.diff(self, other, devices)
+        return comparison.diff(self, other, meant_by([*self.rules, *other.rules]), devices)
 
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
@@ -216,7 +214,9 @@ class Policy:
               fp16: fp32: by exp:fp32
               bf16: leave: by exp[bf16]:leave
         """
-        return comparison.explain(self, op, devices, module)
+        asked = [Rule(op, "leave")]
+        check(asked)
+        return comparison.explain(self, meant_by(asked), devices, module)
 
     # --- being a value ----------------------------------------------------------------------------
 
@@ -269,10 +269,125 @@ def preset(name: str) -> Policy:
 
 @cache  # entering autocast(policy="...") asks each time
 def _parsed(text: str) -> Policy:
-    name, rules = grammar.parse(text)
+    name, rules = written.parse(text)
     return preset(name) | _checked(rules)
 
 
 def _checked(rules: list[Rule]) -> list[Rule]:
-    op_names.check(rules)
+    check(rules)
     return rules
+
+
+# --- the ops that rules are about -----------------------------------------------------------------
+
+# "softmax.int" is an overload of the ATen op "softmax"; "mylib::attention.default" of a custom one.
+
+
+def meant_by(rules: Iterable[Rule]) -> frozenset[str]:
+    """Return the overloads that rules are about."""
+    return frozenset(op for rule in rules for op in _meant_by(rule.op) if rule.names(op))
+
+
+def check(rules: Iterable[Rule]) -> None:
+    """Raise ``ValueError`` if a rule cannot be carried out.
+
+    An op of a preset may be missing: some are in some versions and builds of PyTorch only.
+    """
+    ours = _preset_rules()
+    checked: set[tuple[str, str]] = set()  # of a million rules, most name the same few ops
+    for rule in rules:
+        if (rule.op, rule.action) in checked or rule.is_for_whole_module or rule in ours:
+            continue
+        _check(rule)
+        checked.add((rule.op, rule.action))
+
+
+def _check(rule: Rule) -> None:
+    meant = meant_by([rule])
+    if rule.is_glob and not meant:
+        near = did_you_mean(rule.op.replace("*", ""), _table())
+        raise ValueError(f"rule {str(rule)!r}: no op that a preset names is like {rule.op!r}{near}")
+    if not _exists(rule.op) and not rule.is_glob:
+        raise ValueError(f"rule {str(rule)!r}: there is no op {rule.op!r}{_near(rule.op)}")
+    if not meant:
+        raise ValueError(
+            f"rule {str(rule)!r}: 'destination' is the action for ops in place, such as "
+            "'index_put_', and the only one that casts for them; out= has no rules"
+        )
+    if rule.action == "fp32-dtype" and not all(map(dispatch.takes_dtype, meant)):
+        raise ValueError(
+            f"rule {str(rule)!r} needs an op with an optional dtype argument, such as softmax or "
+            "sum; use the action 'fp32'"
+        )
+
+
+def _meant_by(rule_op: str) -> frozenset[str]:
+    # Not kept for other libraries than ATen: they may be loaded later.
+    return _custom(rule_op) if "::" in rule_op else _of_aten(rule_op)
+
+
+@cache
+def _of_aten(rule_op: str) -> frozenset[str]:
+    if "*" in rule_op or "?" in rule_op:
+        glob = Rule(rule_op, "leave")
+        return frozenset(name for op in _table() for name in _of_aten(op) if glob.names(name))
+    op, _, of_op = rule_op.partition(".")
+    if of_op:
+        return frozenset({rule_op} if _exists(rule_op) and not _writes_out(rule_op) else ())
+    names = (f"{op}.{of_op}" for of_op in dispatch.aten_overloads().get(op, ()))
+    return frozenset(n for n in names if not _writes_out(n) and not _must_name_dtype(n))
+
+
+def _custom(rule_op: str) -> frozenset[str]:
+    glob = Rule(rule_op, "leave")
+    names = _overloads_beside(rule_op)
+    return frozenset(name for name in names if glob.names(name) and not _writes_out(name))
+
+
+def _overloads_beside(rule_op: str) -> list[str]:
+    """Return all overloads in the library of a custom op."""
+    return dispatch.overloads_of_namespace(rule_op.rpartition("::")[0])
+
+
+def _exists(rule_op: str) -> bool:
+    if "::" in rule_op:
+        return any(map(Rule(rule_op, "leave").names, _overloads_beside(rule_op)))
+    op, _, of_op = rule_op.partition(".")
+    known = dispatch.aten_overloads().get(op, [])
+    return of_op in known if of_op else bool(known)
+
+
+@cache
+def _preset_rules() -> frozenset[Rule]:
+    return frozenset(rule for name in PRESETS for rule in rules_of(name))
+
+
+@cache
+def _table() -> frozenset[str]:
+    """Return the ops, or overloads, that a preset names: those that a glob ranges over."""
+    return frozenset(rule.op for rule in _preset_rules() if not rule.is_glob)
+
+
+def _writes_out(name: str) -> bool:
+    """Return whether it writes to something else than its first argument, and in place."""
+    aliases = [arg.alias_info for arg in dispatch.arguments_of(name)]
+    written = [alias is not None and alias.is_write for alias in aliases]
+    return any(written[1:]) or (any(written) and not is_in_place(name.rpartition(".")[0]))
+
+
+def _must_name_dtype(name: str) -> bool:
+    """The caller has decided: ``norm(x, 2, dtype=...)`` is an overload of its own."""
+    return any(
+        arg.name in ("dtype", "out_dtype") and not arg.has_default_value()
+        for arg in dispatch.arguments_of(name)
+    )
+
+
+def _near(rule_op: str) -> str:
+    if "::" in rule_op:
+        custom = _overloads_beside(rule_op)
+        near = did_you_mean(rule_op, [name.rpartition(".")[0] for name in custom])
+        return near if custom else "; import the library that defines it first"
+    op = rule_op.partition(".")[0]
+    known = dispatch.aten_overloads()
+    return did_you_mean(rule_op, [f"{op}.{o}" for o in known[op]] if op in known else known)

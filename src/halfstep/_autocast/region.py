@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import kernels, scopes
+from halfstep._autocast import kernels, scopes, weight_cache
 from halfstep._autocast.policy import Policy, preset
 from halfstep._pytorch import amp, compiler, modes
 from halfstep.errors import CallOrderError
@@ -190,8 +190,7 @@ def _exit(scope: scopes.Scope) -> None:
     # As in torch.autocast: its kernels for other devices may have kept casts of weights.
     if _decrement_nesting() == 0:
         amp.clear_autocast_cache()
-        if outer.casts:
-            outer.casts.clear()
+        weight_cache.clear()
     amp.set_autocast_switches(switches)
 
 

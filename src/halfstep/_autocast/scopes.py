@@ -10,17 +10,13 @@ policies also writes a number for them where the guards look, and a fingerprint 
 part of every key.
 """
 
-import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep._autocast import weight_cache
-from halfstep._autocast.weight_cache import ContextCasts
 from halfstep._pytorch import amp, compiler
 
 if TYPE_CHECKING:
@@ -65,7 +61,6 @@ class Scope(NamedTuple):
         switches: PyTorch's autocast switches as they were outside.
         nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
             graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
-        casts: the casts of weights that end with the outermost scope that a context has made.
     """
 
     policies: Policies
@@ -74,7 +69,6 @@ class Scope(NamedTuple):
     settings: "Settings | None" = None
     switches: amp.Switches | None = None
     nesting: int | None = None
-    casts: ContextCasts | None = None
 
 
 class _Thread(threading.local):
@@ -96,6 +90,8 @@ def current() -> Scope:
             assert scope.outer is not None
             scope = scope.outer
         thread.scope = scope
+        if scope.outer is None:
+            weight_cache.clear()
     return scope
 
 
@@ -115,10 +111,7 @@ def enter(
         settings: what it switches on.
         switches: PyTorch's autocast switches as they are now.
     """
-    casts = outer.casts
-    if casts is None:
-        casts = ContextCasts()
-    scope = (policies, outer, context, settings, switches, None, casts)
+    scope = (policies, outer, context, settings, switches, None)
     thread.scope = tuple.__new__(Scope, scope)  # in half the time of Scope(...)
     if policies is not thread.followed:
         follow(policies)
@@ -126,8 +119,7 @@ def enter(
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
     """Do it where torch.compile is tracing the call, or runs what it traced."""
-    casts = ContextCasts() if outer.casts is None else outer.casts
-    thread.scope = Scope(policies, outer, nesting=_nesting(), casts=casts)
+    thread.scope = Scope(policies, outer, nesting=_nesting())
 
 
 def leave(scope: Scope) -> None:
@@ -137,6 +129,8 @@ def leave(scope: Scope) -> None:
     thread.scope = outer
     if scope.nesting is None and outer.policies is not thread.followed:
         follow(outer.policies)
+    if outer.outer is None:
+        weight_cache.clear()
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -183,27 +177,7 @@ def _mark(policies: Policies) -> _Mark:
         return _marks.setdefault(policies.key, _Mark(compiler.numbered_guard(len(_marks)), tag))
 
 
-# --- casts of weights and recomputation -----------------------------------------------------------
-
-
-@functools.cache
-def follow_weights() -> None:
-    """Let casts of weights be forgotten when PyTorch's are, and after steps; once and for good."""
-    amp.call_when_cache_is_cleared(_forget_casts)
-    register_optimizer_step_post_hook(_forget_stepped)
-
-
-def _forget_casts() -> None:
-    casts = current().casts
-    if casts:
-        casts.clear()
-
-
-def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
-    """Forget the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
-    if not torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
-        for group in optimizer.param_groups:
-            weight_cache.forget(group["params"], current().casts)
+# --- recomputation -------------------------------------------------------------------------------
 
 
 def carry(function: Callable[..., Any]) -> Callable[..., Any]:

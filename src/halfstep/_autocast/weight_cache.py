@@ -1,38 +1,49 @@
-"""Casts of weights: kept inside a context, and between contexts where a hold says so.
+"""Casts of weights that are kept, and served only while a weight is seen to be what it was.
 
-PyTorch's cache ends with the outermost context, as ours does, but knows neither versions nor
+PyTorch's cache ends with the outermost context, as this one does, but knows neither versions nor
 dtypes, and shares one cast between all uses of a weight, whose gradients are then added up in lower
-precision. Ours serves a cast only while it sees that the weight is what it was, and each use of a
-weight adds its own gradient to it, in the weight's dtype.
+precision. Here each use of a weight adds its own gradient to it, in the weight's dtype.
 
 Some writes cannot be seen: ``weight.data`` has a version counter of its own. So casts outlive a
-context only for the models that :class:`hold_casts` names, whose weights it watches.
+context only for the models that :class:`halfstep.hold_casts` names, whose weights it watches.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Protocol, Self, TypeVar
+import threading
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from halfstep._pytorch import compiler, dispatch, modes, storages
-from halfstep.errors import CallOrderError
-
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
+from halfstep._pytorch import modes, storages
 
 SMALL = 2**17
 """On the CPU, weights of fewer bytes are cast faster than looked up."""
 
-_ATTRIBUTE = "_halfstep_casts"
+
+def is_small(weight: Tensor) -> bool:
+    """Return whether a weight is cast faster than its cast is looked up."""
+    is_plain = weight.is_cpu and weight.layout is torch.strided and not weight.is_nested
+    return is_plain and weight.nbytes < SMALL
+
+
+def can_be_kept(weight: Tensor) -> bool:
+    """Return whether casts of a weight may be kept and served now.
+
+    Not where the cache is off, inside ``vmap`` and its like, under a dispatch mode (selective
+    checkpointing replays ops by their order), and while a graph is traced.
+    """
+    return (
+        weight.layout is torch.strided
+        and not weight.is_nested
+        and not is_small(weight)
+        and torch.is_autocast_cache_enabled()
+        and not modes.is_tracing()
+    )
+
+
+# --- the casts of one weight ----------------------------------------------------------------------
 
 
 class _Marks(NamedTuple):
@@ -55,6 +66,18 @@ class _Marks(NamedTuple):
     stream: int
 
 
+def _marks(weight: Tensor) -> _Marks:
+    marks = (
+        weight._version,
+        storages.number_of(weight.untyped_storage()),
+        weight.storage_offset(),
+        weight.shape,
+        weight.stride(),
+        0 if weight.is_cpu else storages.stream_of(weight),
+    )
+    return tuple.__new__(_Marks, marks)  # in half the time of _Marks(...)
+
+
 class _Kept(NamedTuple):
     """A cast, and what its weight was then."""
 
@@ -73,125 +96,111 @@ class _Entry:
         self.last: _Marks | None = None  # when it was last cast
 
 
-class _Casts(dict[torch.dtype, _Entry]):
-    """The casts of one weight.
+class Casts(dict[torch.dtype, _Entry]):
+    """The casts of one weight, in a context: kept from the second unchanged use on.
 
-    Attributes:
-        hold: The hold that they belong to, None for a context.
-        num_forgotten: How often they were forgotten; another thread may be casting meanwhile.
-        is_captured: Whether a CUDA graph reads the weight; it may write to it as well, unseen.
+    So training with one forward pass per context keeps nothing. Nor is anything kept of a weight
+    that shares its memory with others: they may write to it unseen, as fully_shard does when it
+    gathers.
     """
 
-    num_forgotten = 0
-    is_captured = False
+    _num_forgotten = 0
+    """How often they were forgotten; another thread may be casting meanwhile."""
 
-    def __init__(self, hold: hold_casts | None = None) -> None:
-        self.hold = hold
+    _is_captured = False
+    """Whether a CUDA graph reads the weight; it may write to it as well, unseen."""
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the weight in ``dtype``, or None where the caller is to cast it.
+
+        Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on
+        their way, whether the cast was kept or is new. (After ``weight.to(dtype)`` autograd would
+        round them, and add up those of several uses rounded.) Sync: none.
+        """
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._is_captured = True
+            self.forget()
+        if self._is_captured:
+            return None
+        entry = self.get(dtype) or self.setdefault(dtype, _Entry())
+        marks, kept = _marks(weight), entry.kept
+        if kept is not None and kept.marks == marks and storages.is_used_once(weight):
+            cast = kept.cast
+        else:
+            cast = self._cast_anew(entry, weight, dtype, marks)
+        has_gradient = weight.requires_grad and torch.is_grad_enabled()
+        return storages.in_place_of(weight, cast) if has_gradient else cast
+
+    def _cast_anew(
+        self, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks
+    ) -> Tensor:
+        """Cast without gradient, and decide whether to keep the cast."""
+        self._drop(entry)
+        is_worth_it = self._is_worth_keeping(weight.numel() * dtype.itemsize, entry.last == marks)
+        entry.last, num_forgotten = marks, self._num_forgotten
+        if not (is_worth_it and _is_its_own(weight)):
+            return weight.detach().to(dtype)
+        with torch.inference_mode(False):  # what is made in it autograd cannot use later
+            cast = weight.detach().to(dtype)
+        # Else another thread may have written to it meanwhile.
+        if self._num_forgotten == num_forgotten:
+            self._keep(entry, _Kept(marks, cast, storages.memory_of(weight)))
+        return cast
 
     def forget(self) -> None:
-        self.num_forgotten += 1
+        """Forget them: the weight was written to, or may have been."""
+        self._num_forgotten += 1
         for entry in list(self.values()):
-            self.drop(entry)
+            self._drop(entry)
             entry.last = None
 
-    def drop(self, entry: _Entry) -> None:
-        kept, entry.kept = entry.kept, None
-        if kept is not None and self.hold is not None:
-            self.hold._num_stale += 1
-            self.hold._num_bytes -= kept.cast.nbytes
+    def _is_worth_keeping(self, num_bytes: int, is_unchanged: bool) -> bool:
+        return is_unchanged
 
-    def keep(self, entry: _Entry, kept: _Kept) -> None:
+    def _keep(self, entry: _Entry, kept: _Kept) -> None:
         entry.kept = kept
-        if self.hold is not None:
-            self.hold._num_bytes += kept.cast.nbytes
+
+    def _drop(self, entry: _Entry) -> None:
+        entry.kept = None
 
 
-class ContextCasts(dict[int, tuple[Tensor, _Casts]]):
-    """The weights that were cast in an outermost context, by ``id``, and their casts.
+def _is_its_own(weight: Tensor) -> bool:
+    """Return whether nothing but the weight has its memory: no tensor, no array, no process."""
+    if not storages.is_used_once(weight):
+        return False
+    storage = weight.untyped_storage()
+    return storage.resizable() and not storage.is_shared()  # memory of arrays cannot be resized
 
-    It ends with the context. Nothing is noted on the weights, which others copy and save, and no
-    weak reference is made, which would stop ``torch.utils.swap_tensors``.
+
+# --- the casts of a context -----------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """The weights that were cast in the outermost context of a thread, by ``id``, and their casts.
+
+    Nothing is noted on the weights, which others copy and save, and no weak reference is made,
+    which would stop ``torch.utils.swap_tensors``.
     """
 
-    def of(self, weight: Tensor) -> _Casts:
-        """Return the casts of a weight."""
-        found = self.get(id(weight))
-        if found is None:
-            found = self[id(weight)] = weight, _Casts()
-        return found[1]
+    def __init__(self) -> None:
+        self.casts: dict[int, tuple[Tensor, Casts]] = {}
 
 
-def forget(weights: Iterable[Tensor], context: ContextCasts | None) -> None:
-    """Forget casts of weights that were written to, those of a context and of holds."""
-    for weight in weights:
-        if context and id(weight) in context:
-            context[id(weight)][1].forget()
-        if type(weight) is Held and (casts := _held_casts(weight)) is not None:
-            casts.forget()
+_thread = _Thread()
 
 
-class _Scope(Protocol):
-    @property
-    def casts(self) -> ContextCasts | None: ...
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Do what :meth:`Casts.cast` does, for the outermost context of this thread.
 
-
-def cast(weight: Tensor, dtype: torch.dtype, current: Callable[[], _Scope]) -> Tensor | None:
-    """Return a parameter in ``dtype``, or None where the caller is to cast it.
-
-    Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on their
-    way, whether the cast was kept or is new. (After ``weight.to(dtype)`` autograd would round them,
-    and add up those of several uses rounded.) Sync: none.
-
-    Where no hold has the weight, no more is kept than torch.autocast keeps: casts of float32
-    parameters that require a gradient, outside of inference mode. They are kept from the second
-    unchanged use on: training with one forward pass per context keeps nothing. Nothing is kept of a
-    weight that shares its memory with others (they may write to it unseen, as fully_shard does when
-    it gathers), of one made in inference mode (it has no version), inside ``vmap`` and its like,
-    under a dispatch mode (selective checkpointing replays ops by their order), and while a graph is
-    traced or captured.
-
-    Args:
-        weight: The parameter; not a DTensor (not all writes to one are counted).
-        dtype: The dtype to cast to.
-        current: Returns the scope of this thread, whose outermost context the cast may be kept for.
+    No more is kept than torch.autocast keeps: casts of float32 parameters that require a gradient,
+    outside of inference mode. Sync: none.
     """
-    if weight.layout is not torch.strided or weight.is_nested:
+    if not (can_be_kept(weight) and _is_kept_by_torch(weight)):
         return None
-    if is_small(weight) or not torch.is_autocast_cache_enabled() or modes.is_tracing():
-        return None
-    has_gradient = weight.requires_grad and torch.is_grad_enabled()
-    held = _held_casts(weight) if type(weight) is Held else None
-    if held is not None:
-        with modes.no_torch_function():
-            return _cast(weight, dtype, held, has_gradient)
-    context = current().casts
-    if context is None or not _is_kept_by_torch(weight):
-        return None
-    return _cast(weight, dtype, context.of(weight), has_gradient)
-
-
-def is_small(weight: Tensor) -> bool:
-    """Return whether a weight is cast faster than its cast is looked up."""
-    is_plain = weight.is_cpu and weight.layout is torch.strided and not weight.is_nested
-    return is_plain and weight.nbytes < SMALL
-
-
-def _cast(weight: Tensor, dtype: torch.dtype, casts: _Casts, has_gradient: bool) -> Tensor | None:
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        casts.is_captured = True
-        casts.forget()
-    if casts.is_captured:
-        return None
-    entry = casts.get(dtype) or casts.setdefault(dtype, _Entry())
-    marks = _marks(weight)
-    kept = entry.kept
-    if kept is not None and kept.marks == marks and storages.is_used_once(weight):
-        if casts.hold is not None:
-            casts.hold._num_hits += 1
-        result = kept.cast
-    else:
-        result = _cast_anew(casts, entry, weight, dtype, marks)
-    return storages.in_place_of(weight, result) if has_gradient else result
+    casts = _thread.casts
+    if id(weight) not in casts:
+        casts[id(weight)] = weight, Casts()
+    return casts[id(weight)][1].cast(weight, dtype)
 
 
 def _is_kept_by_torch(weight: Tensor) -> bool:
@@ -203,328 +212,13 @@ def _is_kept_by_torch(weight: Tensor) -> bool:
     )
 
 
-def _cast_anew(
-    casts: _Casts, entry: _Entry, weight: Tensor, dtype: torch.dtype, marks: _Marks
-) -> Tensor:
-    """Cast without gradient, and decide whether to keep the cast."""
-    casts.drop(entry)
-    if casts.hold is None:
-        is_worth_it = entry.last == marks
-    else:
-        is_worth_it = casts.hold._has_room(weight.numel() * dtype.itemsize)
-        casts.hold._num_misses += 1
-    entry.last, num_forgotten = marks, casts.num_forgotten
-    if not (is_worth_it and _is_its_own(weight)):
-        return weight.detach().to(dtype)
-    with torch.inference_mode(False):  # what is made in it autograd cannot use later
-        cast = weight.detach().to(dtype)
-    if casts.num_forgotten == num_forgotten:  # else another thread may have written to it meanwhile
-        casts.keep(entry, _Kept(marks, cast, storages.memory_of(weight)))
-    return cast
+def forget(weight: Tensor) -> None:
+    """Forget the casts of a weight that was written to."""
+    if id(weight) in _thread.casts:
+        _thread.casts[id(weight)][1].forget()
 
 
-def _marks(weight: Tensor) -> _Marks:
-    marks = (
-        weight._version,
-        weight.untyped_storage()._cdata,
-        weight.storage_offset(),
-        weight.shape,
-        weight.stride(),
-        0 if weight.is_cpu else storages.stream_of(weight),
-    )
-    return tuple.__new__(_Marks, marks)  # in half the time of _Marks(...)
-
-
-def _is_its_own(weight: Tensor) -> bool:
-    """Return whether nothing but the weight has its memory: no tensor, no array, no process."""
-    if not storages.is_used_once(weight):
-        return False
-    storage = weight.untyped_storage()
-    return storage.resizable() and not storage.is_shared()  # memory of arrays cannot be resized
-
-
-# --- holding casts from context to context --------------------------------------------------------
-
-
-class HoldInfo(NamedTuple):
-    """What :meth:`hold_casts.info` returns.
-
-    Attributes:
-        weights: Parameters that are held.
-        casts: Casts that are kept.
-        bytes: The size of these casts.
-        hits: How often a kept cast was used.
-        misses: How often a held weight was cast.
-        stale: How often a kept cast was dropped, since its weight had or may have changed.
-    """
-
-    weights: int
-    casts: int
-    bytes: int
-    hits: int
-    misses: int
-    stale: int
-
-
-class hold_casts:
-    """Keep the casts of a model's weights from one autocast context to the next.
-
-    Without it, weights are cast again in every context, as under ``torch.autocast``. That is most
-    of the time of a small batch: of each token in generation, each image in a service, each
-    micro-batch. Holding them costs memory: half the size of the weights.
-
-    As a context manager it ends with the block, as a decorator it holds during each call (of a
-    generator function too), and without either it lasts until :meth:`release`. It holds in every
-    thread.
-
-    **What it sees**, so that a cast is made anew: writes in place, ``load_state_dict``, steps of
-    optimizers, ``weight.data = ...``, writes through ``weight.data``, through views, NumPy arrays,
-    DLPack capsules and storages of a weight, whether they live on or are gone.
-
-    **What it cannot see** is a write by code that calls no function of PyTorch's Python interface
-    with the parameter: through a raw pointer, by a collective of ``torch.distributed``, a CUDA
-    graph that was captured before, TorchScript, or through a tensor that got the memory by
-    ``other.data = weight`` or ``to_dlpack(weight)`` and is gone when the weight is used again. Call
-    :meth:`clear` after one.
-
-    While held, the parameters are of a class derived from ``nn.Parameter``: that is how they are
-    watched. (So the fast path of ``nn.MultiheadAttention``, which autocast does not take either, is
-    off.) Not held are parameters that the model gets later, those of other classes (``DTensor``,
-    quantized ones), those that another hold has, and on the CPU those under 128 KiB, which are cast
-    faster than watched.
-
-    Args:
-        model: The module whose parameters are held, those of its submodules included.
-        max_bytes: The most that its casts may take; those beyond it are made each time. None for no
-            limit.
-
-    Raises:
-        TypeError: ``model`` is not a module, or ``max_bytes`` not an int.
-        ValueError: ``max_bytes`` is negative.
-
-    Warns:
-        UserWarning: No parameter of the model can be held.
-
-    Sync: none.
-
-    Example:
-        >>> import halfstep
-        >>> model, x = torch.nn.Linear(256, 256, bias=False), torch.ones(1, 256)
-        >>> with torch.no_grad(), halfstep.hold_casts(model) as held:
-        ...     for _ in range(5):
-        ...         with halfstep.autocast("cpu", torch.bfloat16):
-        ...             y = model(x)
-        ...     print(held.info())
-        HoldInfo(weights=1, casts=1, bytes=131072, hits=4, misses=1, stale=0)
-    """
-
-    def __init__(self, model: nn.Module, *, max_bytes: int | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"hold_casts takes a torch.nn.Module, got {type(model).__name__}")
-        if max_bytes is not None and type(max_bytes) is not int:
-            raise TypeError(
-                f"hold_casts: max_bytes is a number of bytes or None, got {max_bytes!r}"
-            )
-        if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"hold_casts: max_bytes is 0 or more, or None, got {max_bytes}")
-        self._model, self._max_bytes = model, max_bytes
-        self._num_hits = self._num_misses = self._num_stale = self._num_bytes = 0
-        self._is_released = False
-        large = [p for p in model.parameters() if not is_small(p)]
-        self._weights = [p for p in large if _can_be_held(p)]
-        for weight in self._weights:
-            weight.__dict__[_ATTRIBUTE] = _HeldCasts(weight, self)
-            weight.__class__ = Held
-        if large and not self._weights and not any(type(p) is Held for p in large):
-            warnings.warn(
-                f"hold_casts: no weight of this {type(model).__name__} can be held (they are of "
-                f"{type(large[0])}, {large[0].layout}, {large[0].dtype}); they are cast in every "
-                "context",
-                stacklevel=2,
-            )
-
-    def __enter__(self) -> Self:
-        if self._is_released:
-            raise CallOrderError("this hold_casts was released; make a new one: hold_casts(model)")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        """Return ``function`` with its calls run in a hold of their own."""
-        is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-        if not callable(function) or is_async:
-            raise TypeError(
-                f"hold_casts(model)(function) decorates a function that is not async, got "
-                f"{function!r}; to run a block: with hold_casts(model):"
-            )
-        self.release()
-        model, max_bytes = self._model, self._max_bytes
-        call: Callable[..., Any] = function
-
-        @functools.wraps(function)
-        def holding(*args: Any, **kwargs: Any) -> Any:
-            with hold_casts(model, max_bytes=max_bytes):
-                return call(*args, **kwargs)
-
-        @functools.wraps(function)
-        def generating(*args: Any, **kwargs: Any) -> Any:
-            with hold_casts(model, max_bytes=max_bytes):
-                return (yield from call(*args, **kwargs))
-
-        return generating if inspect.isgeneratorfunction(function) else holding
-
-    def __repr__(self) -> str:
-        if self._is_released:
-            return f"<hold_casts of {type(self._model).__name__}: released>"
-        return f"<hold_casts of {type(self._model).__name__}: {self.info()}>"
-
-    def release(self) -> None:
-        """Free the casts; from now on they end with their context. May be called again."""
-        self.clear()
-        for weight in self._weights:
-            casts = _held_casts(weight)
-            if casts is not None and casts.hold is self:
-                del weight.__dict__[_ATTRIBUTE]
-                weight.__class__ = nn.Parameter
-        self._weights, self._is_released = [], True
-
-    def clear(self) -> None:
-        """Forget all casts, after a write that cannot be seen; the counts start again."""
-        self._forget()
-        self._num_hits = self._num_misses = self._num_stale = 0
-
-    def info(self) -> HoldInfo:
-        """Return what is kept, and how often it was of use. Sync: none."""
-        num_casts = sum(e.kept is not None for casts in self._casts() for e in casts.values())
-        counts = self._num_bytes, self._num_hits, self._num_misses, self._num_stale
-        return HoldInfo(len(self._weights), num_casts, *counts)
-
-    def _forget(self) -> None:
-        for casts in self._casts():
-            casts.forget()
-
-    def _casts(self) -> list[_Casts]:
-        found = map(_held_casts, self._weights)
-        return [casts for casts in found if casts is not None and casts.hold is self]
-
-    def _has_room(self, num_bytes: int) -> bool:
-        return self._max_bytes is None or self._num_bytes + num_bytes <= self._max_bytes
-
-
-class Held(nn.Parameter):
-    """A parameter whose hold learns of whatever may write to it unseen.
-
-    A function that is given the parameter may hand out its memory (``.data``, a view, an array) and
-    later writes to that are not counted. While what was handed out lives, the storage has a second
-    user and no cast is served. So it is enough to forget the casts when it is handed out.
-    """
-
-    def __new__(cls, data: Any = None, requires_grad: bool = True, **others: Any) -> nn.Parameter:  # type: ignore[misc]
-        """Return a plain parameter: copies of a held one are not held."""
-        others.pop(_ATTRIBUTE, None)  # accelerate copies parameters by their attributes
-        return nn.Parameter(data, requires_grad, **others)
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Become a plain parameter: ``nn.Parameter(held)`` is one of the memory of ``held``."""
-        self.__dict__.clear()
-        self.__class__ = nn.Parameter  # type: ignore[assignment]
-
-    @classmethod
-    @compiler.do_not_compile_alone
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call ``function``, then forget the casts of what it wrote to or handed out."""
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            with modes.no_torch_function():
-                return function(*args, **kwargs)
-        if function is Tensor.__dlpack__ and not args[0].requires_grad:
-            # Of a tensor of its own: then the storage has a second user, as with all else.
-            args = (args[0].detach(), *args[1:])
-        try:
-            # What is handed out is to live until it is looked for.
-            result = _call(function, types, args, kwargs)
-        finally:
-            with modes.no_torch_function():
-                _forget_unseen(function, (*args, *kwargs.values()))
-        if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
-            result.__class__ = cls  # it asks for the class of what it was given
-        return result
-
-
-_NEW_PARAMETER = nn.Parameter.__new__.__code__
-
-
-def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Call ``function`` as if no parameter were held."""
-    others = tuple(kind for kind in types if not issubclass(kind, Held))
-    for kind in others:
-        result = kind.__torch_function__(function, others, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    with modes.no_torch_function():
-        return function(*args, **kwargs)
-
-
-def _forget_unseen(function: Any, arguments: Any) -> None:
-    """Forget the casts of held parameters that a function may have written to or handed out."""
-    writes = _writes_unseen(function)
-    for argument in arguments:
-        for weight in argument if type(argument) in (list, tuple) else (argument,):
-            casts = _held_casts(weight)
-            if casts is None or casts.hold is None:
-                continue
-            if function is torch.autograd.grad:  # hooks have run, and seen no held parameters
-                casts.hold._forget()
-            elif writes or not storages.is_used_once(weight):
-                casts.forget()
-
-
-class _HeldCasts(_Casts):
-    """The casts of a held weight; an attribute of it, so that they live as long.
-
-    Attributes:
-        weight_id: The ``id`` of the weight: others may have got its attributes.
-    """
-
-    def __init__(self, weight: Tensor, hold: hold_casts) -> None:
-        super().__init__(hold)
-        self.weight_id = id(weight)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
-
-
-def _held_casts(weight: Any) -> _HeldCasts | None:
-    if type(weight) is not Held:
-        return None
-    casts = weight.__dict__.get(_ATTRIBUTE)
-    return casts if type(casts) is _HeldCasts and casts.weight_id == id(weight) else None
-
-
-_HAND_OUT_ADDRESSES = (Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__)
-
-
-@functools.lru_cache(maxsize=4096)
-def _writes_unseen(function: Any) -> bool:
-    """Return whether a function may write, now or later, what neither versions nor owners show."""
-    name = getattr(function, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
-    return is_in_place or function in _HAND_OUT_ADDRESSES or dispatch.writes_to_arguments(function)
-
-
-def _can_be_held(weight: Tensor) -> bool:
-    return (
-        type(weight) is nn.Parameter
-        and weight.is_floating_point()
-        and weight.layout is torch.strided
-        and not (weight.is_nested or weight.is_inference() or weight.is_meta)
-    )
+def clear() -> None:
+    """Free the casts of this thread: its outermost context ends."""
+    if _thread.casts:
+        _thread.casts.clear()

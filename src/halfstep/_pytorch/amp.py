@@ -105,6 +105,11 @@ def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
     )
 
 
+def remember_for_custom_bwd(ctx: Any, switches: Switches) -> None:
+    """Tell ``torch.amp.custom_bwd``, as ``custom_fwd`` does, what the forward pass ran under."""
+    ctx._fwd_used_autocast, ctx._dtype = switches.enabled, switches.dtype
+
+
 @cache
 def switch_devices() -> list[str]:
     """Return the device types for which this build of PyTorch has autocast's switches."""

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+Key = torch._C.DispatchKey
+Keys = torch._C.DispatchKeySet
+
+# (keys, *args, **kwargs): what the dispatcher calls for an op at a key.
 Kernel = Callable[..., Any]
 
 # Where the dispatcher looks first inside a transform of torch.func, once for each transform around
@@ -36,6 +40,18 @@ def key_set(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
 def keys_below(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
     """Return the keys that the dispatcher looks at after ``key``."""
     return torch._C._dispatch_keyset_full_after(key)
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """Return an overload: ``torch.ops.aten.softmax.int`` for ``"softmax.int"``.
+
+    That of a custom op has its namespace in its name, ``"mylib::attention.default"``.
+    """
+    namespace, _, op = name.rpartition("::")
+    op, _, of_op = op.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace or "aten"), op), of_op)
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
 
 
 @cache
@@ -77,6 +93,28 @@ def schema_of(op: Any) -> torch.FunctionSchema:
     """Return the schema of an op: its name, its arguments, whether it writes to one of them."""
     schema: torch.FunctionSchema = op._schema
     return schema
+
+
+def arguments_of(name: str) -> list[torch.Argument]:
+    """Return the arguments of an overload, given its name."""
+    return schema_of(overload(name)).arguments
+
+
+_WITH_DTYPE = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+    "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype",
+}
+
+
+def overload_with_dtype(name: str) -> torch._ops.OpOverload:
+    """Return an overload, or, for one without a dtype argument, the one of its op that has it."""
+    return overload(_WITH_DTYPE.get(name, name))
+
+
+def takes_dtype(name: str) -> bool:
+    """Return whether :func:`overload_with_dtype` finds one that can be asked for a dtype."""
+    return any(arg.name == "dtype" for arg in schema_of(overload_with_dtype(name)).arguments)
 
 
 def overload_of(op: Any) -> str:
@@ -132,6 +170,12 @@ def decompose(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str
     ``op.decompose`` prefers what ``torch._decomp`` has for some ops, which rounds otherwise.
     """
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def redispatch_of(op: torch._ops.OpOverload) -> Kernel:
+    """Return what ``op.redispatch`` calls."""
+    call: Kernel = op._handle.redispatch_boxed
+    return call
 
 
 def callable_of(op: torch._ops.OpOverload) -> Kernel:

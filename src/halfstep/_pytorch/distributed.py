@@ -115,7 +115,7 @@ def has_process_group() -> bool:
 
     As ``torch.distributed.is_initialized()``, but with one call in place of four.
     """
-    return _c10d is not None and _c10d._world.default_pg is not None
+    return _c10d is not None and _c10d._world._default_pg is not None
 
 
 _c10d: Any = getattr(torch.distributed, "distributed_c10d", None)

@@ -1,0 +1,374 @@
+"""Casts of weights that are held from context to context, as long as a user says so."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from halfstep._autocast import weight_cache
+from halfstep._autocast.weight_cache import Casts
+from halfstep._pytorch import amp, compiler, dispatch, modes, storages
+from halfstep.errors import CallOrderError
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+_ATTRIBUTE = "_halfstep_casts"
+
+
+class HoldInfo(NamedTuple):
+    """What :meth:`hold_casts.info` returns.
+
+    Attributes:
+        weights: Parameters that are held.
+        casts: Casts that are kept.
+        bytes: The size of these casts.
+        hits: How often a kept cast was used.
+        misses: How often a held weight was cast.
+        stale: How often a kept cast was dropped, since its weight had or may have changed.
+    """
+
+    weights: int
+    casts: int
+    bytes: int
+    hits: int
+    misses: int
+    stale: int
+
+
+class hold_casts:
+    """Keep the casts of a model's weights from one autocast context to the next.
+
+    Without it, weights are cast again in every context, as under ``torch.autocast``. That is most
+    of the time of a small batch: of each token in generation, each image in a service, each
+    micro-batch. Holding them costs memory: half the size of the weights.
+
+    As a context manager it ends with the block, as a decorator it holds during each call (of a
+    generator function too), and without either it lasts until :meth:`release`. It holds in every
+    thread.
+
+    **What it sees**, so that a cast is made anew: writes in place, ``load_state_dict``, steps of
+    optimizers, ``weight.data = ...``, writes through ``weight.data``, through views, NumPy arrays,
+    DLPack capsules and storages of a weight, whether they live on or are gone.
+
+    **What it cannot see** is a write by code that calls no function of PyTorch's Python interface
+    with the parameter: through a raw pointer, by a collective of ``torch.distributed``, a CUDA
+    graph that was captured before, TorchScript, or through a tensor that got the memory by
+    ``other.data = weight`` or ``to_dlpack(weight)`` and is gone when the weight is used again. Call
+    :meth:`clear` after one.
+
+    While held, the parameters are of a class derived from ``nn.Parameter``: that is how they are
+    watched. (So the fast path of ``nn.MultiheadAttention``, which autocast does not take either, is
+    off.) Not held are parameters that the model gets later, those of other classes (``DTensor``,
+    quantized ones), those that another hold has, and on the CPU those under 128 KiB, which are cast
+    faster than watched.
+
+    Args:
+        model: The module whose parameters are held, those of its submodules included.
+        max_bytes: The most that its casts may take; those beyond it are made each time. None for no
+            limit.
+
+    Raises:
+        TypeError: ``model`` is not a module, or ``max_bytes`` not an int.
+        ValueError: ``max_bytes`` is negative.
+
+    Warns:
+        UserWarning: No parameter of the model can be held.
+
+    Sync: none.
+
+    Example:
+        >>> import halfstep
+        >>> model, x = torch.nn.Linear(256, 256, bias=False), torch.ones(1, 256)
+        >>> with torch.no_grad(), halfstep.hold_casts(model) as held:
+        ...     for _ in range(5):
+        ...         with halfstep.autocast("cpu", torch.bfloat16):
+        ...             y = model(x)
+        ...     print(held.info())
+        HoldInfo(weights=1, casts=1, bytes=131072, hits=4, misses=1, stale=0)
+    """
+
+    def __init__(self, model: nn.Module, *, max_bytes: int | None = None) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"hold_casts takes a torch.nn.Module, got {type(model).__name__}")
+        if max_bytes is not None and type(max_bytes) is not int:
+            raise TypeError(
+                f"hold_casts: max_bytes is a number of bytes or None, got {max_bytes!r}"
+            )
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"hold_casts: max_bytes is 0 or more, or None, got {max_bytes}")
+        self._model, self._max_bytes = model, max_bytes
+        self._num_uses = self._num_misses = self._num_stale = self._num_bytes = 0
+        self._is_released = False
+        large = [p for p in model.parameters() if not weight_cache.is_small(p)]
+        self._weights = [p for p in large if _can_be_held(p)]
+        for weight in self._weights:
+            weight.__dict__[_ATTRIBUTE] = _HeldCasts(weight, self)
+            weight.__class__ = Held
+        if large and not self._weights and not any(type(p) is Held for p in large):
+            warnings.warn(
+                f"hold_casts: no weight of this {type(model).__name__} can be held (they are of "
+                f"{type(large[0])}, {large[0].layout}, {large[0].dtype}); they are cast in every "
+                "context",
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Self:
+        if self._is_released:
+            raise CallOrderError("this hold_casts was released; make a new one: hold_casts(model)")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+        """Return ``function`` with its calls run in a hold of their own."""
+        is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if not callable(function) or is_async:
+            raise TypeError(
+                f"hold_casts(model)(function) decorates a function that is not async, got "
+                f"{function!r}; to run a block: with hold_casts(model):"
+            )
+        self.release()
+        model, max_bytes = self._model, self._max_bytes
+        call: Callable[..., Any] = function
+
+        @functools.wraps(function)
+        def holding(*args: Any, **kwargs: Any) -> Any:
+            with hold_casts(model, max_bytes=max_bytes):
+                return call(*args, **kwargs)
+
+        @functools.wraps(function)
+        def generating(*args: Any, **kwargs: Any) -> Any:
+            with hold_casts(model, max_bytes=max_bytes):
+                return (yield from call(*args, **kwargs))
+
+        return generating if inspect.isgeneratorfunction(function) else holding
+
+    def __repr__(self) -> str:
+        if self._is_released:
+            return f"<hold_casts of {type(self._model).__name__}: released>"
+        return f"<hold_casts of {type(self._model).__name__}: {self.info()}>"
+
+    def release(self) -> None:
+        """Free the casts; from now on they end with their context. May be called again."""
+        self.clear()
+        for weight in self._weights:
+            casts = _held_casts(weight)
+            if casts is not None and casts.hold is self:
+                del weight.__dict__[_ATTRIBUTE]
+                weight.__class__ = nn.Parameter
+        self._weights, self._is_released = [], True
+
+    def clear(self) -> None:
+        """Forget all casts, after a write that cannot be seen; the counts start again."""
+        self._forget()
+        self._num_uses = self._num_misses = self._num_stale = 0
+
+    def info(self) -> HoldInfo:
+        """Return what is kept, and how often it was of use. Sync: none."""
+        num_casts = sum(e.kept is not None for casts in self._casts() for e in casts.values())
+        num_hits = self._num_uses - self._num_misses
+        counts = self._num_bytes, num_hits, self._num_misses, self._num_stale
+        return HoldInfo(len(self._weights), num_casts, *counts)
+
+    def _forget(self) -> None:
+        for casts in self._casts():
+            casts.forget()
+
+    def _casts(self) -> list[_HeldCasts]:
+        found = map(_held_casts, self._weights)
+        return [casts for casts in found if casts is not None and casts.hold is self]
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._max_bytes is None or self._num_bytes + num_bytes <= self._max_bytes
+
+
+class Held(nn.Parameter):
+    """A parameter whose hold learns of whatever may write to it unseen.
+
+    A function that is given the parameter may hand out its memory (``.data``, a view, an array) and
+    later writes to that are not counted. While what was handed out lives, the storage has a second
+    user and no cast is served. So it is enough to forget the casts when it is handed out.
+    """
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True, **others: Any) -> nn.Parameter:  # type: ignore[misc]
+        """Return a plain parameter: copies of a held one are not held."""
+        others.pop(_ATTRIBUTE, None)  # accelerate copies parameters by their attributes
+        return nn.Parameter(data, requires_grad, **others)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Become a plain parameter: ``nn.Parameter(held)`` is one of the memory of ``held``."""
+        self.__dict__.clear()
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    @classmethod
+    @compiler.do_not_compile_alone
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``function``, then forget the casts of what it wrote to or handed out."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            with modes.no_torch_function():
+                return function(*args, **kwargs)
+        if function is Tensor.__dlpack__ and not args[0].requires_grad:
+            # Of a tensor of its own: then the storage has a second user, as with all else.
+            args = (args[0].detach(), *args[1:])
+        try:
+            # What is handed out is to live until it is looked for.
+            result = _call(function, types, args, kwargs)
+        finally:
+            with modes.no_torch_function():
+                _forget_unseen(function, (*args, *kwargs.values()))
+        if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
+            result.__class__ = cls  # it asks for the class of what it was given
+        return result
+
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Call ``function`` as if no parameter were held."""
+    others = tuple(kind for kind in types if not issubclass(kind, Held))
+    for kind in others:
+        result = kind.__torch_function__(function, others, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    with modes.no_torch_function():
+        return function(*args, **kwargs)
+
+
+def _forget_unseen(function: Any, arguments: Any) -> None:
+    """Forget the casts of held parameters that a function may have written to or handed out."""
+    writes = _writes_unseen(function)
+    for argument in arguments:
+        for weight in argument if type(argument) in (list, tuple) else (argument,):
+            casts = _held_casts(weight)
+            if casts is None:
+                continue
+            if function is torch.autograd.grad:  # hooks have run, and seen no held parameters
+                casts.hold._forget()
+            elif writes or not storages.is_used_once(weight):
+                casts.forget()
+
+
+class _HeldCasts(Casts):
+    """The casts of a held weight; an attribute of it, so that they live as long.
+
+    Attributes:
+        hold: The hold that they belong to.
+        weight_id: The ``id`` of the weight: others may have got its attributes.
+    """
+
+    def __init__(self, weight: Tensor, hold: hold_casts) -> None:
+        self.hold = hold
+        self.weight_id = id(weight)
+
+    def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Cast as :class:`Casts` does, and count."""
+        cast = super().cast(weight, dtype)
+        self.hold._num_uses += cast is not None
+        return cast
+
+    def _cast_anew(self, *args: Any) -> Tensor:
+        self.hold._num_misses += 1
+        return super()._cast_anew(*args)
+
+    def _is_worth_keeping(self, num_bytes: int, is_unchanged: bool) -> bool:
+        return self.hold._has_room(num_bytes)
+
+    def _keep(self, entry: Any, kept: Any) -> None:
+        super()._keep(entry, kept)
+        self.hold._num_bytes += kept.cast.nbytes
+
+    def _drop(self, entry: Any) -> None:
+        kept = entry.kept
+        super()._drop(entry)
+        if kept is not None:
+            self.hold._num_stale += 1
+            self.hold._num_bytes -= kept.cast.nbytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
+
+
+def _held_casts(weight: Any) -> _HeldCasts | None:
+    if type(weight) is not Held:
+        return None
+    casts = weight.__dict__.get(_ATTRIBUTE)
+    return casts if type(casts) is _HeldCasts and casts.weight_id == id(weight) else None
+
+
+_HAND_OUT_ADDRESSES = (Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes_unseen(function: Any) -> bool:
+    """Return whether a function may write, now or later, what neither versions nor owners show."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
+    return is_in_place or function in _HAND_OUT_ADDRESSES or dispatch.writes_to_arguments(function)
+
+
+def _can_be_held(weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.is_floating_point()
+        and weight.layout is torch.strided
+        and not (weight.is_nested or weight.is_inference() or weight.is_meta)
+    )
+
+
+# --- casts of held weights, and writes to any -----------------------------------------------------
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return a parameter in ``dtype``, or None where the caller is to cast it.
+
+    As :meth:`halfstep._autocast.weight_cache.Casts.cast` says. Sync: none.
+
+    Args:
+        weight: The parameter; not a DTensor (not all writes to one are counted).
+        dtype: The dtype to cast to.
+    """
+    casts = _held_casts(weight)
+    if casts is None:
+        return weight_cache.cast(weight, dtype)
+    with modes.no_torch_function():
+        return casts.cast(weight, dtype) if weight_cache.can_be_kept(weight) else None
+
+
+@functools.cache
+def follow_writes() -> None:
+    """Let casts be forgotten when PyTorch's are, and after steps; once and for good."""
+    amp.call_when_cache_is_cleared(weight_cache.clear)
+    register_optimizer_step_post_hook(_forget_stepped)
+
+
+def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
+    """Forget the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
+    if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
+        return
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight_cache.forget(weight)
+            if (casts := _held_casts(weight)) is not None:
+                casts.forget()

@@ -1,0 +1,292 @@
+"""Policies as they are written: the text form, TOML files, and the presets, which are such files.
+
+The text form is ``standard; linear,matmul:fp32; softmax[cuda,fp16]:lower``: a preset to start from,
+then rules, later ones win; parts end with ``;``. A rule is
+
+    op , op ... @ module [ condition , ... ] : action
+
+where the module, a glob over names, may be left out, or the ops for the module as a whole, and the
+brackets, which may be left out, hold a device type, ``fp16`` or ``bf16``, and ``train``
+or ``eval``. The action ``refuse`` is followed by its message in double quotes, as in JSON.
+
+A file says the same in tables:
+
+    preset = "standard"
+
+    [[rules]]
+    ops = ["linear", "matmul"]
+    action = "fp32"
+    device = "cuda"      # or a list of them
+    dtype = "float16"
+    phase = "train"
+    module = "blocks.*"  # without ops: the module as a whole
+
+The presets that come with halfstep:
+
+* ``standard``: one table for every device, the default.
+* ``torch``: PyTorch's own lists of the running version, a different one for each device.
+* ``torch-cuda``: PyTorch's list for CUDA, on every device.
+* ``bf16-lean``: standard, but norms, softmax and losses stay in bfloat16.
+* ``apex-o1``: the lists of NVIDIA Apex, opt level O1.
+* ``fp32``: no rules, so nothing is lowered.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from halfstep._autocast.rule import (
+    ACTIONS,
+    DTYPE_NAMES,
+    LOWER_PRECISIONS,
+    PHASES,
+    Phase,
+    Rule,
+    did_you_mean,
+)
+from halfstep._pytorch import amp, dispatch
+
+PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32")
+
+
+@cache
+def rules_of(preset: str) -> tuple[Rule, ...]:
+    """Return the rules of a preset, one of ``PRESETS``."""
+    match preset:
+        case "torch":
+            return tuple(filter(_has_kernel, _read("torch")))
+        case "torch-cuda":
+            cuda = (rule for rule in rules_of("torch") if rule.device == "cuda")
+            return tuple(replace(rule, device=None) for rule in cuda)
+        case "fp32":
+            return ()
+    return tuple(_read(preset))
+
+
+def _read(preset: str) -> list[Rule]:
+    file = resources.files("halfstep._autocast") / "presets" / f"{preset}.toml"
+    base, rules = parse_toml(file.read_text(encoding="utf-8"), preset)
+    return [*(rules_of(base) if base else ()), *rules]
+
+
+def _has_kernel(rule: Rule) -> bool:
+    """Return whether the running version of PyTorch has an autocast kernel for the op of a rule."""
+    device = rule.device
+    assert device is not None
+    ops = dispatch.overloads_with_autocast_kernel(device)
+    return any(rule.holds(op, device, dtype) for op in ops for dtype in LOWER_PRECISIONS[:2])
+
+
+def _base(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
+    """Return the preset with most rules that these begin with, and the rest of them."""
+    begun = (name for name in PRESETS if rules[: len(rules_of(name))] == rules_of(name))
+    preset = max(begun, key=lambda name: len(rules_of(name)))  # of "fp32" there are none
+    return preset, rules[len(rules_of(preset)) :]
+
+
+_all_but_op = attrgetter(
+    *("action", "device", "dtype", "phase", "message", "module", "is_for_whole_module")
+)
+
+
+def _runs(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
+    """Yield rules in a row that differ in their ops alone; one for a whole module by itself."""
+    for _, alike in groupby(rules, _all_but_op):
+        run = list(alike)
+        yield from [[rule] for rule in run] if run[0].is_for_whole_module else [run]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+_PART = re.compile(r'(?:[^;"]|"(?:[^"\\]|\\.)*")+')
+_RULE = re.compile(
+    r"""(?P<ops>[^\[\]"@]*?) \s* (?:@(?P<module>[^\[\]":\s]+))? \s*
+    (?:\[(?P<limits>[^\]]*)\])? \s* (?<!:):(?!:) \s*
+    (?P<action>[\w-]+) \s* (?P<message>"(?:[^"\\]|\\.)*")?""",
+    re.VERBOSE,
+)
+
+
+def parse(text: str) -> tuple[str, list[Rule]]:
+    """Return the preset that a text names, and the rules to come after it.
+
+    Raises:
+        ValueError: The message names the part that is wrong, and what could be there.
+    """
+    preset, *parts = _parts(text) or [""]
+    if preset not in PRESETS:
+        raise ValueError(
+            f"policy {text!r}: it starts with a preset, one of {', '.join(PRESETS)}, and not with "
+            f"{preset!r}{did_you_mean(preset, PRESETS)}"
+        )
+    return preset, [rule for part in parts for rule in _rules(part)]
+
+
+def parse_rules(text: str) -> list[Rule]:
+    """Read rules without a preset before them."""
+    return [rule for part in _parts(text) for rule in _rules(part)]
+
+
+def to_text(rules: tuple[Rule, ...]) -> str:
+    """Return what :func:`parse` reads as these rules."""
+    preset, rest = _base(rules)
+    runs = (",".join(rule.op for rule in run) + run[0].limits_and_action for run in _runs(rest))
+    return "; ".join([preset, *runs])
+
+
+def _parts(text: str) -> list[str]:
+    parts: list[str] = _PART.findall(text)
+    if len("".join(parts)) + text.count(";") < len(text) + sum(p.count(";") for p in parts):
+        raise ValueError(f"policy {text!r}: a double quote is not closed")
+    return [stripped for part in parts if (stripped := part.strip())]
+
+
+def _rules(part: str) -> Iterator[Rule]:
+    found = _RULE.fullmatch(part)
+    if found is None:
+        raise ValueError(
+            f"policy rule {part!r} is not of the form op,op@module[condition,...]:action, such "
+            "as 'softmax:fp32', 'conv*,linear[cuda,fp16]:lower' or '@blocks.*.norm:fp32'"
+        )
+    action, limits = found["action"], (found["limits"] or "").split(",")
+    if action not in ACTIONS:
+        raise ValueError(
+            f"policy rule {part!r}: unknown action {action!r}{did_you_mean(action, ACTIONS)}; it "
+            f"is one of {', '.join(ACTIONS)}"
+        )
+    device, dtype, phase = _limits(part, [limit.strip() for limit in limits if limit.strip()])
+    for op in found["ops"].split(","):
+        try:
+            message = json.loads(found["message"], strict=False) if found["message"] else ""
+            yield Rule(op.strip(), action, device, dtype, phase, message, found["module"])
+        except ValueError as error:
+            raise ValueError(f"policy rule {part!r}: {error}") from error
+
+
+def _limits(
+    part: str, limits: Iterable[str]
+) -> tuple[str | None, torch.dtype | None, Phase | None]:
+    device: str | None = None
+    dtype: torch.dtype | None = None
+    phase: Phase | None = None
+    devices = amp.autocast_devices()
+    for limit in limits:
+        if limit in DTYPE_NAMES and dtype is None:
+            dtype = DTYPE_NAMES[limit]
+        elif limit in PHASES and phase is None:
+            phase = limit
+        elif limit in devices and device is None:
+            device = limit
+        else:
+            known = (*devices, *DTYPE_NAMES, *PHASES)
+            raise ValueError(
+                f"policy rule {part!r}: {limit!r} in the brackets{did_you_mean(limit, known)}; "
+                "there may be one device type, one of fp16 and bf16, and train or eval"
+            )
+    return device, dtype, phase
+
+
+# --- TOML -----------------------------------------------------------------------------------------
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in LOWER_PRECISIONS}
+_KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")
+
+
+def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
+    """Return the preset that a file names, ``""`` for none, and the rules to come after it.
+
+    Args:
+        text: TOML.
+        source: What an error message calls it: the path of the file.
+
+    Raises:
+        ValueError: The message names the line, what is there and what could be.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: {error}") from error
+    lines = text.splitlines()
+    place = _Place(lines, source, 0)
+    for key in table.keys() - {"preset", "rules"}:
+        raise place.error(key, f"unknown key {key!r}{did_you_mean(key, ('preset', 'rules'))}")
+    tables = table.get("rules", [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise place.error("rules", "rules are tables, each under a line [[rules]]")
+    heads = (n for n, line in enumerate(lines) if line.strip().startswith("[["))
+    rules: list[Rule] = []
+    for each in tables:
+        rules += _table(each, _Place(lines, source, next(heads, 0)))
+    return table.get("preset", ""), rules
+
+
+def to_toml(rules: tuple[Rule, ...]) -> str:
+    """Return what :func:`parse_toml` reads as these rules."""
+    preset, rest = _base(rules)
+    tables = [f'preset = "{preset}"\n']
+    for run in _runs(rest):
+        rule, ops = run[0], ", ".join(_quoted(rule.op) for rule in run)
+        fields = {
+            "action": rule.action,
+            "device": rule.device,
+            "dtype": str(rule.dtype or "").removeprefix("torch."),
+            "phase": rule.phase,
+            "message": rule.message,
+            "module": rule.module,
+        }
+        lines = ["[[rules]]"] if rule.is_for_whole_module else ["[[rules]]", f"ops = [{ops}]"]
+        lines += [f"{key} = {_quoted(value)}" for key, value in fields.items() if value]
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def _quoted(text: str) -> str:
+    # A string of JSON is one of TOML, but for pairs of escapes and for DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+class _Place(NamedTuple):
+    """Where in a file something stands: in the line ``first``, or below. tomllib does not tell."""
+
+    lines: list[str]
+    source: str
+    first: int
+
+    def error(self, seen: object, message: str) -> ValueError:
+        """Return the error for what was seen."""
+        found = (n for n in range(self.first, len(self.lines)) if str(seen) in self.lines[n])
+        return ValueError(f"{self.source}, line {next(found, self.first) + 1}: {message}")
+
+
+def _table(table: Mapping[str, Any], place: _Place) -> Iterator[Rule]:
+    for key in table.keys() - set(_KEYS):
+        raise place.error(key, f"unknown key {key!r}{did_you_mean(key, _KEYS)}")
+    module, devices = table.get("module"), table.get("device")
+    ops = table.get("ops", [""] if module else None)
+    if not isinstance(ops, list) or not ops:
+        raise place.error("ops", 'a table of rules needs ops = ["softmax", ...], or a module')
+    for key, known in (("action", ACTIONS), ("dtype", tuple(_DTYPES)), ("phase", PHASES)):
+        value = table.get(key)
+        if value not in known and (value is not None or key == "action"):
+            near = did_you_mean(str(value), known)
+            choice = ", ".join(map(repr, known))
+            raise place.error(value, f"{key} is {value!r}{near}; it is one of {choice}")
+    dtype = _DTYPES.get(table.get("dtype", ""))
+    message = str(table.get("message", "")).strip()
+    for device in devices if isinstance(devices, list) else [devices]:
+        for op in ops:
+            try:
+                yield Rule(op, table["action"], device, dtype, table.get("phase"), message, module)
+            except ValueError as error:
+                raise place.error(op or module, str(error)) from error
