@@ -43,7 +43,7 @@ def test_the_worst_layer_comes_first(tmp_path):
     )
     names = [row.layer.name for row in table.rows]
     assert names == ["nan", "inf", "lossy", "near", "fine", "weight"]
-    assert [row.index for row in table.rows] == [4, 3, 2, 1, 0, 5]
+    assert [row.number for row in table.rows] == [4, 3, 2, 1, 0, 5]
 
 
 def test_a_histogram_has_its_bars_at_its_exponents(tmp_path):

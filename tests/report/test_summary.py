@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 from tests.report import records
 
+from halfstep._common.json import to_plain
 from halfstep._record.read import read_run
+from halfstep._record.run import PolicySeen
 from halfstep._report.summarize import summarize
-from halfstep._report.summary import PolicyInForce
 
 
 def summary_of(folder):
@@ -174,8 +175,8 @@ def test_policies_are_told_when_they_change(tmp_path):
     policies = [records.policy(step=n, text=t) for n, t in ((1, "a"), (5, "a"), (9, "b"))]
     summary = written(tmp_path, [records.step(1), *policies])
     assert summary.policies == (
-        PolicyInForce(1, "cpu", "float16", "a"),
-        PolicyInForce(9, "cpu", "float16", "b"),
+        PolicySeen(1, "cpu", "float16", "a"),
+        PolicySeen(9, "cpu", "float16", "b"),
     )
 
 
@@ -194,7 +195,7 @@ def test_a_summary_is_the_same_twice_and_plain(tmp_path):
     run = read_run(records.with_skips(tmp_path))
     summary = summarize(run)
     assert summary == summarize(run)
-    json.dumps(asdict(summary))
+    json.dumps(to_plain(asdict(summary)), allow_nan=False)
 
 
 def test_every_layer_of_a_large_run_is_told_with_all_its_samples(tmp_path):

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 from msgspec.json import Decoder
+from msgspec.structs import asdict
 
 _Kind = TypeVar("_Kind")
 
@@ -51,11 +52,13 @@ def _decoder(kind: Any) -> Decoder[Any]:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value with its non-finite numbers as strings."""
+    """Return a value with its non-finite numbers as strings, and a ``Struct`` as a mapping."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, Struct):
+        return to_plain(asdict(value))
     return value

@@ -106,10 +106,10 @@ def step_list(steps: Iterable[int], most: int = 6) -> str:
     return listed([*words, f"{left} more"] if left else words)
 
 
-def at_steps(steps: Iterable[int]) -> str:
-    """Return the numbers of steps after the word: ``step 3``, ``steps 3 to 7``."""
+def at_steps(steps: Iterable[int], noun: str = "step") -> str:
+    """Return the numbers of steps, or of ranks, after the word: ``step 3``, ``steps 3 to 7``."""
     numbers = tuple(steps)
-    return f"step{'' if len(numbers) == 1 else 's'} {step_list(numbers)}"
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {step_list(numbers)}"
 
 
 def _span(steps: list[int]) -> str:

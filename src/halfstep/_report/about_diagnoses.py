@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from halfstep._common.numbers import at_steps, step_list, things
+from halfstep._common.numbers import at_steps, things
 from halfstep._common.text import SEVERITIES, Code, Sentence, Severity, say
 from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis
 from halfstep._report.about_steps import severity_of_skips
@@ -56,10 +56,8 @@ def is_matter_of_skips(place: BadPlace, summary: Summary) -> bool:
 
 def when(place: BadPlace, summary: Summary) -> str:
     """Return the steps and, of a run of several processes, the ranks: ``step 3 on rank 1``."""
-    if summary.facts.world_size == 1:
-        return at_steps(place.steps)
-    ranks = f"rank{'' if len(place.ranks) == 1 else 's'} {step_list(place.ranks)}"
-    return f"{at_steps(place.steps)} on {ranks}"
+    steps = at_steps(place.steps)
+    return steps if summary.facts.world_size == 1 else f"{steps} on {at_steps(place.ranks, 'rank')}"
 
 
 def headline(diagnosis: Diagnosis) -> str:
@@ -73,8 +71,8 @@ def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
     for index, sentence in enumerate(said):
         if sentence.severity in ("bad", "warning"):
             call = Code("halfstep run --diagnose train.py")
-            parts = (" To find the op and its cure, run ", call, ".")
-            advised[index] = say(sentence.severity, *sentence.parts, *parts)
+            advice = (" To find the op and its cure, run ", call, ".")
+            advised[index] = say(sentence.severity, *sentence.parts, *advice)
             break
     return advised
 
@@ -82,31 +80,25 @@ def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
 def _what(found: Diagnosis) -> Iterator[str | Code]:
     """Yield what made the steps bad; the text continues after the step numbers."""
     bad = found.bad
-    match found.verdict:
-        case "none":
-            yield " went bad, but in the replay every loss and gradient was finite"
-        case "scale":
-            yield " overflowed in "
-            yield from _op(bad)
-            yield ", since the scale was too large"
-        case "range":
-            yield " went bad in "
-            yield from _op(bad)
-            dtype = "this one" if bad is None or bad.output is None else bad.output.dtype
-            yield f": its result needs a wider dtype than {dtype}, and is finite in float32"
-        case "maths":
-            yield " went bad in "
-            yield from _op(bad)
-            yield ", which is not finite in float32 either"
-        case "data":
-            yield " went bad because "
-            yield Code(found.tensor or "a tensor")
-            yield " was already bad; the first op to read it is "
-            yield from _op(bad)
-        case "unknown":
-            yield " went bad in "
-            yield from _op(bad)
-            yield ", for an unknown reason"
+    dtype = "this one" if bad is None or bad.output is None else bad.output.dtype
+    before, after = {
+        "none": (" went bad, but in the replay every loss and gradient was finite", ""),
+        "scale": (" overflowed in ", ", since the scale was too large"),
+        "range": (
+            " went bad in ",
+            f": its result needs a wider dtype than {dtype}, and is finite in float32",
+        ),
+        "maths": (" went bad in ", ", which is not finite in float32 either"),
+        "data": (" went bad because ", ""),
+        "unknown": (" went bad in ", ", for an unknown reason"),
+    }[found.verdict]
+    yield before
+    if found.verdict == "data":
+        yield Code(found.tensor or "a tensor")
+        yield " was already bad; the first op to read it is "
+    if found.verdict != "none":
+        yield from _op(bad)
+    yield after
     if found.verdict in ("none", "unknown") and found.notes:
         yield f" ({'; '.join(found.notes)})"
 

@@ -13,7 +13,6 @@ from halfstep._common.numbers import (
     percent,
     power,
     seconds,
-    step_list,
     things,
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
@@ -34,15 +33,15 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
     if facts.error == "KeyboardInterrupt":
         yield say("notice", f"The run was interrupted by hand {when}.")
     elif facts.error is not None:
-        where = "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
-        yield say("bad", f"The run ended {when}, with an error{where}: ", Code(facts.error), ".")
+        what = f"The run ended {when}, with an error{on_error_rank(facts)}: "
+        yield say("bad", what, Code(facts.error), ".")
     elif facts.state == "no end":
         yield say(
             "warning",
             f"The record has no end: the run is still running, or it was killed {when} "
             "(out of memory, a job's time limit, kill -9).",
         )
-    if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
+    if lacks_end(facts):
         ranks = on_ranks(facts.without_end, facts)
         yield say(
             "warning",
@@ -64,7 +63,17 @@ def on_ranks(ranks: Sequence[int], facts: Facts) -> str:
     """Return `` on rank 1``; an empty string if there is one rank or all are meant."""
     if facts.world_size == 1 or not ranks or tuple(ranks) == facts.ranks:
         return ""
-    return f" on rank{'' if len(ranks) == 1 else 's'} {step_list(ranks)}"
+    return f" on {at_steps(ranks, 'rank')}"
+
+
+def on_error_rank(facts: Facts) -> str:
+    """Return `` on rank 1`` for the rank whose error ended the run."""
+    return "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+
+
+def lacks_end(facts: Facts) -> bool:
+    """Return whether some ranks have no end although the run, or another rank, has one."""
+    return bool(facts.without_end) and (facts.error is not None or facts.without_end != facts.ranks)
 
 
 def about_loss(summary: Summary) -> Iterator[Sentence]:
@@ -278,8 +287,7 @@ def island(module: str | None, summary: Summary) -> Code | None:
     """Return the call that keeps a module in float32; None if no rule can name the module."""
     from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
 
-    policy = summary.policies[-1].text if summary.policies else "standard"
-    text = f"{policy}; @{module}:fp32"
+    text = f"{summary.policy.text if summary.policy else 'standard'}; @{module}:fp32"
     # The names in a second model are prefixed with its number; no rule matches them.
     if not module or "[" in module or "(" in module:
         return None

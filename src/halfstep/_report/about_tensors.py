@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._record.run import Kind
 from halfstep._report.about_steps import island, literal
 from halfstep._report.summary import Layer, Summary
 
@@ -109,25 +108,27 @@ def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
     """Yield where inf and NaN were seen in outputs and weights."""
-    kinds: dict[Kind, str] = {"parameter": "The weights of ", "output": "The outputs of "}
-    for kind, of in kinds.items():
-        bad = [layer for layer in summary.of_kind(kind) if layer.inf or layer.nan]
-        if not bad:
-            continue
-        first = bad[0]
-        counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-        what = f" contained {listed(counts)}, first seen in step {first.non_finite_step}"
-        rest: tuple[str | Code, ...] = ()
-        if len(bad) > 1:
-            rest = ("; later in the model, so did ", *_names(bad[1:]))
-        cure: tuple[str | Code, ...] = (
-            " These weights cannot be recovered: restore an earlier checkpoint.",
-        )
-        if kind == "output":
-            has_bad_weights = any(x.inf or x.nan for x in summary.of_kind("parameter"))
-            call = island(first.name, summary) if first.inf and not has_bad_weights else None
-            cure = () if call is None else (" Keep it in float32, ", call, ".")
-        yield say("bad", of, Code(first.name), what, *rest, ".", *cure)
+    weights = [layer for layer in summary.of_kind("parameter") if layer.inf or layer.nan]
+    if weights:
+        cure = " These weights cannot be recovered: restore an earlier checkpoint."
+        yield _non_finite("The weights of ", weights, cure)
+    outputs = [layer for layer in summary.of_kind("output") if layer.inf or layer.nan]
+    if outputs:
+        first = outputs[0]
+        call = island(first.name, summary) if first.inf and not weights else None
+        yield _non_finite("The outputs of ", outputs, *_keep(call))
+
+
+def _non_finite(whose: str, bad: Sequence[Layer], *cure: str | Code) -> Sentence:
+    first = bad[0]
+    counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
+    what = f" contained {listed(counts)}, first seen in step {first.non_finite_step}"
+    others = ("; later in the model, so did ", *_names(bad[1:])) if len(bad) > 1 else ()
+    return say("bad", whose, Code(first.name), what, *others, ".", *cure)
+
+
+def _keep(call: Code | None) -> tuple[str | Code, ...]:
+    return () if call is None else (" Keep it in float32, ", call, ".")
 
 
 def about_range(summary: Summary) -> Iterator[Sentence]:
@@ -151,7 +152,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             f"{layer.headroom_step})",
             *((", and nearly so did those of ", *_names(others)) if others else ()),
             ".",
-            *(() if call is None else (" Keep it in float32, ", call, ".")),
+            *_keep(call),
         )
     for layer in summary.of_kind("parameter"):
         outside = layer.overflow.get(layer.format, 0)
@@ -167,11 +168,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
 
 def about_zeros(summary: Summary) -> Iterator[Sentence]:
     """Yield which parameters got only zeros as gradients."""
-    zero = [
-        layer
-        for layer in summary.of_kind("parameter_gradient")
-        if layer.measured and layer.zeros == layer.measured
-    ]
+    zero = [layer for layer in summary.of_kind("parameter_gradient") if layer.is_all_zeros]
     if zero:
         samples = max(layer.num_samples for layer in zero)
         yield say(
@@ -186,15 +183,9 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
 def are_most_lost(summary: Summary) -> bool:
     """Return whether half of the gradients or more are all zeros in a float16 run."""
     gradients = summary.of_kind("parameter_gradient")
-    num_zero = sum(layer.measured > 0 and layer.zeros == layer.measured for layer in gradients)
+    num_zero = sum(layer.is_all_zeros for layer in gradients)
     is_in_fp16 = bool(summary.policies) and summary.lower == "fp16"
     return is_in_fp16 and num_zero > 0 and 2 * num_zero >= len(gradients)
-
-
-def worst_share_lost(summary: Summary) -> float:
-    """Return the largest share that underflows of the gradient of a parameter."""
-    shares = (layer.share_lost for layer in summary.of_kind("parameter_gradient"))
-    return max(shares, default=0.0)
 
 
 def _names(layers: Sequence[Layer]) -> Iterator[str | Code]:

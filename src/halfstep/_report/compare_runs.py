@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
-from halfstep._common import numbers
-from halfstep._record.run import Kind
-from halfstep._report.summary import Layer, PolicyInForce, Summary
+from halfstep._common.numbers import NONE, count, number, percent, power, seconds
+from halfstep._record.run import Kind, PolicySeen
+from halfstep._report.summary import Layer, Summary
 
 MOST_LAYERS = 20
-_Format: TypeAlias = Callable[[float], str]
 
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """One line of a comparison.
+    """A number of both runs, as text and as it is; None, ``"-"``, where there is none.
 
-    Attributes:
-        name: What it is, such as ``"last loss"``.
-        first: Of the first run, as text; ``"-"`` if it has none.
-        second: Of the second run, as text.
-        difference: First minus second, as text; empty where there is nothing to subtract.
-        values: The two numbers; None where there is none.
+    The difference is the first minus the second, empty where there is nothing to subtract.
     """
 
     name: str
@@ -35,12 +30,7 @@ class ComparedNumber:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A layer that is in both runs.
-
-    Attributes:
-        first: In the first run.
-        second: In the second run.
-    """
+    """A layer that is in both runs."""
 
     first: Layer
     second: Layer
@@ -72,6 +62,27 @@ class RunComparison:
     versions: tuple[tuple[str, str, str], ...]
 
 
+_NUMBERS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("steps", "steps.num", count),
+    ("skipped steps", "steps.num_skipped", count),
+    ("skipped out of the ordinary", "steps.num_skipped_later", count),
+    ("share skipped", "steps.share_skipped", percent),
+    ("skipped in a row", "steps.longest_in_a_row", count),
+    ("last loss", "loss.last", number),
+    ("mean of the last 20 losses", "loss.recent", number),
+    ("smallest loss", "loss.min", number),
+    ("steps with inf or NaN as loss", "loss.num_non_finite", count),
+    ("last scale", "scale.last", power),
+    ("smallest scale", "scale.min", power),
+    ("mean of the last 20 norms", "norm.recent", number),
+    ("gradient entries that underflow", "gradients.share_lost", percent),
+    ("of the worst parameter", "worst_share_lost", percent),
+    ("time per step", "facts.seconds_per_step", seconds),
+    ("duration", "facts.duration", seconds),
+)
+"""What is compared: its name, its place in a summary, and how it is written."""
+
+
 def compare_runs(first: Summary, second: Summary) -> RunComparison:
     """Compare two runs; differences are the first minus the second."""
     mine = {(layer.kind, layer.name): layer for layer in first.layers}
@@ -85,7 +96,7 @@ def compare_runs(first: Summary, second: Summary) -> RunComparison:
         layers=tuple(pairs[:MOST_LAYERS]),
         only_first=tuple(key for key in mine if key not in its),
         only_second=tuple(key for key in its if key not in mine),
-        policy=_policy_difference(first, second),
+        policy=_policy_difference(first.policy, second.policy),
         versions=tuple(_versions(first, second)),
     )
 
@@ -101,82 +112,37 @@ def _distance(pair: LayerPair) -> float:
 
 
 def _entries(first: Summary, second: Summary) -> Iterator[ComparedNumber]:
-    mine, its = _numbers(first), _numbers(second)
-    for name, (value, text) in mine.items():
-        other = its[name][0]
-        if value is None and other is None:
+    for name, key, text in _NUMBERS:
+        mine, its = first.at(key), second.at(key)
+        if mine is None and its is None:
             continue
         yield ComparedNumber(
             name,
-            numbers.NONE if value is None else text(value),
-            numbers.NONE if other is None else text(other),
-            "" if value is None or other is None else _difference(value, other, text),
-            (value, other),
+            first=NONE if mine is None else text(mine),
+            second=NONE if its is None else text(its),
+            difference="" if mine is None or its is None else _difference(mine - its, text),
+            values=(mine, its),
         )
 
 
-def _difference(value: float, other: float, text: _Format) -> str:
-    difference = value - other
+def _difference(difference: float, text: Callable[[Any], str]) -> str:
     if difference == 0:
         return "0"
     return ("+" if difference > 0 else "-" if difference < 0 else "") + text(abs(difference))
 
 
-def _numbers(summary: Summary) -> dict[str, tuple[float | None, _Format]]:
-    """Return the numbers to compare, each with its format."""
-    steps, loss, norm, scale = summary.steps, summary.loss, summary.norm, summary.scale
-    gradients = summary.gradients
-    lost = [layer.share_lost for layer in summary.of_kind("parameter_gradient")]
-    return {
-        "steps": (steps.num, _whole),
-        "skipped steps": (steps.num_skipped, _whole),
-        "skipped out of the ordinary": (steps.num_skipped_later, _whole),
-        "share skipped": (steps.share_skipped, numbers.percent),
-        "skipped in a row": (steps.longest_in_a_row, _whole),
-        "last loss": (loss.last if loss else None, numbers.number),
-        "mean of the last 20 losses": (loss.recent if loss else None, numbers.number),
-        "smallest loss": (loss.min if loss else None, numbers.number),
-        "steps with inf or NaN as loss": (loss.num_non_finite if loss else None, _whole),
-        "last scale": (scale.last if scale else None, numbers.power),
-        "smallest scale": (scale.min if scale else None, numbers.power),
-        "mean of the last 20 norms": (norm.recent if norm else None, numbers.number),
-        "gradient entries that underflow": (
-            gradients.share_lost if gradients else None,
-            numbers.percent,
-        ),
-        "of the worst parameter": (max(lost, default=None), numbers.percent),
-        "time per step": (summary.facts.seconds_per_step, numbers.seconds),
-        "duration": (summary.facts.duration, numbers.seconds),
-    }
-
-
-def _whole(value: float) -> str:
-    return numbers.count(int(value))
-
-
 # --- policies and versions ------------------------------------------------------------------------
 
 
-def _policy_difference(first: Summary, second: Summary) -> str:
-    mine, its = _policy(first), _policy(second)
-    if mine is None or its is None or mine.text == its.text:
-        return "" if (mine and mine.text) == (its and its.text) else _lines(mine, its)
-    from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
+def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
+    if (mine and mine.text) == (its and its.text):
+        return ""
+    if mine is not None and its is not None:
+        from halfstep._autocast.policy import Policy  # PyTorch, which most reports do without
 
-    try:
-        difference = str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
-    except ValueError:  # rules of another version: the texts have to do
-        return _lines(mine, its)
-    return difference
-
-
-def _policy(summary: Summary) -> PolicyInForce | None:
-    return summary.policies[-1] if summary.policies else None
-
-
-def _lines(mine: PolicyInForce | None, its: PolicyInForce | None) -> str:
-    lines = [f"{sign} {policy.text}" for sign, policy in (("-", its), ("+", mine)) if policy]
-    return "\n".join(lines)
+        with suppress(ValueError):  # rules of another version: the texts have to do
+            return str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
+    return "\n".join(f"{sign} {seen.text}" for sign, seen in (("-", its), ("+", mine)) if seen)
 
 
 def _versions(first: Summary, second: Summary) -> Iterator[tuple[str, str, str]]:
@@ -187,7 +153,7 @@ def _versions(first: Summary, second: Summary) -> Iterator[tuple[str, str, str]]
 
 
 def _facts(summary: Summary) -> dict[str, str]:
-    facts, policy = summary.facts, _policy(summary)
+    facts, policy = summary.facts, summary.policy
     return {
         "halfstep": facts.halfstep,
         "torch": facts.torch,
@@ -198,8 +164,8 @@ def _facts(summary: Summary) -> dict[str, str]:
         "processes": str(facts.world_size),
         "command": " ".join(facts.command),
         "samples every": str(facts.every),
-        "lower precision": policy.dtype if policy else numbers.NONE,
-        "policy": policy.text if policy else numbers.NONE,
+        "lower precision": policy.dtype if policy else NONE,
+        "policy": policy.text if policy else NONE,
         "scaler": "yes" if summary.has_scaler else "no",
         "models": ", ".join(model.name for model in summary.models),
         "ended": facts.error or facts.state,

@@ -6,7 +6,7 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 UNITS = 1000
@@ -45,10 +45,12 @@ class Axis:
         """Return the place of a value in percent."""
         return round(100 * self.share(value), 2)
 
-    def ticks(self, values: Iterable[float], label: str = "{:,g}") -> list[Tick]:
+    def ticks(
+        self, values: Iterable[float], label: Callable[[float], str] = "{:,g}".format
+    ) -> list[Tick]:
         """Return the values that are on the axis, with labels."""
         inside = (value for value in values if self.low <= value <= self.high)
-        return [(self.percent(value), label.format(value)) for value in inside]
+        return [(self.percent(value), label(value)) for value in inside]
 
 
 def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) -> list[float]:

@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
 from halfstep._numerics.statistics import Statistics, merged
-from halfstep._record.run import Kind, Measured, Sample
-from halfstep._report.summary import GradientTotals, Layer, PolicyInForce, ScaleWindow
+from halfstep._record.run import Kind, Measured, PolicySeen, Sample
+from halfstep._report.summary import GradientTotals, Layer, ScaleWindow
 
 CERTAINLY_WIDER = 2**7
 """Values below this multiple of the smallest subnormal tell in which dtype they were computed."""
 
 
-def format_of(dtype: str, lower: str) -> str:
-    """Return the name of the format whose range applies to a tensor.
-
-    Args:
-        dtype: Name of its dtype, such as ``"float16"``.
-        lower: Name of the format for other dtypes, such as float32.
-    """
-    format = FORMATS_BY_DTYPE.get(dtype)
-    return lower if format is None else format.name
-
-
-def lower_of(dtype: str) -> str:
-    """Return the format of a policy's lower precision; fp16 if it names no lower precision."""
-    return format_of(dtype, "fp16")
-
-
-def lower_at(policies: Sequence[PolicyInForce], step: int) -> tuple[str, bool]:
-    """Return the lower precision at a step, and whether it is in force there.
-
-    Before the first policy, or without any, the numbers say what it would lose.
-    """
-    so_far = [policy for policy in policies if policy.step <= step]
-    if so_far:
-        return lower_of(so_far[-1].dtype), True
-    return (lower_of(policies[0].dtype) if policies else "fp16"), False
+def lower_of(policies: Sequence[PolicySeen]) -> str:
+    """Return the format of the last policy's lower precision; fp16 if there is none."""
+    format = FORMATS_BY_DTYPE.get(policies[-1].dtype) if policies else None
+    return "fp16" if format is None else format.name
 
 
 class FormatFit(NamedTuple):
@@ -67,11 +46,10 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
 
     Args:
         measured: The tensor.
-        lower: The lower precision, see :func:`lower_at`.
+        lower: Name of the lower precision.
         is_in_force: Whether the run uses it. If not, the result says what it would lose.
     """
-    name = format_of(measured.dtype, lower)
-    format = FORMATS[name]
+    format = FORMATS_BY_DTYPE.get(measured.dtype) or FORMATS[lower]
     lost, is_held = measured.lost(format), False
     is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
@@ -82,11 +60,23 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
             and measured.amin is not None
             and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
         )
-    return FormatFit(name, measured.headroom(format), lost, measured.share(lost), is_held)
+    headroom = measured.headroom(format)
+    return FormatFit(format.name, headroom, lost, measured.share(lost), is_held)
+
+
+def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Measured, FormatFit]]:
+    """Yield the tensors of a sample, each with how well it fits its format.
+
+    Before the first policy, or without any, the numbers say what the format would lose.
+    """
+    so_far = [policy for policy in policies if policy.step <= sample.step]
+    lower = lower_of(so_far or policies[:1])
+    for measured in sample.tensors:
+        yield measured, format_fit(measured, lower, is_in_force=bool(so_far))
 
 
 class SampledTensor(NamedTuple):
-    """One tensor of one sample, with its step.
+    """One tensor of one sample.
 
     Attributes:
         step: Number of the step.
@@ -104,36 +94,37 @@ class SampledTensor(NamedTuple):
     fit: FormatFit
 
 
-def seen_by_layer(
-    samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicyInForce]
-) -> dict[tuple[Kind, str], list[SampledTensor]]:
-    """Return the sampled tensors by kind and name, in the order of first appearance.
+_ByLayer: TypeAlias = dict[tuple[Kind, str], list[SampledTensor]]
+
+
+def layers_and_gradients(
+    samples: Iterable[Sample], overflows: Mapping[int, float], policies: Sequence[PolicySeen]
+) -> tuple[tuple[Layer, ...], GradientTotals | None]:
+    """Return the layers in the order of first appearance, and the gradients of all parameters.
 
     Args:
         samples: The samples.
         overflows: The scales of the steps that overflowed, by step.
         policies: The policies in force, in order.
     """
-    found: dict[tuple[Kind, str], list[SampledTensor]] = {}
+    found: _ByLayer = {}
     for sample in samples:
-        lower, is_in_force = lower_at(policies, sample.step)
-        for measured in sample.tensors:
-            fit = format_fit(measured, lower, is_in_force=is_in_force)
-            seen = SampledTensor(sample.step, sample.scale, sample.step in overflows, measured, fit)
+        step, scale, is_overflow = sample.step, sample.scale, sample.step in overflows
+        for measured, fit in fitted(sample, policies):
+            seen = SampledTensor(step, scale, is_overflow, measured, fit)
             found.setdefault((measured.kind, measured.name), []).append(seen)
-    return found
+    layers = tuple(_layer(*key, seen) for key, seen in found.items())
+    return layers, _gradients(found, layers, overflows)
 
 
-def layer_of(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
-    """Return one kind of tensor of one parameter or module, summed over all samples."""
+def _layer(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
     total = merged(each.measured for each in seen)
     last = seen[-1]
     lost = sum(each.fit.lost for each in seen)
-    with_headroom = [
-        (each.fit.headroom, each.step) for each in seen if each.fit.headroom is not None
-    ]
-    headroom, headroom_step = min(with_headroom, default=(None, None))
+    headrooms = [(each.fit.headroom, each.step) for each in seen if each.fit.headroom is not None]
+    headroom, headroom_step = min(headrooms, default=(None, None))
     most_lost = max(seen, key=lambda each: each.fit.share_lost)
+    bad = (each.step for each in seen if each.measured.nan or each.measured.inf)
     return Layer(
         kind=kind,
         name=name,
@@ -145,7 +136,7 @@ def layer_of(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
         zeros=total.zeros,
         nan=total.nan,
         inf=total.inf,
-        non_finite_step=next((each.step for each in seen if _is_bad(each)), None),
+        non_finite_step=next(bad, None),
         amax=total.amax,
         amin=total.amin,
         headroom=headroom,
@@ -164,35 +155,21 @@ def layer_of(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
     )
 
 
-def gradients_of(
-    found: Mapping[tuple[Kind, str], list[SampledTensor]],
-    layers: Iterable[Layer],
-    overflows: Mapping[int, float],
+def _gradients(
+    found: _ByLayer, layers: Iterable[Layer], overflows: Mapping[int, float]
 ) -> GradientTotals | None:
-    """Return the gradients of all parameters together, summed over all samples.
-
-    Args:
-        found: What :func:`seen_by_layer` returned.
-        layers: What :func:`layer_of` returned for them.
-        overflows: The scales of the steps that overflowed, by step: no window reaches up to them.
-    """
     gradients = _of_kind(found, "parameter_gradient")
     if not gradients:
         return None
     windows = [layer.window for layer in layers if layer.window is not None]
+    limits = [(each.smallest, each.largest) for each in windows]
     # A gradient inside the network may be larger than all parameter gradients and overflow.
-    inside = (
-        _largest(each)
-        for each in _of_kind(found, "output_gradient")
-        if each.measured.dtype == "float16"
-    )
-    all_together = window(
-        (each.smallest for each in windows),
-        (*(each.largest for each in windows), *inside, *map(power_below, overflows.values())),
-        is_at_least=any(each.is_at_least for each in windows),
-    )
+    inside = (each for each in _of_kind(found, "output_gradient") if _is_fp16(each.measured))
+    limits += [(None, _limits(each)[1]) for each in inside]
+    limits += [(None, power_below(scale)) for scale in overflows.values()]
+    window = window_of(limits, is_at_least=any(each.is_at_least for each in windows))
     scale = max(gradients, key=lambda each: each.step).scale
-    best = _best(all_together, scale)
+    best = _best(window, scale)
     measured = sum(each.measured.measured for each in gradients)
     lost = sum(each.fit.lost for each in gradients)
     lost_there = None if best is None else sum(_lost_at(best, each) for each in gradients)
@@ -201,38 +178,18 @@ def gradients_of(
         measured=measured,
         lost=lost,
         share_lost=lost / measured if measured else 0.0,
-        window=all_together,
+        window=window,
         best=best,
         share_lost_at_best=None if lost_there is None else lost_there / measured,
     )
 
 
-def _is_bad(seen: SampledTensor) -> bool:
-    return bool(seen.measured.nan or seen.measured.inf)
+def _of_kind(found: _ByLayer, wanted: Kind) -> list[SampledTensor]:
+    return [each for (kind, _), seen in found.items() if kind == wanted for each in seen]
 
 
-def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
-    if _is_held_throughout(gradients):
-        return window((), (), is_at_least=False)
-    flushed_at = [each.scale for each in gradients if each.measured.flushed]
-    whole_at = [each.scale for each in gradients if _is_whole(each.measured)]
-    # Only a sample at a larger scale shows the values that a smaller scale flushed.
-    is_at_least = bool(flushed_at) and max(flushed_at) >= max(whole_at, default=0.0)
-    return window(map(_smallest, gradients), map(_largest, gradients), is_at_least=is_at_least)
-
-
-def _is_held_throughout(gradients: Sequence[SampledTensor]) -> bool:
-    """Return whether autocast left this gradient in a wider dtype in all samples.
-
-    Some samples of a norm contain no value small enough to tell; they count as well.
-    """
-    has_passed = any(each.measured.flushed is not None for each in gradients)
-    return not has_passed and any(each.fit.is_held for each in gradients)
-
-
-def _is_whole(statistics: Statistics) -> bool:
-    """Return whether no entry was flushed and not all are zero."""
-    return statistics.amin is not None and not statistics.flushed
+def _is_fp16(measured: Measured) -> bool:
+    return measured.dtype == "float16"
 
 
 def _flushed(statistics: Statistics, format: Format) -> int:
@@ -240,48 +197,27 @@ def _flushed(statistics: Statistics, format: Format) -> int:
     return statistics.flushed or 0 if format.name == "fp16" else 0
 
 
-def _smallest(seen: SampledTensor) -> float | None:
-    if seen.fit.is_held:
-        return None
-    return smallest_scale(seen.measured, seen.scale, FORMATS[seen.fit.format])
-
-
-def _largest(seen: SampledTensor) -> float | None:
-    if seen.fit.is_held:
-        return None
-    format = FORMATS[seen.fit.format]
-    statistics = seen.measured
-    return largest_scale(statistics, seen.scale, format, is_overflow=seen.is_overflow)
-
-
-def _best(its: ScaleWindow, scale: float) -> float | None:
+def _best(window: ScaleWindow, scale: float) -> float | None:
     """Return the scale that loses least.
 
     Overflow costs the whole step, underflow only some entries: never exceed the upper end.
     """
-    if its.smallest is None:
+    if window.smallest is None:
         return None
-    if its.largest is None:
-        return max(its.smallest, scale)
-    if its.is_empty or its.is_at_least:
-        return its.largest
-    return min(max(its.smallest, scale), its.largest)
+    if window.largest is None:
+        return max(window.smallest, scale)
+    if window.is_empty or window.is_at_least:
+        return window.largest
+    return min(max(window.smallest, scale), window.largest)
 
 
 def _lost_at(scale: float, seen: SampledTensor) -> int:
     if seen.fit.is_held:
         return 0
-    statistics = seen.measured
     format = FORMATS[seen.fit.format]
     factor = scale / seen.scale
-    flushed = _flushed(statistics, format) if factor <= 1 else 0  # above: unknown
-    return statistics.underflow_if(factor, format) + flushed
-
-
-def _of_kind(
-    found: Mapping[tuple[Kind, str], list[SampledTensor]], wanted: Kind
-) -> list[SampledTensor]:
-    return [each for (kind, _), seen in found.items() if kind == wanted for each in seen]
+    flushed = _flushed(seen.measured, format) if factor <= 1 else 0  # above: unknown
+    return seen.measured.underflow_if(factor, format) + flushed
 
 
 # --- limits of the scale --------------------------------------------------------------------------
@@ -289,6 +225,44 @@ def _of_kind(
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 """The powers of two that a scale, a float32 number, can be."""
+
+
+def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
+    flushed_at = [each.scale for each in gradients if each.measured.flushed]
+    # Some samples of a norm contain no value small enough to tell; they count as well.
+    has_passed = any(each.measured.flushed is not None for each in gradients)
+    if not has_passed and any(each.fit.is_held for each in gradients):
+        return window_of((), is_at_least=False)
+    whole_at = (
+        each.scale
+        for each in gradients
+        if each.measured.amin is not None and not each.measured.flushed
+    )
+    # Only a sample at a larger scale shows the values that a smaller scale flushed.
+    is_at_least = bool(flushed_at) and max(flushed_at) >= max(whole_at, default=0.0)
+    return window_of(map(_limits, gradients), is_at_least=is_at_least)
+
+
+def window_of(
+    limits: Iterable[tuple[float | None, float | None]], *, is_at_least: bool
+) -> ScaleWindow:
+    """Return the scales from the largest of the lower limits to the smallest of the upper ones."""
+    lows, highs = [], []
+    for low, high in limits:
+        lows += [] if low is None else [low]
+        highs += [] if high is None else [high]
+    smallest, largest = max(lows, default=None), min(highs, default=None)
+    is_empty = smallest is not None and largest is not None and smallest > largest
+    return ScaleWindow(smallest, largest, is_at_least, is_empty)
+
+
+def _limits(seen: SampledTensor) -> tuple[float | None, float | None]:
+    """Return the smallest and the largest scale of a gradient; None is no limit."""
+    if seen.fit.is_held:
+        return None, None
+    format = FORMATS[seen.fit.format]
+    smallest = smallest_scale(seen.measured, seen.scale, format)
+    return smallest, largest_scale(seen.measured, seen.scale, format, is_overflow=seen.is_overflow)
 
 
 def smallest_scale(statistics: Statistics, scale: float, format: Format) -> float | None:
@@ -313,17 +287,13 @@ def smallest_scale(statistics: Statistics, scale: float, format: Format) -> floa
 def largest_scale(
     statistics: Statistics, scale: float, format: Format, *, is_overflow: bool
 ) -> float | None:
-    """Return the largest power of two at which none of a gradient overflows.
+    """Return the largest power of two at which none of a gradient overflows; None if any will do.
 
     Args:
         statistics: Of the gradient as in memory.
         scale: What it is multiplied by.
         format: The format that has to hold it.
-        is_overflow: Whether its step was skipped and a smaller scale might have saved it: only then
-            does an inf say something about the scale.
-
-    Returns:
-        A scale; None if no limit is visible.
+        is_overflow: See :class:`SampledTensor`.
     """
     allowed = []
     if statistics.amax:
@@ -331,16 +301,6 @@ def largest_scale(
     if statistics.inf and is_overflow:
         allowed.append(power_below(scale))
     return min(allowed, default=None)
-
-
-def window(
-    smallest: Iterable[float | None], largest: Iterable[float | None], *, is_at_least: bool
-) -> ScaleWindow:
-    """Return the scales that satisfy all limits; None is no limit."""
-    low = max((x for x in smallest if x is not None), default=None)
-    high = min((x for x in largest if x is not None), default=None)
-    is_empty = low is not None and high is not None and low > high
-    return ScaleWindow(low, high, is_at_least, is_empty)
 
 
 def power_below(value: float) -> float:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from halfstep._common.numbers import at_steps, count, listed, number, percent, things
 from halfstep._common.text import one_line
 from halfstep._report.about_diagnoses import headline, is_matter_of_skips, when
-from halfstep._report.about_steps import on_ranks
+from halfstep._report.about_steps import lacks_end, on_error_rank, on_ranks
 from halfstep._report.about_tensors import are_most_lost
 from halfstep._report.summary import Layer, Summary
+
+_Shares: TypeAlias = list[tuple[float, Layer]]
+"""Layers, each with the share that is compared with a limit."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,14 @@ def _course(summary: Summary, limits: Limits) -> Iterator[str]:
     facts, loss, num = summary.facts, summary.loss, count(summary.steps.num)
     if not limits.allow_unfinished:
         if facts.error is not None:
-            where = "" if facts.error_rank is None else on_ranks((facts.error_rank,), facts)
+            where = on_error_rank(facts)
             yield f"the run ended after {num} steps, with an error{where}: {facts.error}"
         elif facts.state == "no end":
             yield (
                 f"the record has no end after {num} steps: the run was "
                 "killed, or is still running (--allow-unfinished)"
             )
-        if facts.without_end and (facts.error is not None or facts.without_end != facts.ranks):
+        if lacks_end(facts):
             yield f"the record has no end{on_ranks(facts.without_end, facts)} (--allow-unfinished)"
     if not limits.allow_nan and loss is not None and loss.first_non_finite is not None:
         yield (
@@ -136,60 +140,53 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
 
 
 def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:
-    if limit is None:
-        return
-    layers = _gradients(summary)
-    yield from _sampled("underflow", "gradients", layers, limit)
-    if limit < 1 and are_most_lost(summary):
+    if limit is not None and limit < 1 and are_most_lost(summary):
         yield "underflow: half of the gradients or more are all zeros in every sample"
-    beyond = _worst(layers, limit)
-    for share, layer in beyond[:MOST_LINES]:
-        yield (
-            f"underflow: {percent(share)} of the gradient of {layer.name} in {layer.format}, "
-            f"the limit is {percent(limit)}: at worst {percent(layer.share_lost_worst)}, in "
-            f"step {layer.share_lost_step}"
-        )
-    yield from _and_more("underflow", beyond)
+
+    def describe(layer: Layer) -> tuple[str, str]:
+        worst = f"{percent(layer.share_lost_worst)}, in step {layer.share_lost_step}"
+        return f"gradient of {layer.name} in {layer.format}", f"at worst {worst}"
+
+    yield from _beyond(limit, "underflow", "gradients", _gradients(summary), describe)
 
 
 def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
-    layers = _held_tensors(summary)
-    yield from _sampled("overflow", "outputs and weights", layers, limit)
-    beyond = [] if limit is None else _worst(layers, limit)
-    for share, layer in beyond[:MOST_LINES]:
+    def describe(layer: Layer) -> tuple[str, str]:
         whose = "output" if layer.kind == "output" else "weight"
-        yield (
-            f"overflow: {percent(share)} of the {whose} {layer.name} is inf, NaN or too large "
-            f"for {layer.format}, the limit is {percent(limit or 0.0)}: {count(layer.inf)} inf, "
-            f"{count(layer.nan)} NaN in {count(layer.num_samples)} samples"
-        )
-    yield from _and_more("overflow", beyond)
+        what = f"{whose} {layer.name} is inf, NaN or too large for {layer.format}"
+        counts = f"{count(layer.inf)} inf, {count(layer.nan)} NaN"
+        return what, f"{counts} in {count(layer.num_samples)} samples"
+
+    yield from _beyond(limit, "overflow", "outputs and weights", _held_tensors(summary), describe)
 
 
-def _worst(layers: list[tuple[float, Layer]], limit: float) -> list[tuple[float, Layer]]:
-    return sorted((each for each in layers if each[0] > limit), key=lambda each: -each[0])
-
-
-def _and_more(what: str, beyond: list[tuple[float, Layer]]) -> Iterator[str]:
-    if len(beyond) > MOST_LINES:
-        yield f"{what}: and {count(len(beyond) - MOST_LINES)} more layers beyond the limit"
-
-
-def _sampled(
-    what: str, kind: str, layers: list[tuple[float, Layer]], limit: float | None
+def _beyond(
+    limit: float | None,
+    name: str,
+    kind: str,
+    layers: _Shares,
+    describe: Callable[[Layer], tuple[str, str]],
 ) -> Iterator[str]:
-    if limit is not None and not layers:
+    if limit is None:
+        return
+    if not layers:
         yield (
-            f"{what}: no {kind} were sampled, so the limit of {percent(limit)} cannot be checked: "
+            f"{name}: no {kind} were sampled, so the limit of {percent(limit)} cannot be checked: "
             "record with model=, or name other limits only"
         )
+    beyond = sorted((each for each in layers if each[0] > limit), key=lambda each: -each[0])
+    for share, layer in beyond[:MOST_LINES]:
+        what, seen = describe(layer)
+        yield f"{name}: {percent(share)} of the {what}, the limit is {percent(limit)}: {seen}"
+    if len(beyond) > MOST_LINES:
+        yield f"{name}: and {count(len(beyond) - MOST_LINES)} more layers beyond the limit"
 
 
-def _gradients(summary: Summary) -> list[tuple[float, Layer]]:
+def _gradients(summary: Summary) -> _Shares:
     return [(layer.share_lost, layer) for layer in summary.of_kind("parameter_gradient")]
 
 
-def _held_tensors(summary: Summary) -> list[tuple[float, Layer]]:
+def _held_tensors(summary: Summary) -> _Shares:
     layers = (*summary.of_kind("output"), *summary.of_kind("parameter"))
     return [((x.inf + x.nan + _too_large(x)) / max(x.measured, 1), x) for x in layers]
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -19,7 +18,8 @@ from markupsafe import Markup, escape
 import halfstep
 from halfstep._common import numbers
 from halfstep._common.json import to_plain
-from halfstep._common.text import SEVERITIES, Sentence, Severity
+from halfstep._common.numbers import bits, count, number, percent, power, seconds
+from halfstep._common.text import SEVERITIES, Severity
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.run import Run, Step
 from halfstep._report.about_diagnoses import when
@@ -29,11 +29,14 @@ from halfstep._report.page_curves import curves
 from halfstep._report.page_heat import HEADROOM, KIND_TITLES, LOST, Heat, heat
 from halfstep._report.page_tables import format_limits, layer_table, precision_map
 from halfstep._report.summarize import Beginning, beginnings
-from halfstep._report.summary import Layer, ScaleWindow, Summary
+from halfstep._report.summary import GradientTotals, Layer, Summary
 from halfstep._report.text import sentences
 from halfstep._trace.rows import short
 
 MOST_SKIPS = 200
+
+_Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
+"""A text with gaps, how numbers are written in it, and their places in a summary."""
 
 SEVERITY_WORDS: dict[Severity, str] = {
     "good": "Good",
@@ -58,18 +61,20 @@ def render(summary: Summary, run: Run) -> str:
         run: The run itself, for curves and heat maps.
     """
     said = sentences(summary)
+    worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
     maps = heat(summary, run)
     table = layer_table(summary) if summary.layers else None
     return _render(
         "page.html.jinja",
         summary=summary,
         sentences=said,
-        verdict=_verdict(said),
+        severity=worst,
+        verdict=_VERDICTS[worst],
         script_name=_script_name(summary),
         command=shlex.join(summary.facts.command),
         places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
         tiles=tiles(summary),
-        figure=Figure(summary),
+        figure=partial(figure, summary),
         curves=curves({"": run.steps}),
         heat=maps,
         heat_data=_heat_data(maps) if maps else None,
@@ -78,9 +83,9 @@ def render(summary: Summary, run: Run) -> str:
         table=table,
         limits=format_limits(table.axis) if table else (),
         formats=list(FORMATS),
-        kinds={kind: KIND_TITLES[kind] for kind in KIND_TITLES if summary.of_kind(kind)},
+        kinds={kind: title for kind, title in KIND_TITLES.items() if summary.of_kind(kind)},
         precision=precision_map(run.trace) if run.trace else None,
-        dtype_class=_dtype_class,
+        dtype_class=lambda dtype: _DTYPE_CLASSES.get(dtype, "p5"),
         skipped=_skipped(run),
         num_skipped=len(run.skipped),
     )
@@ -161,34 +166,22 @@ def _cell(text: str, style: str = "") -> Markup:
 def _bits_cell(headroom: float | None) -> Markup:
     if headroom is None:
         return _cell("-", "z")
-    return _cell(numbers.bits(headroom).removesuffix(" bits"), "b" if headroom < 0 else "")
+    return _cell(bits(headroom).removesuffix(" bits"), "b" if headroom < 0 else "")
 
 
 def _share_cell(share: float) -> Markup:
-    return _cell(numbers.percent(share)) if share else _cell("0", "z")
+    return _cell(percent(share)) if share else _cell("0", "z")
 
 
-def _share_of_cell(layer: Layer, count: int) -> Markup:
-    return _share_cell(count / layer.measured if layer.measured else 0.0)
+def _share_of_cell(layer: Layer, num: int) -> Markup:
+    return _share_cell(num / layer.measured if layer.measured else 0.0)
 
 
-def _odd_cell(count: int) -> Markup:
-    return _cell(numbers.count(count), "b") if count else _cell("0", "z")
+def _odd_cell(num: int) -> Markup:
+    return _cell(count(num), "b") if num else _cell("0", "z")
 
 
 # --- words ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    severity: Severity
-    words: str
-
-
-def _verdict(said: Sequence[Sentence]) -> _Verdict:
-    seen = {sentence.severity for sentence in said}
-    worst: Severity = next((severity for severity in SEVERITIES if severity in seen), "good")
-    return _Verdict(worst, _VERDICTS[worst])
 
 
 def _script_name(summary: Summary) -> str:
@@ -210,10 +203,6 @@ def _names(comparison: RunComparison) -> tuple[str, str]:
 
 
 _DTYPE_CLASSES = {"fp32": "p0", "fp16": "p1", "bf16": "p2", "casts": "p3", "fp64": "p4"}
-
-
-def _dtype_class(dtype: str) -> str:
-    return _DTYPE_CLASSES.get(dtype, "p5")
 
 
 def _heat_data(maps: Heat) -> dict[str, Any]:
@@ -252,29 +241,14 @@ def value_tag(key: str, value: Any, text: str) -> Markup:
     return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """Renders numbers of a summary by their place in it."""
-
-    summary: Summary
-
-    def __call__(self, key: str, form: Callable[[Any], str] = numbers.count) -> Markup:
-        """Return the number at a place such as ``"steps.num_skipped"``, marked."""
-        value: Any = self.summary
-        for name in key.split("."):
-            value = getattr(value, name)
-        return value_tag(key, value, form(value))
+def figure(summary: Summary, key: str, form: Callable[[Any], str] = count) -> Markup:
+    """Return the number at a place such as ``"steps.num_skipped"``, marked."""
+    value = summary.at(key)
+    return value_tag(key, value, form(value))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One figure with its details.
-
-    Attributes:
-        title: What it is.
-        figure: The number.
-        lines: More about it.
-    """
+class Tile(NamedTuple):
+    """One figure, with lines of more about it."""
 
     title: str
     figure: Markup
@@ -283,52 +257,47 @@ class Tile:
 
 def tiles(summary: Summary) -> list[Tile]:
     """Return the most important figures of a run."""
-    show = Figure(summary)
-    found = [
-        Tile("Steps", show("steps.num"), [_join("{} taken", show("steps.num_taken"))]),
-        _skips(summary, show),
-    ]
-    if summary.scale:
-        ends = show("scale.min", numbers.power), show("scale.max", numbers.power)
-        found.append(
-            Tile("Last scale", show("scale.last", numbers.power), [_join("from {} to {}", *ends)])
-        )
-    if summary.loss:
-        found.append(_curve("Last loss", "loss", summary.loss.recent, show))
-    if summary.norm:
-        found.append(_curve("Last gradient norm", "norm", summary.norm.recent, show))
-    if summary.gradients:
-        lost = show("gradients.share_lost", numbers.percent)
-        at = _join("at scale {}", show("gradients.scale", numbers.power))
-        window = _window(summary.gradients.window, show)
-        found.append(Tile("Gradients underflow", lost, [at] if not window else [at, window]))
-    if summary.facts.seconds_per_step is not None:
-        found.append(Tile("Time per step", show("facts.seconds_per_step", numbers.seconds), []))
+    found: list[Tile] = []
+
+    def add(title: str, key: str, form: Callable[[Any], str], *lines: _Line | None) -> None:
+        """Add a tile, unless its number is None, with the lines whose numbers are all known."""
+        if summary.at(key) is None:
+            return
+        shown = [
+            Markup(text).format(*(figure(summary, place, its_form) for place in places))
+            for text, its_form, *places in filter(None, lines)
+            if all(summary.at(place) is not None for place in places)
+        ]
+        found.append(Tile(title, figure(summary, key, form), shown))
+
+    later = ("{} out of the ordinary", count, "steps.num_skipped_later")
+    recent = "{} in the last 20"
+    add("Steps", "steps.num", count, ("{} taken", count, "steps.num_taken"))
+    add(
+        "Skipped",
+        "steps.num_skipped",
+        count,
+        ("{} of all", percent, "steps.share_skipped"),
+        later if summary.steps.start_up else None,
+    )
+    add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
+    add("Last loss", "loss.last", number, (recent, number, "loss.recent"))
+    add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
+    add(
+        "Gradients underflow",
+        "gradients.share_lost",
+        percent,
+        ("at scale {}", power, "gradients.scale"),
+        _window(summary.gradients),
+    )
+    add("Time per step", "facts.seconds_per_step", seconds)
     return found
 
 
-def _join(text: str, *figures: Markup) -> Markup:
-    return Markup(text).format(*figures)
-
-
-def _skips(summary: Summary, show: Figure) -> Tile:
-    lines = [_join("{} of all", show("steps.share_skipped", numbers.percent))]
-    if summary.steps.start_up:
-        lines.append(_join("{} out of the ordinary", show("steps.num_skipped_later")))
-    return Tile("Skipped", show("steps.num_skipped"), lines)
-
-
-def _curve(title: str, key: str, recent: float | None, show: Figure) -> Tile:
-    last = show(f"{key}.last", numbers.number)
-    if recent is None:
-        return Tile(title, last, [])
-    return Tile(title, last, [_join("{} in the last 20", show(f"{key}.recent", numbers.number))])
-
-
-def _window(window: ScaleWindow, show: Figure) -> Markup | None:
-    if window.is_empty or window.smallest is None:
+def _window(gradients: GradientTotals | None) -> _Line | None:
+    if gradients is None or gradients.window.is_empty:
         return None
-    smallest = show("gradients.window.smallest", numbers.power)
-    if window.largest is None:
-        return _join("none lost at {} or more", smallest)
-    return _join("none lost at {} to {}", smallest, show("gradients.window.largest", numbers.power))
+    if gradients.window.largest is None:
+        return "none lost at {} or more", power, "gradients.window.smallest"
+    places = ("gradients.window.smallest", "gradients.window.largest")
+    return "none lost at {} to {}", power, *places

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from halfstep._common import numbers
 from halfstep._record.run import Step
@@ -24,17 +23,15 @@ SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "
 """The marker of a skip by its reason; all others have a diamond."""
 
 
-@dataclass(frozen=True)
-class Lane:
-    """The skips of one track with the same reason.
+class Mark(NamedTuple):
+    """A place on the axis of steps, in percent, where something happened."""
 
-    Attributes:
-        name: Of the track; empty if there is only one.
-        reason: Why they were skipped.
-        shape: Of the marker.
-        num: How many there are.
-        marks: Where.
-    """
+    x: float
+    title: str
+
+
+class Lane(NamedTuple):
+    """The skips of one track with the same reason; the track has a name if there are several."""
 
     name: str
     reason: str
@@ -43,29 +40,23 @@ class Lane:
     marks: list[Mark]
 
 
-@dataclass(frozen=True)
-class Series:
-    """One curve.
+class Series(NamedTuple):
+    """One curve, in units of the plot.
 
     Attributes:
         number: Of its track; it determines colour and dashes.
-        path: In units of the plot.
     """
 
     number: int
     path: str
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One diagram.
 
     Attributes:
-        key: The quantity.
-        title: Its name.
-        axis: The kind of axis, in words.
+        axis: The kind of vertical axis, in words.
         ticks: Of the vertical axis.
-        series: The curves.
         nan: Where values are NaN.
         inf: Where values are inf.
     """
@@ -79,8 +70,7 @@ class Panel:
     inf: list[Mark]
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(NamedTuple):
     """All diagrams over the steps, with one axis of steps.
 
     Attributes:
@@ -140,8 +130,7 @@ def _lanes(tracks: Sequence[Track], x: Axis) -> list[Lane]:
 # --- one diagram ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Vertical:
+class _Vertical(NamedTuple):
     """An axis of values, or of their logarithms to a base."""
 
     axis: Axis
@@ -156,18 +145,16 @@ class _Vertical:
     def ticks(self) -> list[Tick]:
         low, high = self.axis.low, self.axis.high
         if self.base is None:
-            return self.axis.ticks(round_numbers(low, high, 4), "{:.6g}")
+            return self.axis.ticks(round_numbers(low, high, 4), "{:.6g}".format)
         if self.base == 10 and high - low < 2.5:
             exponents = range(math.floor(low), math.ceil(high) + 1)
             values = [math.log10(digit * 10.0**e) for e in exponents for digit in (1, 2, 5)]
         else:
             apart = next(2**n for n in itertools.count() if (high - low) / 2**n <= 5)
-            values = [
-                float(e) for e in range(math.ceil(low), math.floor(high) + 1) if e % apart == 0
-            ]
-        label = numbers.power if self.base == 2 else "{:.3g}".format
-        inside = [value for value in values if low <= value <= high]
-        return [(self.axis.percent(value), label(self.base**value)) for value in inside]
+            exponents = range(math.ceil(low), math.floor(high) + 1)
+            values = [float(e) for e in exponents if e % apart == 0]
+        base, label = self.base, numbers.power if self.base == 2 else "{:.3g}".format
+        return self.axis.ticks(values, lambda value: label(base**value))
 
 
 def _vertical(key: Key, finite: Sequence[float]) -> _Vertical:
@@ -214,7 +201,7 @@ def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Se
     for number, track in enumerate(tracks):
         values: list[float | None] = [getattr(step, key) for step in track.steps]
         points: list[tuple[int, int] | None] = []
-        for index in kept(columns_of(track.steps, x), values):
+        for index in kept([_column(step, x) for step in track.steps], values):
             height = y.units(values[index])
             across = x.units(track.steps[index].step)
             points.append(None if height is None else (across, height))
@@ -227,7 +214,7 @@ def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Se
 
 def _points(track: Track, x: Axis) -> dict[str, Any]:
     """Return the steps that are drawn, with all their values."""
-    columns = columns_of(track.steps, x)
+    columns = [_column(step, x) for step in track.steps]
     values = {key: [getattr(step, key) for step in track.steps] for key in TITLES}
     skips = [None if step.taken else 0.0 for step in track.steps]
     chosen = sorted({i for column in (*values.values(), skips) for i in kept(columns, column)})
@@ -254,30 +241,11 @@ def _short(key: Key, value: float | None) -> float | None:
 COLUMNS = 500
 
 
-@dataclass(frozen=True)
-class Track:
-    """The steps of one optimizer of one run.
-
-    Attributes:
-        name: Of the run, the optimizer, or both.
-        steps: In order.
-    """
+class Track(NamedTuple):
+    """The steps of one optimizer of one run, whose names it has."""
 
     name: str
     steps: tuple[Step, ...]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A place on the axis of steps where something happened.
-
-    Attributes:
-        x: In percent of the axis.
-        title: What.
-    """
-
-    x: float
-    title: str
 
 
 def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
@@ -297,9 +265,8 @@ def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
     ]
 
 
-def columns_of(steps: Iterable[Step], x: Axis) -> list[int]:
-    """Return the column in which each step is drawn."""
-    return [min(COLUMNS - 1, int(COLUMNS * x.share(step.step))) for step in steps]
+def _column(step: Step, x: Axis) -> int:
+    return min(COLUMNS - 1, int(COLUMNS * x.share(step.step)))
 
 
 def kept(columns: Sequence[int], values: Sequence[float | None]) -> list[int]:
@@ -309,13 +276,8 @@ def kept(columns: Sequence[int], values: Sequence[float | None]) -> list[int]:
         columns: The column of each value, in order.
         values: The values; None where there is none.
     """
-    chosen: set[int] = set()
-    start = 0
-    for index in range(1, len(columns) + 1):
-        if index == len(columns) or columns[index] != columns[start]:
-            chosen |= _kept_of_column(range(start, index), values)
-            start = index
-    return sorted(chosen)
+    by_column = itertools.groupby(range(len(columns)), lambda index: columns[index])
+    return sorted(index for _, alike in by_column for index in _kept_of_column(alike, values))
 
 
 def _kept_of_column(indices: Iterable[int], values: Sequence[float | None]) -> set[int]:
@@ -331,9 +293,7 @@ def _kept_of_column(indices: Iterable[int], values: Sequence[float | None]) -> s
 def marks(steps: Sequence[Step], x: Axis, what: str) -> list[Mark]:
     """Return one mark for all steps that are in the same column."""
     steps = sorted(steps, key=lambda step: step.step)
-    by_column: dict[int, list[Step]] = {}
-    for column, step in zip(columns_of(steps, x), steps, strict=True):
-        by_column.setdefault(column, []).append(step)
+    by_column = grouped(steps, lambda step: _column(step, x))
     return [Mark(x.percent(alike[0].step), _title(alike, what)) for alike in by_column.values()]
 
 

@@ -6,10 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
-from halfstep._common import numbers
-from halfstep._common.numbers import percent
-from halfstep._record.run import KINDS, Kind, Run
+from halfstep._common.numbers import bits, count, percent
+from halfstep._record.run import Kind, Run
 from halfstep._report.drawing import (
     FIRST_LEVEL,
     NO_VALUE,
@@ -22,7 +22,7 @@ from halfstep._report.drawing import (
     png,
     round_numbers,
 )
-from halfstep._report.layers import format_fit, lower_at
+from halfstep._report.layers import fitted
 from halfstep._report.summary import Layer, Summary
 
 KIND_TITLES: dict[Kind, str] = {
@@ -36,23 +36,15 @@ MOST_COLUMNS, MOST_CELLS = 240, 160_000
 LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
-@dataclass(frozen=True)
-class HeatRow:
-    """One layer of a heat map.
-
-    Attributes:
-        y: Upper edge in pixels.
-        name: Of the layer.
-        title: Name and worst values, a line each.
-    """
+class HeatRow(NamedTuple):
+    """One layer of a heat map: its upper edge in pixels, and a tooltip with its worst values."""
 
     y: float
     name: str
     title: str
 
 
-@dataclass(frozen=True)
-class HeatMap:
+class HeatMap(NamedTuple):
     """One picture.
 
     Attributes:
@@ -66,17 +58,13 @@ class HeatMap:
     not_finite: list[tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Tab:
-    """The maps of one kind of tensor.
+class Tab(NamedTuple):
+    """The maps of one kind of tensor: headroom and underflow.
 
     Attributes:
-        kind: The kind of tensor.
-        title: Its name.
         rows: The layers, from top to bottom.
         row_height: In pixels.
         labels: Middle in pixels, text and full name of each row with room for a label.
-        maps: Headroom and underflow.
     """
 
     kind: Kind
@@ -86,22 +74,9 @@ class Tab:
     labels: list[tuple[float, str, str]]
     maps: list[HeatMap]
 
-    @property
-    def height(self) -> int:
-        """Of a map, in pixels."""
-        return self.row_height * len(self.rows)
 
-
-@dataclass(frozen=True)
-class Heat:
-    """All maps.
-
-    Attributes:
-        tabs: One for each kind that was sampled.
-        columns: First and last step of each column.
-        ticks: Of the axis of steps.
-        num_samples: How many there are.
-    """
+class Heat(NamedTuple):
+    """All maps, a tab for each kind of tensor; a column has the first and last step in it."""
 
     tabs: list[Tab]
     columns: list[tuple[int, int]]
@@ -116,13 +91,14 @@ def heat(summary: Summary, run: Run) -> Heat | None:
     num_samples = len(run.samples)
     num = min(num_samples, MOST_COLUMNS, max(60, MOST_CELLS // len(summary.layers)))
     column_of = [index * num // num_samples for index in range(num_samples)]
-    columns = [(run.samples[column_of.index(c)].step, 0) for c in range(num)]
+    by_column: list[list[int]] = [[] for _ in range(num)]
     for column, sample in zip(column_of, run.samples, strict=True):
-        columns[column] = (columns[column][0], sample.step)
+        by_column[column].append(sample.step)
+    columns = [(steps[0], steps[-1]) for steps in by_column]
     cells = _cells(run, column_of, summary)
     tabs = [
         _tab(kind, summary.of_kind(kind), cells, num)
-        for kind in sorted(KINDS, key=list(KIND_TITLES).index)
+        for kind in KIND_TITLES
         if summary.of_kind(kind)
     ]
     return Heat(tabs, columns, ticks_of(columns), num_samples)
@@ -152,16 +128,13 @@ class _Cell:
     is_finite: bool = True
 
 
-_Cells = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
+_Cells: TypeAlias = Mapping[tuple[Kind, str], Mapping[int, _Cell]]
 
 
 def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
-    found: defaultdict[tuple[Kind, str], defaultdict[int, _Cell]]
-    found = defaultdict(lambda: defaultdict(_Cell))
+    found: _Cells = defaultdict(lambda: defaultdict(_Cell))
     for column, sample in zip(column_of, run.samples, strict=True):
-        lower, is_in_force = lower_at(summary.policies, sample.step)
-        for measured in sample.tensors:
-            fit = format_fit(measured, lower, is_in_force=is_in_force)
+        for measured, fit in fitted(sample, summary.policies):
             cell = found[measured.kind, measured.name][column]
             cell.is_finite &= not (measured.nan or measured.inf)
             cell.share_lost = max(cell.share_lost, fit.share_lost)
@@ -220,14 +193,12 @@ def _map(
 def _title(layer: Layer) -> str:
     pieces = [layer.name or "(the model)"]
     if layer.headroom is not None:
-        pieces.append(
-            f"least headroom {numbers.bits(layer.headroom)} at step {layer.headroom_step:,}"
-        )
+        pieces.append(f"least headroom {bits(layer.headroom)} at step {layer.headroom_step:,}")
     if layer.share_lost_worst:
-        worst = numbers.percent(layer.share_lost_worst)
+        worst = percent(layer.share_lost_worst)
         pieces.append(f"at most {worst} lost at step {layer.share_lost_step:,}")
     if layer.nan or layer.inf:
-        pieces.append(f"{numbers.count(layer.nan)} NaN, {numbers.count(layer.inf)} inf")
+        pieces.append(f"{count(layer.nan)} NaN, {count(layer.inf)} inf")
     return "\n".join(pieces)
 
 
@@ -263,12 +234,10 @@ def _short(name: str) -> str:
 # --- colours and their meaning --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """The meaning of the colours of a map.
 
     Attributes:
-        title: The quantity.
         colours: The palette.
         labels: The tooltip of each level of the ramp.
         ticks: Of the colour bar.
@@ -304,7 +273,7 @@ def _headroom_levels() -> Levels:
         "Headroom",
         colours[:FIRST_LEVEL] + colours[:1:-1],
         [ends.get(level, f"about {level / 2:g} bits") for level in range(num)],
-        [(100 * (2 * bits + 0.5) / num, f"{bits}") for bits in (0, 5, 10, 15, 20)],
+        [(100 * (2 * at + 0.5) / num, f"{at}") for at in (0, 5, 10, 15, 20)],
         lambda headroom: min(num - 1, max(0, round(2 * headroom))),
     )
 

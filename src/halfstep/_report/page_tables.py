@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from halfstep._numerics.formats import FORMATS
 from halfstep._report.drawing import Tick, bars
@@ -22,12 +23,10 @@ _LOWEST, _HIGHEST = -72, 48
 _DECADES = 6
 
 
-@dataclass(frozen=True)
-class FormatWindow:
+class FormatWindow(NamedTuple):
     """The range of a format on the axis of exponents, in units from the lower end.
 
     Attributes:
-        name: Of the format.
         flushed: Below this, everything becomes zero.
         normal: From here on, values have full precision.
         largest: The format cannot hold anything above this.
@@ -41,16 +40,8 @@ class FormatWindow:
     title: str
 
 
-@dataclass(frozen=True)
-class Exponents:
-    """The axis that all histograms share.
-
-    Attributes:
-        low: Lower end of the first bin.
-        high: Upper end of the last bin.
-        ticks: With labels.
-        windows: Of all formats.
-    """
+class Exponents(NamedTuple):
+    """The axis that all histograms share, from the lower end of the first bin to the upper end."""
 
     low: int
     high: int
@@ -63,32 +54,17 @@ class Exponents:
         return self.high - self.low
 
 
-@dataclass(frozen=True)
-class LayerRow:
-    """One line of the table.
+class LayerRow(NamedTuple):
+    """One line of the table: a layer, its place in the summary, its kind in words, its SVG path."""
 
-    Attributes:
-        index: In ``layers`` of the summary.
-        layer: The numbers.
-        kind: In words.
-        histogram: Its SVG path; None if the layer has no histogram.
-    """
-
-    index: int
+    number: int
     layer: Layer
     kind: str
     histogram: str | None
 
 
-@dataclass(frozen=True)
-class LayerTable:
-    """The whole table.
-
-    Attributes:
-        rows: The worst first.
-        axis: Of the histograms.
-        num_histograms: How many rows have one.
-    """
+class LayerTable(NamedTuple):
+    """The whole table, the worst layers first; the first ones have a histogram."""
 
     rows: list[LayerRow]
     axis: Exponents
@@ -98,11 +74,9 @@ class LayerTable:
 def layer_table(summary: Summary) -> LayerTable:
     """Return the layers of a run, the worst first."""
     axis = exponents_of(summary.layers)
-    order = sorted(range(len(summary.layers)), key=lambda i: badness(summary.layers[i]))
     rows = []
     num_histograms = 0
-    for index in order:
-        layer = summary.layers[index]
+    for index, layer in sorted(enumerate(summary.layers), key=lambda each: badness(each[1])):
         path = None
         if layer.histogram and num_histograms < MOST_HISTOGRAMS:
             path = histogram(layer, axis)
@@ -190,58 +164,39 @@ def format_limits(axis: Exponents) -> Sequence[float]:
 
 MOST_MODULES = 40
 CASTS = "casts"
-"""The name used in place of a dtype for casts."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """The ops that ran in one dtype.
+class ModulePrecision(NamedTuple):
+    """The ops of a module and of the modules inside it: their number and time by dtype.
 
-    Attributes:
-        dtype: Its short name, or ``"casts"``.
-        ops: Number of ops.
-        seconds: Their time.
-    """
-
-    dtype: str
-    ops: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ModulePrecision:
-    """The ops of a module and the modules inside it.
-
-    Attributes:
-        name: Path of the module; empty for all together.
-        parts: By dtype.
+    The name is its path, empty for all modules together. Casts are counted by themselves, as
+    ``"casts"``.
     """
 
     name: str
-    parts: tuple[Part, ...]
+    ops_by_dtype: Counter[str]
+    seconds_by_dtype: dict[str, float]
 
     @property
     def ops(self) -> int:
         """Number of ops."""
-        return sum(part.ops for part in self.parts)
+        return self.ops_by_dtype.total()
 
     @property
     def seconds(self) -> float:
         """Time of all."""
-        return sum(part.seconds for part in self.parts)
+        return sum(self.seconds_by_dtype.values())
 
     def share_of_ops(self, dtype: str) -> float:
         """Return the share of the ops that ran in a dtype."""
-        return sum(p.ops for p in self.parts if p.dtype == dtype) / max(1, self.ops)
+        return self.ops_by_dtype[dtype] / max(1, self.ops)
 
     def share_of_time(self, dtype: str) -> float:
         """Return the share of the time that went into a dtype."""
-        seconds = sum(p.seconds for p in self.parts if p.dtype == dtype)
-        return seconds / self.seconds if self.seconds else 0.0
+        return self.seconds_by_dtype.get(dtype, 0.0) / self.seconds if self.seconds else 0.0
 
 
-@dataclass(frozen=True)
-class PrecisionMap:
+class PrecisionMap(NamedTuple):
     """The whole map.
 
     Attributes:
@@ -262,8 +217,10 @@ def precision_map(trace: Recording) -> PrecisionMap:
     total = _precision("", trace.ops)
     depth = _depth([row.module for row in trace.ops])
     modules = grouped(trace.ops, lambda row: ".".join(row.module.split(".")[:depth]))
+    ops, seconds = total.ops_by_dtype, total.seconds_by_dtype
+    dtypes = sorted(dict.fromkeys((*ops, *seconds)), key=lambda d: (-seconds.get(d, 0.0), -ops[d]))
     return PrecisionMap(
-        [part.dtype for part in sorted(total.parts, key=lambda p: (-p.seconds, -p.ops))],
+        dtypes,
         total,
         [_precision(name, rows) for name, rows in modules.items()],
         trace.environment,
@@ -280,18 +237,15 @@ def _depth(paths: Sequence[str]) -> int:
 
 
 def _precision(name: str, rows: Iterable[Row]) -> ModulePrecision:
-    ops: dict[str, int] = {}
-    seconds: dict[str, float] = {}
+    ops: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         if row.cast_seconds or row.is_cast_only:
-            seconds[CASTS] = seconds.get(CASTS, 0.0) + row.cast_seconds
+            seconds[CASTS] += row.cast_seconds
         if not row.is_cast_only:
             dtype = short(row.compute)
-            ops[dtype] = ops.get(dtype, 0) + 1
-            seconds[dtype] = seconds.get(dtype, 0.0) + row.seconds
+            ops[dtype] += 1
+            seconds[dtype] += row.seconds
         if row.casts:
-            ops[CASTS] = ops.get(CASTS, 0) + len(row.casts)
-    dtypes = dict.fromkeys((*ops, *seconds))
-    return ModulePrecision(
-        name, tuple(Part(dtype, ops.get(dtype, 0), seconds.get(dtype, 0.0)) for dtype in dtypes)
-    )
+            ops[CASTS] += len(row.casts)
+    return ModulePrecision(name, ops, seconds)

@@ -7,26 +7,25 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.run import Culprits, Diagnosed, Note, Run, Step
-from halfstep._report.layers import gradients_of, layer_of, lower_of, seen_by_layer
+from halfstep._record.run import Culprits, Note, PolicySeen, Run, Step
+from halfstep._report.layers import layers_and_gradients, lower_of
 from halfstep._report.summary import (
     BadPlace,
     Curve,
     Facts,
     ModelFacts,
     Origin,
-    PolicyInForce,
     ScaleCourse,
     State,
-    StatedNote,
     StepCounts,
     Summary,
 )
+from halfstep._trace.rows import grouped
 
 SETTLED = 10
 """This many taken steps in a row end the start-up of dynamic scaling."""
@@ -38,16 +37,13 @@ _NUM_PARAMETERS = 20
 
 def summarize(run: Run) -> Summary:
     """Return all numbers of a run."""
-    policies = policies_of(run)
-    lower = lower_of(policies[-1].dtype) if policies else "fp16"
+    policies = _policies(run)
     overflows = {
         step.step: step.scale
         for step in run.skipped
         if step.reason == _OVERFLOW and step.scale is not None
     }
-    found = seen_by_layer(run.samples, overflows, policies)
-    layers = tuple(layer_of(*key, seen) for key, seen in found.items())
-    iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
+    layers, gradients = layers_and_gradients(run.samples, overflows, policies)
     return Summary(
         path=str(run.path),
         facts=_facts(run),
@@ -56,9 +52,9 @@ def summarize(run: Run) -> Summary:
             for each in run.models
         ),
         policies=policies,
-        lower=lower,
+        lower=lower_of(policies),
         has_scaler=any(step.scale is not None for step in run.steps),
-        steps=_steps(run, iterations),
+        steps=_steps(run),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
         loss=_loss(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
@@ -66,15 +62,14 @@ def summarize(run: Run) -> Summary:
         bad_places=_bad_places(run),
         sampled=tuple(sample.step for sample in run.samples),
         layers=layers,
-        gradients=gradients_of(found, layers, overflows),
+        gradients=gradients,
         notes=_notes(run),
     )
 
 
 def _facts(run: Run) -> Facts:
     header = run.header
-    times = [step.time for step in run.steps]
-    state: State = "no end" if not run.has_ended else "ended" if run.error is None else "failed"
+    state: State = "ended" if run.has_ended else "no end"
     return Facts(
         halfstep=header.halfstep,
         torch=header.torch,
@@ -84,7 +79,7 @@ def _facts(run: Run) -> Facts:
         cores=header.cores,
         command=header.command,
         started=header.started,
-        duration=max(times, default=0.0),
+        duration=max((step.time for step in run.steps), default=0.0),
         seconds_per_step=_median_distance(run.steps),
         every=header.every,
         world_size=header.world_size or len(run.ranks),
@@ -103,54 +98,42 @@ def _median_distance(steps: Iterable[Step]) -> float | None:
     return median(distances) if distances else None
 
 
-def policies_of(run: Run) -> tuple[PolicyInForce, ...]:
+def _policies(run: Run) -> tuple[PolicySeen, ...]:
     """Return the policies in order, without the repetitions of a restarted run."""
-    found: list[PolicyInForce] = []
-    for seen in run.policies:
-        policy = PolicyInForce(seen.step, seen.device, seen.dtype, seen.text)
-        if not found or (policy.device, policy.dtype, policy.text) != (
-            found[-1].device,
-            found[-1].dtype,
-            found[-1].text,
-        ):
-            found.append(policy)
-    return tuple(found)
+    by_policy = groupby(run.policies, lambda seen: (seen.device, seen.dtype, seen.text))
+    return tuple(next(alike) for _, alike in by_policy)
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
-def _steps(run: Run, iterations: list[list[Step]]) -> StepCounts:
-    skipped = [not all(step.taken for step in each) for each in iterations]
-    numbers = [each[0].step for each in iterations]
+def _steps(run: Run) -> StepCounts:
+    iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
+    skipped = [(each[0].step, not all(step.taken for step in each)) for each in iterations]
     scalers = _by_scaler(iterations, run.starts)
     start_up = tuple(step for each in scalers for step in _start_up(each))
     grown = (step for each in scalers for step in _after_growth(each))
     after_growth = tuple(step for step in grown if step not in start_up)
     normal = {*start_up, *after_growth}
-    later = [is_skipped and n not in normal for is_skipped, n in zip(skipped, numbers, strict=True)]
+    later = [is_skipped and step not in normal for step, is_skipped in skipped]
     num, num_skipped = len(run.steps), len(run.skipped)
     num_later = sum(step.step not in normal for step in run.skipped)
+    at_end = takewhile(lambda each: each[1], reversed(skipped))
     return StepCounts(
         num=num,
         num_taken=num - num_skipped,
         num_skipped=num_skipped,
         share_skipped=num_skipped / num if num else 0.0,
         reasons=dict(Counter(str(step.reason) for step in run.skipped).most_common()),
-        skipped=tuple(n for n, is_skipped in zip(numbers, skipped, strict=True) if is_skipped),
+        skipped=tuple(step for step, is_skipped in skipped if is_skipped),
         start_up=start_up,
         after_growth=after_growth,
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
         num_skipped_later=num_later,
         share_skipped_later=num_later / num if num else 0.0,
-        longest_in_a_row=max(_lengths(later), default=0),
-        skipped_at_end=_lengths(skipped)[-1] if skipped and skipped[-1] else 0,
+        longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
+        skipped_at_end=len(list(at_end)),
     )
-
-
-def _lengths(flags: Iterable[bool]) -> list[int]:
-    """Return the lengths of all series of true values."""
-    return [len(list(alike)) for flag, alike in groupby(flags) if flag]
 
 
 def _by_scaler(
@@ -218,9 +201,9 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
     last_step, before_last = scaled[-1]
     last = before_last if last_step.scale_after is None else last_step.scale_after
     # Each optimizer may have a scaler of its own.
-    by_optimizer: dict[str, dict[int, _Used]] = {}
+    by_optimizer: dict[str, dict[int, tuple[float, bool]]] = {}
     for step, scale in scaled:
-        by_optimizer.setdefault(step.optimizer, {})[step.step] = _Used(scale, step.taken)
+        by_optimizer.setdefault(step.optimizer, {})[step.step] = scale, step.taken
     kept = [x for used in by_optimizer.values() for x in _without_probes([*used.values()])]
     seen = [scale for _, scale in scaled]
     return ScaleCourse(
@@ -234,40 +217,38 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
     )
 
 
-class _Used(NamedTuple):
-    """The scale of one iteration."""
+def _without_probes(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
+    """Yield all scales except those that fell for a single iteration after a skip.
 
-    scale: float
-    taken: bool
-
-
-def _without_probes(used: Sequence[_Used]) -> Iterator[float]:
-    """Yield all scales except those that fell for a single iteration after a skip."""
+    Args:
+        used: The scale of each iteration, and whether its step was taken.
+    """
     for index, (scale, _) in enumerate(used):
-        before, after = used[max(index - 1, 0)], used[min(index + 1, len(used) - 1)]
-        if before.taken or not before.scale > scale < after.scale:
+        before, was_taken = used[max(index - 1, 0)]
+        after, _ = used[min(index + 1, len(used) - 1)]
+        if was_taken or not before > scale < after:
             yield scale
 
 
 def _loss(steps: Iterable[Step]) -> Curve | None:
-    steps = [step for step in steps if step.loss is not None]
-    curve = _curve({step.step: step.loss for step in steps if step.loss is not None})
+    seen = [(step, step.loss) for step in steps if step.loss is not None]
+    curve = _curve({step.step: loss for step, loss in seen})
     if curve is None or curve.first_non_finite is None:
         return curve
-    ranks = {n for s in steps if s.step == curve.first_non_finite for n in s.bad_losses}
+    ranks = {n for s, _ in seen if s.step == curve.first_non_finite for n in s.bad_losses}
     return replace(curve, ranks=tuple(sorted(ranks)))
 
 
 def _curve(values: Mapping[int, float]) -> Curve | None:
     if not values:
         return None
-    all_of_them = list(values.values())
-    finite = [x for x in all_of_them if math.isfinite(x)]
-    recent = [x for x in all_of_them[-RECENT:] if math.isfinite(x)]
+    seen = list(values.values())
+    finite = [x for x in seen if math.isfinite(x)]
+    recent = [x for x in seen[-RECENT:] if math.isfinite(x)]
     bad = [step for step, x in values.items() if not math.isfinite(x)]
     return Curve(
-        first=all_of_them[0],
-        last=all_of_them[-1],
+        first=seen[0],
+        last=seen[-1],
         recent=fmean(recent) if recent else None,
         min=min(finite, default=None),
         max=max(finite, default=None),
@@ -280,35 +261,31 @@ def _curve(values: Mapping[int, float]) -> Curve | None:
 
 
 def _origins(run: Run) -> tuple[Origin, ...]:
-    found: dict[str | None, list[Beginning]] = {}
-    for beginning in beginnings(run).values():
-        found.setdefault(beginning.culprits.began_in, []).append(beginning)
-    origins = [_origin(module, alike) for module, alike in found.items()]
+    found = grouped(beginnings(run).values(), lambda each: each.culprits.began_in)
+    origins = []
+    for module, alike in found.items():
+        steps = tuple(dict.fromkeys(each.culprits.step for each in alike))
+        parameters = dict.fromkeys(name for each in alike for name in each.culprits.parameters)
+        ranks = sorted({rank for each in alike for rank in each.ranks})
+        names = tuple(parameters)[:_NUM_PARAMETERS]
+        origins.append(Origin(module, len(steps), steps, names, tuple(ranks)))
     return tuple(sorted(origins, key=lambda origin: -origin.num))
 
 
-def _origin(module: str | None, alike: Sequence[Beginning]) -> Origin:
-    steps = tuple(dict.fromkeys(each.culprits.step for each in alike))
-    parameters = dict.fromkeys(name for each in alike for name in each.culprits.parameters)
-    ranks = {rank for each in alike for rank in each.ranks}
-    return Origin(
-        module, len(steps), steps, tuple(parameters)[:_NUM_PARAMETERS], tuple(sorted(ranks))
-    )
-
-
 def _bad_places(run: Run) -> tuple[BadPlace, ...]:
-    found: dict[tuple[object, ...], list[Diagnosed]] = {}
-    for each in run.diagnoses:
-        others = (other for other in each.diagnosis.others if other.verdict != "none")
-        for one in (each.diagnosis, *others):
-            found.setdefault(_place(one), []).append(Diagnosed(one.rank, each.step, one))
+    seen = [
+        (each.step, one)
+        for each in run.diagnoses
+        for one in (each.diagnosis, *each.diagnosis.others)
+        if one is each.diagnosis or one.verdict != "none"
+    ]
     return tuple(
         BadPlace(
-            steps=tuple(sorted({one.step for one in alike})),
-            ranks=tuple(sorted({one.rank for one in alike})),
-            diagnosis=alike[0].diagnosis,
+            steps=tuple(sorted({step for step, _ in alike})),
+            ranks=tuple(sorted({one.rank for _, one in alike})),
+            diagnosis=alike[0][1],
         )
-        for alike in found.values()
+        for alike in grouped(seen, lambda each: _place(each[1])).values()
     )
 
 
@@ -318,17 +295,17 @@ def _place(diagnosis: Diagnosis) -> tuple[object, ...]:
     return (diagnosis.verdict, where, diagnosis.tensor)
 
 
-def _notes(run: Run) -> tuple[StatedNote, ...]:
+def _notes(run: Run) -> tuple[Note, ...]:
     of_models = (Note(each.step, each.note) for each in run.models if each.note)
-    notes = (StatedNote(note.step, note.text) for note in (*of_models, *run.notes))
-    return tuple({note.text: note for note in reversed(tuple(notes))}.values())[::-1]
-
-
-_Models = Sequence[tuple[str, int, tuple[str, ...]]]
-"""Class, number of parameters, and modules in the order in which they ran."""
+    notes = (*of_models, *run.notes)
+    return tuple({note.text: note for note in reversed(notes)}.values())[::-1]
 
 
 # --- where each skipped step began ----------------------------------------------------------------
+
+
+_Models: TypeAlias = Sequence[tuple[str, int, tuple[str, ...]]]
+"""Class, number of parameters, and modules in the order in which they ran."""
 
 
 class Beginning(NamedTuple):
@@ -345,11 +322,9 @@ class Beginning(NamedTuple):
 
 def beginnings(run: Run) -> dict[tuple[int, str], Beginning]:
     """Return where each skipped step began, if known, by iteration and optimizer."""
-    alike: dict[tuple[int, str], list[Culprits]] = {}
-    for each in run.culprits:
-        alike.setdefault((each.step, each.optimizer), []).append(each)
     models = _models(run)
-    return {key: _first(found, models) for key, found in alike.items()}
+    by_step = grouped(run.culprits, lambda each: (each.step, each.optimizer))
+    return {key: _first(alike, models) for key, alike in by_step.items()}
 
 
 def _models(run: Run) -> Mapping[int, _Models]:
@@ -362,7 +337,7 @@ def _models(run: Run) -> Mapping[int, _Models]:
     return models
 
 
-def _first(found: list[Culprits], models: Mapping[int, _Models]) -> Beginning:
+def _first(found: Sequence[Culprits], models: Mapping[int, _Models]) -> Beginning:
     """Return the culprits that the backward pass reached first.
 
     Within one model, that is the module that ran last. In a pipeline each stage has a model of its

@@ -2,17 +2,18 @@
 
 :func:`halfstep._report.summarize.summarize` fills them. Everything here is plain data, printed
 unchanged by ``halfstep report --json``, and the page shows the same numbers. Steps are
-numbers of iterations, shares go from 0 to 1, headroom is in bits, times are in seconds.
+numbers of iterations, shares go from 0 to 1, headroom is in bits, times are in seconds; what was
+not seen is None.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._record.run import Kind
+from halfstep._record.run import Kind, Note, PolicySeen
 
 State: TypeAlias = Literal["ended", "failed", "no end"]
 
@@ -22,13 +23,8 @@ class Facts:
     """The program, the machine, and how the run ended.
 
     Attributes:
-        halfstep: Version.
-        torch: Version.
-        python: Version.
         device: Device type.
         machine: Name of the processor or the GPU.
-        cores: Number of cores of the machine; None if unknown.
-        command: The command line.
         started: When the last segment began, ISO 8601.
         duration: Seconds from the start to the last thing recorded.
         seconds_per_step: Median of the time between steps; None with fewer than two.
@@ -64,36 +60,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model that was recorded.
+    """A model: its class, the entries of its parameters, and the modules that ran.
 
     Attributes:
-        name: Of its class.
-        num_parameters: Number of entries of its parameters.
-        num_modules: Number of modules that ran.
         rank: The rank that has it, if the first rank has another model; else None.
     """
 
     name: str
     num_parameters: int
     num_modules: int
-    rank: int | None = None
-
-
-@dataclass(frozen=True)
-class PolicyInForce:
-    """The policy from a step on.
-
-    Attributes:
-        step: When it was first seen.
-        device: Device type.
-        dtype: The lower precision, such as ``"float16"``.
-        text: The policy as text.
-    """
-
-    step: int
-    device: str
-    dtype: str
-    text: str
+    rank: int | None
 
 
 @dataclass(frozen=True)
@@ -101,10 +77,7 @@ class StepCounts:
     """The steps of the optimizers; with several optimizers an iteration has several steps.
 
     Attributes:
-        num: How many there are.
-        num_taken: How many were taken.
-        num_skipped: How many were skipped.
-        share_skipped: Those as a share of all; 0 if there are none.
+        share_skipped: The skipped steps as a share of all; 0 if there are none.
         reasons: How many were skipped by reason, the most frequent first.
         skipped: The iterations in which a step was skipped.
         ranks: The first ranks with inf or NaN, if the ranks exchanged that.
@@ -150,7 +123,6 @@ class ScaleCourse:
         before_last: The scale that the last step was made at.
         min: The smallest, without probes: single iterations far below, after which the scale
             rises again.
-        max: The largest.
         overflowed_at: The smallest at which a step was skipped for overflow; None if none was.
         stuck: The iterations with inf or NaN even at the smallest scale: no scale helps.
     """
@@ -169,11 +141,10 @@ class Curve:
     """How the loss, or the norm of the gradients, went.
 
     Attributes:
-        first: The first value that was seen.
-        last: The last one, finite or not.
-        recent: Mean of the finite ones of the last 20 steps; None if there is none.
-        min: The smallest finite one; None if there is none.
-        max: The largest finite one; None if there is none.
+        last: The last value, finite or not, as is the first.
+        recent: Mean of the finite ones of the last 20 steps.
+        min: The smallest finite one.
+        max: The largest finite one.
         first_non_finite: The first iteration in which it was inf or NaN; None if never.
         num_non_finite: In how many steps it was inf or NaN.
         ranks: For the loss, the ranks in the first of these steps.
@@ -246,20 +217,15 @@ class Layer:
     """One kind of tensor of one parameter or module, over all sampled steps.
 
     Attributes:
-        kind: What it is.
-        name: Of the parameter or of the module.
         dtypes: The dtypes that it had, usually one.
         format: The format whose range applies: that of its dtype, and for float32 and float64 the
             lower precision of the run.
         num_samples: In how many samples it is.
         size: Number of entries in the last sample.
         measured: How many entries were measured in all samples; the counts below are of these.
-        zeros: Entries that are zero.
-        nan: Entries that are NaN.
-        inf: Entries that are inf.
-        non_finite_step: The first sampled step in which any was NaN or inf; None if none was.
+        non_finite_step: The first sampled step in which any was NaN or inf.
         amax: Largest finite magnitude, as in memory (gradients: scaled); 0 if there is none.
-        amin: Smallest magnitude above zero; None if there is none.
+        amin: Smallest magnitude above zero.
         headroom: Bits from the largest magnitude to the largest value of the format, the minimum of
             all samples; None if nothing was finite and above zero. Negative: it does not fit.
         headroom_step: In which step.
@@ -304,6 +270,11 @@ class Layer:
     histogram: Mapping[int, int]
     window: ScaleWindow | None
 
+    @property
+    def is_all_zeros(self) -> bool:
+        """Whether all its entries were zero in all samples."""
+        return 0 < self.measured == self.zeros
+
 
 @dataclass(frozen=True)
 class GradientTotals:
@@ -332,47 +303,27 @@ class GradientTotals:
 
 
 @dataclass(frozen=True)
-class StatedNote:
-    """A note by the recorder or the reader of the record.
-
-    Attributes:
-        step: When.
-        text: What.
-    """
-
-    step: int
-    text: str
-
-
-@dataclass(frozen=True)
 class Summary:
     """All numbers of a run.
 
     Attributes:
         path: The folder of the record.
-        facts: Versions, machine, command, how it ended.
-        models: The models that were trained.
         policies: The policies in force, in order.
         lower: Name of the format that applies to float32 tensors: the lower precision of the run,
             fp16 if none was seen.
         has_scaler: Whether any step had a scale.
-        steps: How many were taken and skipped.
-        scale: How the scale went; None without a scaler.
-        loss: How the loss went; None if it was not seen.
-        norm: How the norm of the unscaled gradients went in the steps that were taken; None if
-            it was not measured.
+        norm: How the norm of the unscaled gradients went in the steps that were taken.
         origins: Where skips began, the most frequent first.
         bad_places: The findings of the diagnoses, in the order of the first step.
         sampled: The steps that were sampled.
         layers: All that was sampled, in the order in which it was first seen.
-        gradients: The gradients of all parameters; None if none were sampled.
-        notes: Notes for the reader.
+        notes: Notes for the reader, by the recorder or the reader of the record.
     """
 
     path: str
     facts: Facts
     models: tuple[ModelFacts, ...]
-    policies: tuple[PolicyInForce, ...]
+    policies: tuple[PolicySeen, ...]
     lower: str
     has_scaler: bool
     steps: StepCounts
@@ -384,8 +335,26 @@ class Summary:
     sampled: tuple[int, ...]
     layers: tuple[Layer, ...]
     gradients: GradientTotals | None
-    notes: tuple[StatedNote, ...]
+    notes: tuple[Note, ...]
 
     def of_kind(self, kind: Kind) -> tuple[Layer, ...]:
         """Return the layers of one kind."""
         return tuple(layer for layer in self.layers if layer.kind == kind)
+
+    def at(self, key: str) -> Any:
+        """Return the number at a place such as ``"loss.recent"``; None where a part is None."""
+        value: Any = self
+        for name in key.split("."):
+            value = getattr(value, name, None)
+        return value
+
+    @property
+    def policy(self) -> PolicySeen | None:
+        """The last policy in force."""
+        return self.policies[-1] if self.policies else None
+
+    @property
+    def worst_share_lost(self) -> float | None:
+        """The largest share that underflows of the gradient of a parameter."""
+        shares = (layer.share_lost for layer in self.of_kind("parameter_gradient"))
+        return max(shares, default=None)

@@ -85,7 +85,7 @@ def _all_is_well(summary: Summary) -> Sentence:
     course = about_steps.about_course(summary)
     parts += [course] if course else []
     if summary.gradients is not None:
-        share = about_tensors.worst_share_lost(summary)
+        share = summary.worst_share_lost or 0.0
         most = f"at most {percent(share)} of the gradient entries of a parameter underflow"
         parts.append(most if share else "no gradient underflows")
     return say("good", "; ".join(parts) + ".")
@@ -106,18 +106,15 @@ _KINDS = {
 def summary_json(summary: Summary) -> dict[str, Any]:
     """Return the whole summary and its sentences; inf and NaN are strings, as in the record."""
     plain_values: dict[str, Any] = to_plain(asdict(summary))
-    return {"sentences": [_sentence_json(s) for s in sentences(summary)], **plain_values}
+    said = [{"severity": each.severity, "text": each.text} for each in sentences(summary)]
+    return {"sentences": said, **plain_values}
 
 
 def comparison_json(comparison: RunComparison) -> dict[str, Any]:
     """Return the whole comparison, with both summaries."""
     values: dict[str, Any] = to_plain(asdict(comparison))
     both = {"first": summary_json(comparison.first), "second": summary_json(comparison.second)}
-    return {**values, **both}
-
-
-def _sentence_json(sentence: Sentence) -> dict[str, str]:
-    return {"severity": sentence.severity, "text": sentence.text}
+    return values | both
 
 
 # --- Markdown -------------------------------------------------------------------------------------
@@ -190,33 +187,34 @@ def _comparison(
             yield f"only in the {whose}: {shown}{more}"
 
 
+_CURVES = (
+    ("loss: first, last, smallest", ("loss.first", "loss.last", "loss.min"), number),
+    ("norm: first, last, largest", ("norm.first", "norm.last", "norm.max"), number),
+    (
+        "scale: first, last, smallest, largest",
+        ("scale.first", "scale.last", "scale.min", "scale.max"),
+        power,
+    ),
+    ("gradient entries that underflow", ("gradients.share_lost",), percent),
+)
+"""Numbers that a run may lack: their name, places in the summary, and how they are written."""
+
+
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
-    facts, steps, scale, loss = summary.facts, summary.steps, summary.scale, summary.loss
+    facts, steps, policy = summary.facts, summary.steps, summary.policy
     yield "steps", count(steps.num)
     skipped = f"{count(steps.num_skipped)} ({percent(steps.share_skipped)})"
     if steps.start_up:
         skipped += f", of these at the start {len(steps.start_up)}"
     yield "skipped", skipped
-    if loss is not None:
-        yield "loss: first, last, smallest", _numbers(loss.first, loss.last, loss.min)
-    if summary.norm is not None:
-        norm = summary.norm
-        yield "norm: first, last, largest", _numbers(norm.first, norm.last, norm.max)
-    if scale is not None:
-        four = (scale.first, scale.last, scale.min, scale.max)
-        yield "scale: first, last, smallest, largest", ", ".join(map(power, four))
-    if summary.gradients is not None:
-        yield "gradient entries that underflow", percent(summary.gradients.share_lost)
+    for name, keys, text in _CURVES:
+        if summary.at(keys[0]) is not None:
+            yield name, ", ".join(text(summary.at(key)) for key in keys)
     yield "time per step", seconds(facts.seconds_per_step)
-    policy = summary.policies[-1] if summary.policies else None
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
     versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"
     yield "versions", plain(versions)
     yield "machine", plain(f"{facts.machine}, {facts.device}, {len(facts.ranks)} process(es)")
-
-
-def _numbers(*values: float | None) -> str:
-    return ", ".join(map(number, values))
 
 
 def _worst(summary: Summary) -> list[Layer]:
@@ -225,9 +223,9 @@ def _worst(summary: Summary) -> list[Layer]:
         (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
     )
     near = sorted(
-        ((x.headroom, n) for n, x in enumerate(summary.layers) if x.headroom is not None),
+        (x for x in summary.layers if x.headroom is not None), key=lambda x: x.headroom or 0.0
     )
-    found = [*lossy[:NUM_WORST], *(summary.layers[n] for _, n in near[:NUM_WORST])]
+    found = [*lossy[:NUM_WORST], *near[:NUM_WORST]]
     return list({(layer.kind, layer.name): layer for layer in found}.values())
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import zip_longest
 from typing import NamedTuple
 
 from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
-from halfstep._report.layers import FormatFit, format_fit, lower_at
-from halfstep._report.summarize import policies_of
+from halfstep._report.layers import FormatFit, fitted
 
 KEPT = 50
 """How many of the last steps, skips and notes are kept."""
@@ -74,14 +73,7 @@ class Trail:
 
 def _in_groups(columns: list[Column], size: int) -> list[Column]:
     groups = zip_longest(*(columns[first::size] for first in range(size)))
-    return [_largest(group) for group in groups]
-
-
-def _largest(columns: Sequence[Column]) -> Column:
-    largest = columns[0]
-    for column in columns[1:]:
-        largest = _larger(largest, column)
-    return largest
+    return [reduce(_larger, group) for group in groups]
 
 
 def _larger(first: Column, second: Column) -> Column:
@@ -105,8 +97,8 @@ class WorstTensor(NamedTuple):
     def badness(self) -> tuple[bool, float]:
         """The sort key, the largest for the worst.
 
-        NaN and inf come first; then the distance to the ends of the format: the share of entries
-        that underflow, or amax as a share of the largest value.
+        NaN and inf come first; then the share of entries that underflow, or amax as a share of the
+        largest value.
         """
         headroom = self.fit.headroom
         used = 0.0 if headroom is None else 2.0**-headroom
@@ -122,15 +114,9 @@ class LiveRun:
             notes.
         written: When a rank wrote last, in seconds since the epoch.
         num_steps: How many steps the optimizers have made.
-        num_skipped: How many of them were skipped.
-        recent: The last steps.
-        skips: The last of those that were skipped.
         began_in: By step, where the last skips began, if known.
         diagnosed: The latest diagnosis.
         sample: The latest.
-        notes: The last ones.
-        loss: Of all steps.
-        scale: Of all steps.
         norm: Of all steps, without inf and NaN of skipped steps: those are the reason for the
             skip.
         skipped: 1 for each step that was skipped.
@@ -200,11 +186,7 @@ class LiveRun:
         return (last.time - first.time) / num if num else None
 
     def silent_for(self, now: float) -> float | None:
-        """Return the seconds since the last event; None while that is normal.
-
-        Args:
-            now: Seconds since the epoch.
-        """
+        """Return the seconds since the last event, at a time; None while that is normal."""
         seconds = now - self.written
         patience = max(SILENT_SECONDS, SILENT_STEPS * (self.seconds_per_step or 0.0))
         return seconds if seconds > patience and not self.run.has_ended else None
@@ -213,11 +195,7 @@ class LiveRun:
         """Return the tensors of the latest sample, the worst first."""
         if self.sample is None:
             return []
-        lower, is_in_force = lower_at(policies_of(self.run), self.sample.step)
-        found = [
-            WorstTensor(measured, format_fit(measured, lower, is_in_force=is_in_force))
-            for measured in self.sample.tensors
-        ]
+        found = (WorstTensor(*each) for each in fitted(self.sample, self.run.policies))
         return sorted(found, key=lambda worst: worst.badness, reverse=True)
 
 
