@@ -107,6 +107,20 @@ def test_every_room_is_on_the_map() -> None:
     assert named == {room for room in rooms if (ROOT / "src" / "halfstep" / room).is_dir()}
 
 
+def test_the_other_rooms_leave_the_inside_of_a_scaler_alone() -> None:
+    """What they need beyond its public calls is ``_scaler/access.py``."""
+    inside = r"\._engine\b|halfstep\._scaler\.(engine|iteration|step|ranks\.(?!group))"
+    rooms = [p for p in (ROOT / "src" / "halfstep").rglob("*.py") if "_scaler" not in p.parts]
+    assert len(rooms) > 100
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in rooms
+        for line in path.read_text(encoding="utf-8").split("\n")
+        if re.search(inside, line)
+    ]
+    assert not found
+
+
 def test_a_step_costs_little_more_than_pytorchs() -> None:
     """In a process of its own: what other tests have entered adds hooks to optimizers."""
     command = [sys.executable, "benchmarks/step_calls.py"]

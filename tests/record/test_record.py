@@ -16,7 +16,7 @@ from torch.nn.modules import module as nn_module
 import halfstep
 from halfstep._record.read import read_run
 from halfstep._record.run import Run
-from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.access import OBSERVERS
 
 
 def tensors(run: Run, number: int = 0) -> dict[tuple[str, str], object]:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +27,9 @@ from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
 from halfstep._pytorch import amp, autograd, distributed, modes
 from halfstep._scaler import GradScaler
+from halfstep._scaler.access import begin_anew, unobserved
 from halfstep._scaler.closures import split_closure
-from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.observers import OBSERVERS
-from halfstep._scaler.ranks.finding import Ranks
 
 
 @dataclass(frozen=True)
@@ -173,14 +171,12 @@ def is_replaying() -> bool:
 @contextmanager
 def replaying() -> Iterator[None]:
     """Hide the block from recorders and runners: it is not the training."""
-    listeners, before = OBSERVERS[:], _thread.is_replaying
-    OBSERVERS.clear()
-    _thread.is_replaying = True
+    before, _thread.is_replaying = _thread.is_replaying, True
     try:
-        yield
+        with unobserved():
+            yield
     finally:
         _thread.is_replaying = before
-        OBSERVERS[:] = listeners
 
 
 def _here(around: Around) -> Around:
@@ -271,7 +267,8 @@ def _scaled(
             before[id(scaler)] = (scaler, dict(vars(scaler)))
             with modes.unseen_by_modes():  # the ops of all replays have the same numbers
                 run.scale = scaler.get_scale() if scale is None else scale
-                _reset_scaler(scaler, scale)
+                restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
+                restart(scaler, scale)
         _see_losses(mode.observer, args[:1])
         first = mode.num_ops
         result = original(scaler, *args, **kwargs)
@@ -288,19 +285,3 @@ def _scaled(
         for scaler, attributes in before.values():
             vars(scaler).clear()
             vars(scaler).update(attributes)
-
-
-def _reset_scaler(scaler: Any, scale: float | None) -> None:
-    """Give a scaler a state of its own for a replay."""
-    if isinstance(scaler, TorchGradScaler):
-        amp.restart_scaler(scaler, scale)
-        return
-    scales = scaler._engine.scales
-    states = scales.read()
-    first = scales.first
-    if scale is not None:
-        first = replace(first, scale=scale)
-        states = {loss: replace(state, scale=scale) for loss, state in states.items()}
-    scaler._engine = Engine(first, Ranks("local", None))  # other ranks do not replay this step
-    if states:
-        scaler._engine.scales.load(states)

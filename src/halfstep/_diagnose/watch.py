@@ -30,8 +30,7 @@ from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.replay import replaying
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes, optim
-from halfstep._scaler.engine import Engine
-from halfstep._scaler.observers import OBSERVERS, is_in_step
+from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import Reason
@@ -62,8 +61,8 @@ class Watch:
     live.
 
     Args:
-        engine: The engine of the scaler whose iterations count; None for those of all scalers, and
-            for steps of optimizers without a scaler.
+        scaler: The scaler whose iterations count; None for those of all scalers, and for steps of
+            optimizers without a scaler.
         model: The model. If left out, the first module with parameters that is called.
         tell: Called with each new diagnosis and the number of the step, counted from 1. If left
             out, a :class:`halfstep.errors.DiagnosisWarning` is issued.
@@ -80,7 +79,7 @@ class Watch:
 
     def __init__(
         self,
-        engine: Engine | None = None,
+        scaler: GradScaler | None = None,
         model: nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
     ) -> None:
@@ -92,7 +91,7 @@ class Watch:
             )
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []
-        self._engine, self._model, self._tell = engine, model, tell or _warn
+        self._scaler, self._model, self._tell = scaler, model, tell or _warn
         self._capture, self._start = Capture(self._is_here), _ExpectedSkips()
         self._live: LiveTrace | None = None
         self._num_live = self._num_steps = self._num_tried = self._bad_step = 0
@@ -109,8 +108,7 @@ class Watch:
             stack.callback(patches.undo)
             self._capture.install(patches)
             patches.wrap(torch.autograd, "backward", self._backward)
-            OBSERVERS.append(self)
-            stack.callback(lambda: OBSERVERS.remove(self) if self in OBSERVERS else None)
+            stack.enter_context(observing(self))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._stack = stack.pop_all()
@@ -135,15 +133,15 @@ class Watch:
 
     # --- events -----------------------------------------------------------------------------------
 
-    def on_loss(self, engine: Engine, outputs: Any) -> None:
+    def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Note a loss before it is scaled."""
-        if self._engine in (None, engine) and self._is_here():
+        if self._is_watching(scaler):
             self._is_scaled = True
             self._note_losses(outputs)
 
-    def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
+    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
         """Check the outcomes of an iteration, and diagnose it if it went bad."""
-        if not outcomes or self._engine not in (None, engine) or not self._is_here():
+        if not outcomes or not self._is_watching(scaler):
             return
         losses, self._losses = self._losses, []
         bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
@@ -178,8 +176,11 @@ class Watch:
         if not torch.compiler.is_compiling() and self._counts_plain_steps():
             self._losses.clear()
 
+    def _is_watching(self, scaler: GradScaler) -> bool:
+        return (self._scaler is None or self._scaler is scaler) and self._is_here()
+
     def _counts_plain_steps(self) -> bool:
-        return self._engine is None and not self._is_scaled and self._is_here()
+        return self._scaler is None and not self._is_scaled and self._is_here()
 
     def _is_here(self) -> bool:
         """Return whether this is the watched process and thread, and not a replay."""

@@ -22,7 +22,7 @@ from halfstep._pytorch import optim
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.recorder import Recorder
 from halfstep._record.sample import Models
-from halfstep._scaler.observers import OBSERVERS
+from halfstep._scaler.access import observing
 from halfstep._scaler.scaler import GradScaler
 from halfstep._version import __version__
 from halfstep.errors import CallOrderError
@@ -104,10 +104,11 @@ class record:
         if self._model is not None:
             models.add(self._model)
         scaler = self._scaler
-        engine = scaler._engine if scaler is not None and scaler.is_enabled() else None
-        recorder = Recorder(writer, models, engine, self._every, self._sinks)
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        recorder = Recorder(writer, models, scaler, self._every, self._sinks)
         with ExitStack() as stack:
-            stack.enter_context(_observing(recorder))
+            stack.enter_context(observing(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
             stack.enter_context(_listening_to_backward(recorder))
             stack.enter_context(optim.listening_to_norms(recorder.on_norm))
@@ -201,15 +202,6 @@ def _text(error: BaseException | None) -> str | None:
         return None
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextmanager
-def _observing(recorder: Recorder) -> Iterator[None]:
-    OBSERVERS.append(recorder)
-    try:
-        yield
-    finally:
-        OBSERVERS.remove(recorder)
 
 
 @contextmanager

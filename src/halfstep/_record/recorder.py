@@ -22,9 +22,9 @@ from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.files import Event, LineWriter
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Models, Sampler
-from halfstep._scaler.engine import Engine
+from halfstep._scaler import GradScaler
+from halfstep._scaler.access import OBSERVERS, is_in_step
 from halfstep._scaler.gradients import collect, parameters
-from halfstep._scaler.observers import OBSERVERS, is_in_step
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.passes import measure
 from halfstep._scaler.scalars import as_tensor, moved
@@ -65,7 +65,7 @@ class Recorder:
     Args:
         writer: The file.
         models: The models known from the start.
-        engine: The scaler whose iterations count; None for all scalers, and for steps without a
+        scaler: The scaler whose iterations count; None for all scalers, and for steps without a
             scaler.
         every: Sample the first step and every multiple of this number; 0 for no sample.
         sinks: Receive the scalars too.
@@ -81,12 +81,12 @@ class Recorder:
         self,
         writer: LineWriter,
         models: Models,
-        engine: Engine | None,
+        scaler: GradScaler | None,
         every: int,
         sinks: Sequence[Sink],
     ) -> None:
         self.num_steps = self.num_skipped = 0
-        self._writer, self._engine, self._every, self._sinks = writer, engine, every, list(sinks)
+        self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
         self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
@@ -103,9 +103,9 @@ class Recorder:
     # --- events of the training -------------------------------------------------------------------
 
     @_unseen
-    def on_loss(self, engine: Engine, outputs: Any) -> None:
+    def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Note a loss before it is scaled."""
-        if self._listens_to(engine):
+        if self._listens_to(scaler):
             if not self._is_scaled:
                 self._loss, self._is_scaled = None, True
             self._add_losses(tensors_in([outputs]))
@@ -133,13 +133,13 @@ class Recorder:
             del self._norms[:-MOST_NORMS]
 
     @_unseen
-    def on_iteration(self, engine: Engine, outcomes: Sequence[Outcome]) -> None:
+    def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
         """Note that ``update`` has ended an iteration."""
-        if not outcomes or not self._listens_to(engine):
+        if not outcomes or not self._listens_to(scaler):
             return
         if self.num_steps == 0:
             for model in self._models:  # gives names to the scaler's own messages
-                engine.names.watch(model)
+                scaler.watch(model)
         for outcome in outcomes:
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
@@ -198,11 +198,11 @@ class Recorder:
         """Return whether events count: a diagnosis removes all observers during its replay."""
         return self in OBSERVERS and self._is_here()
 
-    def _listens_to(self, engine: Engine) -> bool:
-        return self._engine in (None, engine) and self._is_here()
+    def _listens_to(self, scaler: GradScaler) -> bool:
+        return (self._scaler is None or self._scaler is scaler) and self._is_here()
 
     def _counts_plain_steps(self) -> bool:
-        return self._engine is None and not self._is_scaled and self._is_listening()
+        return self._scaler is None and not self._is_scaled and self._is_listening()
 
     def _add_losses(self, outputs: Any) -> None:
         found = [

@@ -134,6 +134,6 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
             look(scaler)
         return original(scaler, *args, **kwargs)
 
-    for made, used in ((GradScaler, GradScaler), (TorchGradScaler, TorchGradScaler)):
-        patches.wrap(made, "__init__", init)
-        patches.wrap(used, "scale", scale)
+    for cls in (GradScaler, TorchGradScaler):
+        patches.wrap(cls, "__init__", init)
+        patches.wrap(cls, "scale", scale)

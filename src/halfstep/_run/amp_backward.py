@@ -19,9 +19,8 @@ from torch import Tensor
 from halfstep._common.patches import Patches
 from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, passes
+from halfstep._scaler import GradScaler, access, passes
 from halfstep._scaler.gradients import Gradients, collect, parameters
-from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.scalars import as_tensor, combine
 
@@ -109,11 +108,9 @@ class Backward:
             self._scaled(run, roots, inputs)
 
     def _scaled(self, run: Callable[[Any], None], roots: list[Tensor], inputs: Any) -> None:
-        engine = self._scaler._engine
-        if engine.iteration.checks:  # one optimizer has stepped, another has not
-            self._scaler.update()
+        access.end_iteration(self._scaler)  # one optimizer has stepped, another has not
         scaled = self._scaler.scale(roots)
-        running = ScaledPass(engine.scales[None], self._fresh)
+        running = ScaledPass(access.unnamed_scale(self._scaler), self._fresh)
         running.include(_reached(scaled, inputs))
         running.include(self._retaining())
         self.running = running
@@ -226,27 +223,29 @@ class FreshGradients:
                 if id(group[0]) not in owners:
                     self._of_unknown = [*_alive(self._of_unknown), unscaled]
 
-    def take(self, optimizer: torch.optim.Optimizer) -> GradientCheck | None:
-        """Return and forget the gradient check of an optimizer since its last step.
+    def take(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[Gradients, dict[torch.device, Tensor]] | None:
+        """Return and forget what was found in the gradients of an optimizer since its last step.
 
         Returns:
-            The check of all its current gradients; those that the script has replaced are checked
-            here. None without gradients, or if none come from a scaled pass.
+            All its current gradients, and by device whether one is inf or NaN; those that the
+            script has replaced are checked here. None without gradients, or if none come from a
+            scaled pass.
         """
         self._optimizers.add(optimizer)
         earlier = self._unscaled.pop(optimizer, []) + self._taken_from_unknown(optimizer)
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
-        scale = earlier[0].scale
         found = [unscaled.found_inf for unscaled in earlier if unscaled.is_alive]
         others = gradients.without(set[int]().union(*(unscaled.present() for unscaled in earlier)))
         if others.grads:
             found.append(passes.check(others))
-        device = scale.tensor.device
+        device = earlier[0].scale.tensor.device
         flags = [flag for by_device in found for flag in by_device.values()]
         found_inf = as_tensor(combine(flags, device), device)
-        return GradientCheck(scale, gradients, {device: found_inf})
+        return gradients, {device: found_inf}
 
     def forget(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the gradients of an optimizer, which were dropped or zeroed."""

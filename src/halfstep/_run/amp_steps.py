@@ -21,10 +21,9 @@ from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, Outcome
+from halfstep._scaler import GradScaler, Outcome, access
 from halfstep._scaler.closures import Undo, UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.optimizers import handles_scale
 
 StepFunction = Callable[..., Any]
@@ -101,14 +100,14 @@ class ScaledSteps:
         running = self._backward.running
         if running is not None:  # an optimizer that steps in a hook, while backward runs
             running.unscale_(parameters(optimizer))
-        check = self._fresh.take(optimizer)
-        if check is None:
+        found = self._fresh.take(optimizer)
+        if found is None:
             # The script made the gradients itself, or there are none.
             return original(optimizer, *args, **kwargs)
         self._script.note_step(optimizer)
-        if self._scaler._engine.iteration.step_of(optimizer) is not None:
+        if access.has_stepped(self._scaler, optimizer):
             self._scaler.update()
-        self._add(check, optimizer)
+        check = access.add_check(self._scaler, optimizer, *found)
         with self._stepping():
             result = self._scaler.step(optimizer, *args, **kwargs)
             was_called = self._thread.was_called
@@ -121,17 +120,15 @@ class ScaledSteps:
     ) -> Any:
         """Step with a closure that may be evaluated many times."""
         self._script.note_step(optimizer)
-        engine = self._scaler._engine
-        if engine.iteration.checks:
-            self._scaler.update()
+        access.end_iteration(self._scaler)
         loss = None
 
         def evaluate() -> Any:
             nonlocal loss
             loss = closure()
-            check = self._fresh.take(optimizer)
-            if check is not None:
-                self._add(check, optimizer)
+            found = self._fresh.take(optimizer)
+            if found is not None:
+                access.add_check(self._scaler, optimizer, *found)
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
@@ -157,9 +154,9 @@ class ScaledSteps:
         undo = Undo(optimizer)
 
         def require_finite() -> None:
-            check = self._fresh.take(optimizer)
-            if check is not None:
-                self._add(check, optimizer)
+            found = self._fresh.take(optimizer)
+            if found is not None:
+                check = access.add_check(self._scaler, optimizer, *found)
                 if any(flag.item() for flag in check.found_inf.values()):
                     raise UnusableEvaluationError
 
@@ -180,11 +177,6 @@ class ScaledSteps:
         self._schedules.note(optimizer, True)
         return result
 
-    def _add(self, check: GradientCheck, optimizer: Optimizer) -> None:
-        engine = self._scaler._engine
-        engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(check)
-        engine.iteration.add(check)
-
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         self._thread.is_stepping, self._thread.was_called = True, False
@@ -202,8 +194,7 @@ class ScaledSteps:
 
     def end(self) -> None:
         """Update the scale after the last steps."""
-        if self._scaler._engine.iteration.checks:
-            self._scaler.update()
+        access.end_iteration(self._scaler)
 
 
 def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -117,7 +117,7 @@ class Session:
         if self._options.is_diagnosing:
             from halfstep._diagnose.watch import Watch
 
-            self._watch = Watch(engine=None, model=None, tell=self._tell)
+            self._watch = Watch(tell=self._tell)
         self._stack.enter_context(replaced(policy))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))

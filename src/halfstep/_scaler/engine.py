@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from halfstep._scaler import clipping, passes, step
+from halfstep._scaler.access import OBSERVERS
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale, Scales, for_each
 from halfstep._scaler.names import Names
 from halfstep._scaler.norm_limits import NormLimits
-from halfstep._scaler.observers import OBSERVERS
 from halfstep._scaler.optimizers import handles_scale, name
 from halfstep._scaler.outcome import Journal
 from halfstep._scaler.ranks.deciding import Alone, Together
@@ -26,6 +28,9 @@ from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused, Waiting
 from halfstep.errors import CallOrderError, NothingCheckedError
 
+if TYPE_CHECKING:
+    from halfstep._scaler.scaler import GradScaler
+
 
 class Engine:
     """Scales of all losses, and what has been done since the last ``update``.
@@ -33,10 +38,12 @@ class Engine:
     Args:
         first: The state that the scale of every loss starts from.
         ranks: Finds out with which other ranks the steps are decided.
+        scaler: The scaler, as observers are to see it.
     """
 
-    def __init__(self, first: ScaleState, ranks: Ranks) -> None:
+    def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
         self.ranks = ranks
+        self._scaler = weakref.ref(scaler)
         self.scales = Scales(first)
         self.iteration = Iteration()
         self.journal = Journal()
@@ -54,7 +61,7 @@ class Engine:
             iteration.watch()
         if OBSERVERS and not is_traced:
             for observer in OBSERVERS:
-                observer.on_loss(self, outputs)
+                observer.on_loss(self._owner(), outputs)
         scale = self.scales.get(loss) or LossScale(self.scales.first)
         if isinstance(outputs, Tensor):
             scaled = scale.multiply(outputs, is_traced=is_traced)
@@ -280,4 +287,19 @@ class Engine:
         for outcome in outcomes:
             outcome.after = outcome.loss_scale.snapshot()
         for observer in OBSERVERS:
-            observer.on_iteration(self, outcomes)
+            observer.on_iteration(self._owner(), outcomes)
+
+    def _owner(self) -> GradScaler:
+        scaler = self._scaler()
+        assert scaler is not None
+        return scaler
+
+    def copy_alone(self, scale: float | None) -> Engine:
+        """Return an engine that begins anew with these scales, or this one, on this rank alone."""
+        first, states = self.scales.first, self.scales.read()
+        if scale is not None:
+            first = replace(first, scale=scale)
+            states = {loss: replace(state, scale=scale) for loss, state in states.items()}
+        copied = Engine(first, Ranks("local"), self._owner())
+        copied.scales.load(states)
+        return copied

@@ -20,13 +20,13 @@ from torch import Tensor
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, gates, reporting, step
+from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.alarm import Alarm, OnSkips
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.devices import available_device
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.observers import THIS_THREAD
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import HistoryEntry, Outcome
 from halfstep._scaler.ranks.finding import Ranks
@@ -165,7 +165,7 @@ class GradScaler(TorchAttributes):
                 f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
             )
         first = ScaleState.first(init_scale, rule, min_scale, max_scale)
-        self._engine = Engine(first, Ranks(process_group, device_mesh))
+        self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
         if module is not None:
             self.watch(module)
@@ -520,7 +520,7 @@ class GradScaler(TorchAttributes):
         # Imported here: what diagnoses stands on top of what scales.
         from halfstep._diagnose.watch import Watch
 
-        return Watch(self._engine if self.is_enabled() else None, model, tell)
+        return Watch(self if self.is_enabled() else None, model, tell)
 
     def after_step(
         self,
@@ -694,7 +694,7 @@ class GradScaler(TorchAttributes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a scaler with the state of another."""
         saved = state.pop("_saved")
-        self.__dict__ |= state | {"_engine": Engine(state["_engine"], Ranks())}
+        self.__dict__ |= state | {"_engine": Engine(state["_engine"], Ranks(), self)}
         if saved:
             self.load_state_dict(saved)
 
