@@ -29,23 +29,9 @@ class _Event(Struct, frozen=True, gc=False, tag_field="event"):
 
 
 class Header(_Event, tag="run", frozen=True):
-    """The first line of a segment; missing values are "unknown" or None.
+    """The first line of a segment; missing values are "unknown" or None."""
 
-    Attributes:
-        started: When the segment began, ISO 8601.
-        halfstep: Version.
-        torch: Version.
-        python: Version.
-        device: Device type.
-        machine: Name of the processor or the GPU.
-        cores: Number of cores of the machine.
-        command: The command line.
-        world_size: Number of processes that take part.
-        every: Every how many steps a sample is taken.
-        crc: The checksum of the line; None in records of versions that wrote none.
-    """
-
-    started: str = "unknown"
+    started: str = "unknown"  # ISO 8601
     halfstep: str = "unknown"
     torch: str = "unknown"
     python: str = "unknown"
@@ -55,16 +41,11 @@ class Header(_Event, tag="run", frozen=True):
     command: tuple[str, ...] = ()
     world_size: Count | None = None
     every: Count | None = None
-    crc: str | None = None
+    crc: str | None = None  # records of the first versions have no checksums
 
 
 class Device(_Event, tag="device", frozen=True):
-    """The device of the first step.
-
-    Attributes:
-        device: Device type.
-        machine: Name of the processor or the GPU.
-    """
+    """The device of the first step: its type, and the name of the processor or the GPU."""
 
     device: str
     machine: str
@@ -76,7 +57,7 @@ class Model(_Event, tag="model", frozen=True):
     Attributes:
         step: When it was first seen to run.
         name: Of its class.
-        parameters: Number of entries of its parameters.
+        parameters: Number of their entries.
         modules: In the order in which they ran.
         note: A note for the reader.
         rank: The rank that has it, if the first rank has another model, as in a pipeline.
@@ -91,14 +72,7 @@ class Model(_Event, tag="model", frozen=True):
 
 
 class PolicySeen(_Event, tag="policy", frozen=True):
-    """The policy from a step on.
-
-    Attributes:
-        step: When it was first seen.
-        device: Device type.
-        dtype: The lower precision, such as ``"float16"``.
-        text: The policy as text.
-    """
+    """The policy on a device from a step on, and its lower precision, such as ``"float16"``."""
 
     step: Count
     device: str
@@ -137,11 +111,7 @@ class Step(_Event, tag="step", frozen=True):
     bad_losses: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check what the types cannot express.
-
-        Raises:
-            ValueError: A number is finite, and too large for the float32 that it was.
-        """
+        """Raise ``ValueError`` for a finite number that is too large for the float32 it was."""
         for value in (self.norm, self.loss):
             if value is not None and LARGEST < abs(value) < math.inf:
                 raise ValueError(f"{value} is not a float32")
@@ -155,7 +125,7 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
     Attributes:
         kind: What it is.
         name: Of the parameter or of the module.
-        dtype: Its dtype, e.g. ``"float16"``.
+        dtype: Such as ``"float16"``.
     """
 
     kind: Kind
@@ -168,11 +138,7 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
         return cls(kind=kind, name=name, dtype=dtype, **asdict(statistics))
 
     def __post_init__(self) -> None:
-        """Check what the types cannot express.
-
-        Raises:
-            ValueError: Counts of a format are missing, or bins lie outside the range of floats.
-        """
+        """Raise ``ValueError`` if counts of a format are missing or bins exceed floats."""
         if not (FORMATS.keys() <= self.underflow.keys() and FORMATS.keys() <= self.overflow.keys()):
             raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
         last = self.first + len(self.histogram) - 1
@@ -216,13 +182,7 @@ class Culprits(_Event, tag="culprits", frozen=True):
 
 
 class Diagnosed(Struct, frozen=True):
-    """A step that went bad and was replayed.
-
-    Attributes:
-        rank: The rank that saw it.
-        step: Number of the iteration in the record.
-        diagnosis: The diagnosis.
-    """
+    """A step that went bad on a rank and was replayed there."""
 
     rank: int
     step: int
@@ -230,12 +190,7 @@ class Diagnosed(Struct, frozen=True):
 
 
 class Note(_Event, tag="note", frozen=True):
-    """A note by the recorder.
-
-    Attributes:
-        step: When.
-        text: What.
-    """
+    """A note by the recorder."""
 
     step: Count
     text: str

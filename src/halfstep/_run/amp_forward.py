@@ -24,14 +24,7 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class Forward:
-    """Runs top-level calls under autocast.
-
-    Args:
-        dtype: The lower precision.
-        policy: As for :class:`halfstep.autocast`; its rules for modules apply to the first module
-            that runs.
-        script: Notes what was found.
-    """
+    """Runs top-level calls under autocast; rules for modules apply to the first one that runs."""
 
     def __init__(
         self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
