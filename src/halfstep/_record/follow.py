@@ -16,17 +16,14 @@ from halfstep._record.run import Note, Run, Sample
 class RecordUpdate:
     """The additions to a record since the last read.
 
-    Attributes:
-        new: The run as it is now, but with only the new steps, samples, culprits, diagnoses and
-            notes; of the samples at most one, the latest.
-        is_anew: Whether this starts a record, as in the first update and after the files were
-            replaced: nothing read before belongs to it.
-        written: When a rank wrote last, in seconds since the epoch.
+    ``new`` is the run as it is now, but with only the new steps, samples, culprits, diagnoses and
+    notes; of the samples at most one, the latest. If ``is_anew``, as in the first update and after
+    the files were replaced, nothing read before belongs to it.
     """
 
     new: Run
     is_anew: bool
-    written: float
+    written: float  # when a rank wrote last, in seconds since the epoch
 
 
 class Follower:

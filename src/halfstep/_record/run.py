@@ -52,23 +52,14 @@ class Device(_Event, tag="device", frozen=True):
 
 
 class Model(_Event, tag="model", frozen=True):
-    """A model that is trained.
+    """A model that is trained."""
 
-    Attributes:
-        step: When it was first seen to run.
-        name: Of its class.
-        parameters: Number of their entries.
-        modules: In the order in which they ran.
-        note: A note for the reader.
-        rank: The rank that has it, if the first rank has another model, as in a pipeline.
-    """
-
-    step: Count
-    name: str
-    parameters: Count
-    modules: tuple[str, ...]
+    step: Count  # when it was first seen to run
+    name: str  # of its class
+    parameters: Count  # entries of them
+    modules: tuple[str, ...]  # in the order in which they ran
     note: str | None = None
-    rank: int | None = None
+    rank: int | None = None  # that has it, if the first rank has another, as in a pipeline
 
 
 class PolicySeen(_Event, tag="policy", frozen=True):
@@ -81,34 +72,19 @@ class PolicySeen(_Event, tag="policy", frozen=True):
 
 
 class Step(_Event, tag="step", frozen=True):
-    """One step of one optimizer.
+    """One step of one optimizer."""
 
-    Attributes:
-        step: Number of the iteration in the record, from 1.
-        time: Seconds since the record (its first segment) began.
-        optimizer: Class name of the optimizer.
-        taken: Whether the step was taken.
-        reason: Why it was skipped, None if taken.
-        scale: What the loss was multiplied by, None without a scaler.
-        scale_after: The scale of the next iteration.
-        norm: L2 norm of the unscaled gradients before clipping, None where it was not measured.
-        loss: The loss before scaling, None where it was not seen. Of several ranks the mean over
-            those that have one.
-        rank: The first rank whose gradients were inf or NaN; None if none were, or unknown.
-        bad_losses: The ranks whose loss was inf or NaN.
-    """
-
-    step: Count
-    time: Seconds
-    optimizer: str
+    step: Count  # number of the iteration in the record, from 1
+    time: Seconds  # since the first segment of the record began
+    optimizer: str  # its class
     taken: bool
-    reason: str | None
-    scale: Scale | None
+    reason: str | None  # why it was skipped
+    scale: Scale | None  # what the loss was multiplied by; None without a scaler
     scale_after: Scale | None
-    norm: float | None
-    loss: float | None
-    rank: Count | None = None
-    bad_losses: tuple[int, ...] = ()
+    norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
+    loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
+    rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
+    bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a finite number that is too large for the float32 it was."""
@@ -147,36 +123,20 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
 
 
 class Sample(_Event, tag="sample", frozen=True):
-    """A sampled step.
+    """A sampled step."""
 
-    Attributes:
-        step: Number of the iteration in the record.
-        scale: What its gradients are multiplied by; 1.0 without a scaler.
-        tensors: Its tensors, in the order of the model.
-    """
-
-    step: Count
-    scale: Scale
-    tensors: tuple[Measured, ...]
+    step: Count  # number of the iteration in the record
+    scale: Scale  # of its gradients; 1.0 without a scaler
+    tensors: tuple[Measured, ...]  # in the order of the model
 
 
 class Culprits(_Event, tag="culprits", frozen=True):
-    """The parameters whose gradients were inf or NaN in a skipped step.
+    """The parameters whose gradients were inf or NaN in a skipped step, on one rank."""
 
-    Attributes:
-        step: Number of the iteration in the record.
-        optimizer: Class name of the optimizer.
-        began_in: Path of the module where the backward pass first left the range; None if the
-            gradients do not show it.
-        parameters: Their names, at most 20 of them.
-        num_parameters: How many there are.
-        rank: The rank that saw it.
-    """
-
-    step: Count
-    optimizer: str
-    began_in: str | None
-    parameters: tuple[str, ...]
+    step: Count  # number of the iteration in the record
+    optimizer: str  # its class
+    began_in: str | None  # the module where the backward pass first left the range, if that shows
+    parameters: tuple[str, ...]  # names of the first 20
     num_parameters: Count
     rank: int = 0
 
@@ -197,58 +157,32 @@ class Note(_Event, tag="note", frozen=True):
 
 
 class End(_Event, tag="end", frozen=True):
-    """The end of a segment.
+    """The end of a segment."""
 
-    Attributes:
-        error: The error that ended it; None if it ended well.
-        time: Seconds since the record (its first segment) began; None if unknown.
-    """
-
-    error: str | None
-    time: Seconds | None = None
+    error: str | None  # that ended it; None if it ended well
+    time: Seconds | None = None  # since the first segment of the record began
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a record, with ranks and segments joined.
+    """The contents of a record, with ranks and segments joined."""
 
-    Attributes:
-        path: The folder.
-        header: The first line of rank 0, of the last segment: versions, machine, command, every.
-        starts: The number of the first step of each segment: one for each start of the run.
-        ranks: The ranks that have written.
-        models: Those of the first rank, and those that only others have.
-        policies: Those of the first rank.
-        steps: Those of the first rank, in order, with the losses of all.
-        samples: The sampled steps, of all ranks together.
-        culprits: Of all ranks.
-        diagnoses: Of all ranks, by step.
-        notes: Notes of the recorders and of the reader: ranks that disagree, and all of
-            ``left_out``.
-        left_out: The lines that are cut or damaged and were left out.
-        error: The error that ended the last segment, on the first rank that failed; None if it
-            ended well.
-        error_rank: The rank of that error.
-        without_end: The ranks whose last segment has no end: still running, or killed.
-        trace: The trace in ``trace.json``, None if there is none.
-    """
-
-    path: Path
-    header: Header
-    starts: tuple[int, ...]
-    ranks: tuple[int, ...]
-    models: tuple[Model, ...]
-    policies: tuple[PolicySeen, ...]
-    steps: tuple[Step, ...]
-    samples: tuple[Sample, ...]
-    culprits: tuple[Culprits, ...]
-    diagnoses: tuple[Diagnosed, ...]
-    notes: tuple[Note, ...]
-    left_out: tuple[Note, ...]
-    error: str | None
-    error_rank: int | None
-    without_end: tuple[int, ...]
-    trace: Recording | None
+    path: Path  # the folder
+    header: Header  # of the last segment of the first rank
+    starts: tuple[int, ...]  # the first step of each segment: one for each start of the run
+    ranks: tuple[int, ...]  # that have written
+    models: tuple[Model, ...]  # of the first rank, and those that only others have
+    policies: tuple[PolicySeen, ...]  # of the first rank
+    steps: tuple[Step, ...]  # of the first rank, with the losses of all
+    samples: tuple[Sample, ...]  # of all ranks together
+    culprits: tuple[Culprits, ...]  # of all ranks, by step
+    diagnoses: tuple[Diagnosed, ...]  # of all ranks, by step
+    notes: tuple[Note, ...]  # by recorders and reader: ranks that disagree, and all of left_out
+    left_out: tuple[Note, ...]  # on lines that are cut or damaged
+    error: str | None  # that ended the last segment, on the first rank that failed
+    error_rank: int | None  # where it was
+    without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
+    trace: Recording | None  # in trace.json
 
     @property
     def num_segments(self) -> int:

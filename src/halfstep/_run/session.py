@@ -50,19 +50,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run.
-
-    Attributes:
-        policy: The policy of ``torch.autocast`` where the script gives none.
-        folder: The folder of the record; None for a new one.
-        every: The number of steps between samples of tensors, 0 for none.
-        is_quiet: Whether to print no diagnosis and no message at the end.
-        amp: The lower precision to train in, for a script without autocast.
-        is_diagnosing: Whether to replay steps that go bad.
-    """
+    """The options of a run, as ``halfstep run --help`` describes them."""
 
     policy: Policy
-    folder: Path | None
+    folder: Path | None  # None for a new one
     every: int
     is_quiet: bool
     amp: torch.dtype | None
