@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among values, and in the tuples, lists and mappings among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+        elif isinstance(value, Mapping):
+            yield from tensors_in(list(value.values()))
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -40,5 +53,6 @@ def like(container: Any, items: Iterable[Any]) -> Any:
         return result
     if isinstance(container, (list, tuple)):
         # A named tuple takes its fields one by one.
-        return getattr(type(container), "_make", type(container))(items)
+        is_named = hasattr(container, "_fields")
+        return type(container)(*items) if is_named else type(container)(items)
     return items

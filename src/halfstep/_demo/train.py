@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import GradScaler, autocast
-from halfstep._autocast.casts import tensors_in
+from halfstep._common.nested import tensors_in
 from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._demo.settings import DemoSettings, TrainingPrecision

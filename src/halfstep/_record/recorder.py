@@ -15,8 +15,8 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
+from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.files import Event, LineWriter

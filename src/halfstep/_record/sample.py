@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._autocast import scopes
-from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import without_wrappers
+from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import measure
 from halfstep._numerics.statistics import Statistics, merged
