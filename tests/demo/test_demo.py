@@ -62,11 +62,11 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(finished):
 def interrupt_at(monkeypatch, name, steps):
     """Press Ctrl-C after some steps of one of the runs."""
 
-    def step(self, run):
+    def show(self, run):
         if run.precision.name == name and len(run.losses) == steps:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ProgressLines, "step", step)
+    monkeypatch.setattr(ProgressLines, "show", show)
 
 
 def test_ctrl_c_shows_and_writes_what_there_is(monkeypatch, tmp_path):
@@ -117,10 +117,9 @@ def test_bars_are_drawn_on_a_terminal_and_left_behind():
     console = Console(file=stream, force_terminal=True, width=80)
     run = PrecisionRun(PRECISIONS["fp16"], 200)
     with ProgressBars(console) as bars:
-        bars.begin(run)
+        bars.show(run)
         run.losses, run.seconds, run.scales = [3.25, 2.5], [0.1, 0.2], [65536.0, 65536.0]
-        bars.step(run)
-        bars.end(run)
+        bars.show(run)
     assert "loss 2.500  scale 2^16  200 ms/step" in stream.getvalue()
     assert "2/200" in stream.getvalue()
 

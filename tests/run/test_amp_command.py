@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep._cli import main
 from halfstep._run.amp import mixed_precision
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -443,12 +444,11 @@ def test_it_is_said_at_sys_exit_and_not_after_an_error() -> None:
     assert len(said) == 1
 
 
-def test_another_dtype_is_refused() -> None:
-    with (
-        pytest.raises(ValueError, match=r"pass torch\.float16 or"),
-        mixed_precision(torch.float32, print),
-    ):
-        pass
+def test_another_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--amp", "fp32", "train.py"])
+    assert ended.value.code == 2
+    assert "argument --amp: invalid choice: 'fp32'" in capsys.readouterr().err
 
 
 # --- what the script does itself ------------------------------------------------------------------

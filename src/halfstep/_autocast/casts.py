@@ -3,7 +3,7 @@
 A kernel calls its op with the Autocast key excluded: what the op is made of is not cast again.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weigh
 from halfstep._autocast.hold import Held
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.written import rules_of
+from halfstep._common.nested import tensors_in
 from halfstep._pytorch import dispatch, distributed
 from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
 
@@ -329,14 +330,3 @@ def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
             key, dtype = tensor.dim() > 0, tensor.dtype
             dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
     return dtypes.get(True, dtypes.get(False))
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in the tuples, lists and mappings among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-        elif isinstance(value, Mapping):
-            yield from tensors_in(list(value.values()))

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from halfstep._autocast import hold, scopes
-from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel, tensors_in
+from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel
 from halfstep._autocast.policy import Policy, check, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
+from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, compiler, dispatch, library
 from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
 from halfstep.errors import CallOrderError

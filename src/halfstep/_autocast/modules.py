@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
 from halfstep._autocast.rule import did_you_mean
+from halfstep._common.nested import tensors_in
 from halfstep._pytorch import amp, distributed
 
 

@@ -1,9 +1,9 @@
 """The ``halfstep`` command.
 
-Each subcommand is a module of this package with ``add_parser(subcommands)``; it sets the default
-``run``, a function from the parsed arguments to the exit code, and imports what it needs in that
-function. To add a subcommand, add it to ``_build_parser``. ``--help`` loads no PyTorch, nor do the
-commands that read a record.
+Each subcommand is a module of this package, listed in ``_build_parser``, with ``HELP``,
+``DESCRIPTION``, ``EPILOG``, ``add_arguments(parser)`` and ``run``, from the parsed arguments to the
+exit code, which imports what it needs. ``--help`` loads no PyTorch, nor do the commands that read a
+record.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import NoReturn
 from halfstep import __version__
 from halfstep._cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, ending_at_interrupts
 from halfstep._common.text import printable
+from halfstep.errors import DemoError, RecordError
 
 _WITHOUT_PYTORCH = ("watch", "report", "check")
 
@@ -45,22 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code
     except CommandError as error:
-        print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as error:
-        if is_script:
-            raise
-        if sys.stdout is not None:
-            # The reader of a pipe has gone (`| head -1`), or the disk is full.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            print(printable(f"halfstep {arguments.command}: {error}"), file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
+        return _tell(arguments.command, error)
+    except (OSError, RecordError, DemoError, KeyboardInterrupt) as error:
         if is_script:
             raise  # Python ends as it would without us
-        print("\nInterrupted.", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        if isinstance(error, KeyboardInterrupt):
+            print("\nInterrupted.", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        if isinstance(error, OSError) and sys.stdout is not None:
+            # The reader of a pipe has gone (`| head -1`), or the disk is full.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_USAGE if isinstance(error, BrokenPipeError) else _tell(arguments.command, error)
+
+
+def _tell(command: str, error: Exception) -> int:
+    print(printable(f"halfstep {command}: {error}"), file=sys.stderr)
+    return EXIT_USAGE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,5 +81,13 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"halfstep {__version__}")
     subcommands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     for command in (run, watch, report, check, doctor, tune, policy, demo):
-        command.add_parser(subcommands)
+        own = subcommands.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            description=command.DESCRIPTION,
+            epilog=command.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        own.set_defaults(run=command.run)
+        command.add_arguments(own)
     return parser

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
-from halfstep._cli.records import RUN_HELP, run_at
+from halfstep._cli.report import RUN_HELP, run_at
 from halfstep._common.text import printable
 
+HELP = "exit with 1 if a recorded run goes beyond limits, for CI"
+DESCRIPTION = "Holds a recorded run to limits."
 EPILOG = """\
 Exit code 0 and one line if all limits hold; 1 and a line for each that does not; 2 if there is no
 record to read. A SHARE is 1% or 0.01. Without any limit it checks
@@ -25,15 +26,8 @@ examples:
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``check`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "check",
-        help="exit with 1 if a recorded run goes beyond limits, for CI",
-        description="Holds a recorded run to limits.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
     for name, text in (
         ("skipped", "of the steps skipped, those at the start of dynamic scaling left out"),
@@ -53,7 +47,6 @@ def add_parser(subcommands: Any) -> None:
         action="store_true",
         help="the run may still be going, have been killed, or have ended with an error",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

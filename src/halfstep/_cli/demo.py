@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError, require_rich
+from halfstep._cli.exits import EXIT_INTERRUPTED, require_rich
 
+HELP = "train a small GPT in fp32, bf16 and fp16 and compare"
+DESCRIPTION = (
+    "Trains a small character-level GPT on English text with the same seed, weights and data in "
+    "fp32, bf16 autocast, fp16 autocast without and with GradScaler; prints a table and writes a "
+    "plot and all numbers."
+)
 EPILOG = """\
 examples:
   halfstep demo                                the default: four runs of 200 steps on the CPU
@@ -19,19 +24,8 @@ Ctrl-C ends the training and shows what there is so far (exit code 130).
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``demo`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "demo",
-        help="train a small GPT in fp32, bf16 and fp16 and compare",
-        description=(
-            "Trains a small character-level GPT on English text with the same seed, weights and "
-            "data in fp32, bf16 autocast, fp16 autocast without and with GradScaler; prints a "
-            "table and writes a plot and all numbers."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "--precision",
         nargs="+",
@@ -60,7 +54,6 @@ def add_parser(subcommands: Any) -> None:
         default=Path("demo-out"),
         help="for losses.svg and results.json (default: demo-out)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     require_rich()
     from halfstep._demo.demo import run_demo
     from halfstep._demo.settings import DemoSettings
-    from halfstep.errors import DemoError
 
     given = {
         name: getattr(arguments, name)
@@ -77,8 +69,5 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.precision is not None:
         given["precisions"] = tuple(arguments.precision)
-    try:
-        was_finished = run_demo(DemoSettings(**given), arguments.output)
-    except DemoError as error:
-        raise CommandError(str(error)) from None
+    was_finished = run_demo(DemoSettings(**given), arguments.output)
     return 0 if was_finished else EXIT_INTERRUPTED

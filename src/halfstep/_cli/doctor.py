@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from halfstep._doctor.finding import Checkup
     from halfstep._doctor.hardware import MachineReport
 
+HELP = "say which precision suits this machine, and what is wrong in a script"
+DESCRIPTION = (
+    "Measures which dtypes this machine is fast at (a second or two), shows the switches of "
+    "PyTorch that matter, and reads scripts for mistakes in mixed precision."
+)
 EPILOG = """\
 Exit code 0 if nothing bad and no warning is found, 1 if there is, 2 if a file cannot be read.
 Scripts are read, not run. A comment in the line of a finding takes it back:
@@ -28,20 +33,11 @@ examples:
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``doctor`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "doctor",
-        help="say which precision suits this machine, and what is wrong in a script",
-        description="Measures which dtypes this machine is fast at (a second or two), shows the "
-        "switches of PyTorch that matter, and reads scripts for mistakes in mixed precision.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--no-machine", action="store_true", help="only read scripts")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

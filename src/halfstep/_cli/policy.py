@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
 
 if TYPE_CHECKING:
     from halfstep import Policy
 
+HELP = "show, compare and check policies: which op runs in which dtype"
+DESCRIPTION = "Looks at policies, the tables that say which op runs in which dtype."
 EPILOG = """\
 POLICY is a TOML file, a preset (standard, torch, torch-cuda, bf16-lean, apex-o1, fp32), or the text
 of a policy: a preset and rules, "standard; softmax[bf16]:lower".
@@ -24,15 +26,8 @@ examples:
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``policy`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "policy",
-        help="show, compare and check policies: which op runs in which dtype",
-        description="Looks at policies, the tables that say which op runs in which dtype.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     verbs = parser.add_subparsers(dest="verb", title="what to do", metavar="VERB", required=True)
 
     show = verbs.add_parser("show", help="print the rules, or what is decided for one op")
@@ -41,16 +36,19 @@ def add_parser(subcommands: Any) -> None:
     show.add_argument(
         "--module", metavar="NAME", default="", help="with --op, in this module: blocks.0.attn"
     )
-    show.set_defaults(run=_show)
 
     diff = verbs.add_parser("diff", help="print what two policies do differently")
     diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
     diff.add_argument("after", metavar="POLICY", help="another one")
-    diff.set_defaults(run=_diff)
 
     check = verbs.add_parser("check", help="say whether a file can be used; exit code 1 if not")
     check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
-    check.set_defaults(run=_check)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the arguments say and return the exit code."""
+    verbs = {"show": _show, "diff": _diff, "check": _check}
+    return verbs[arguments.verb](arguments)
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, ending_at_interrupts
-from halfstep._cli.records import RUN_HELP, run_at
 from halfstep._common.text import printable, tell
+from halfstep._record.files import RUNS, files_in, newest_in
 
 if TYPE_CHECKING:
     from halfstep._record.run import Run
 
+RUN_HELP = f"folder of the record; left out, the newest under {RUNS}/"
+HELP = "say what happened in a recorded run, on one page"
+DESCRIPTION = (
+    "Writes a page about a recorded run (one HTML file, no network) and prints what there is to "
+    "know in sentences. The record may still be being written."
+)
 EPILOG = """\
 examples:
   halfstep report runs/a                  writes runs/a/report.html, prints what there is to know
@@ -25,16 +32,8 @@ examples:
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``report`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "report",
-        help="say what happened in a recorded run, on one page",
-        description="Writes a page about a recorded run (one HTML file, no network) and prints "
-        "what there is to know in sentences. The record may still be being written.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument(
         "--against", type=Path, metavar="RUN", help="another record to compare it with"
@@ -49,7 +48,6 @@ def add_parser(subcommands: Any) -> None:
         metavar="FILE",
         help="the page (default: report.html in the folder; comparison.html with --against)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,6 +66,26 @@ def run(arguments: argparse.Namespace) -> int:
         name = "report.html" if against is None else "comparison.html"
         print(_written(arguments.output or run.path / name, page))
     return 0
+
+
+def run_at(path: Path | None) -> Run:
+    """Read the record in a folder, or the newest under ``runs/``, whose path goes to stderr."""
+    from halfstep._record.read import read_run
+
+    if path is None:
+        path = newest_in(RUNS)
+        if path is None:
+            raise CommandError(f"there is no record under {RUNS}/: name the folder of one")
+        print(printable(f"{path}: the newest record under {RUNS}/"), file=sys.stderr)
+    if path.is_file() and path not in files_in(path.parent).values():
+        raise CommandError(f"{path} is a file: give the folder of a record")
+    run = read_run(path)
+    if not run.num_steps:
+        raise CommandError(
+            f"{path}: the record holds no step: the run ended before the first step of an "
+            "optimizer, or has not come so far"
+        )
+    return run
 
 
 def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:

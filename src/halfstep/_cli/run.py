@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts
 from halfstep._cli.policy import read_policy
@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from halfstep import Policy
     from halfstep._run.session import Session
 
+HELP = "run a training script with halfstep in place of torch.amp, and record it"
+DESCRIPTION = (
+    "Runs a script with halfstep's autocast and GradScaler in place of PyTorch's, under all "
+    "their names, and writes what happens in each step into a folder."
+)
 EPILOG = """\
 Options stand before the script; what stands after it is the script's.
 
@@ -28,20 +33,10 @@ Afterwards: halfstep report DIR. docs/run.md says what is replaced and what is r
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``run`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "run",
-        help="run a training script with halfstep in place of torch.amp, and record it",
-        description=(
-            "Runs a script with halfstep's autocast and GradScaler in place of PyTorch's, under "
-            "all their names, and writes what happens in each step into a folder."
-        ),
-        usage="halfstep run [options] [-m] target [arguments ...]",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.usage = "halfstep run [options] [-m] target [arguments ...]"
+    parser.allow_abbrev = False  # an abbreviation may be an option of the script
     parser.add_argument(
         "--policy",
         metavar="POLICY",
@@ -83,7 +78,7 @@ def add_parser(subcommands: Any) -> None:
         metavar="target",
         help="a script, or with -m a module, and its arguments",
     )
-    parser.set_defaults(run=run, print_help=parser.print_help, default=parser.get_default)
+    parser.set_defaults(parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,7 +95,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
     """Return the session that runs the target; None, with the help printed, if none is given."""
     words = arguments.target[1:] if arguments.target[:1] == ["--"] else arguments.target
     if not words:
-        arguments.print_help()
+        arguments.parser.print_help()
         return None
     target, *rest = words
     _refuse_launcher(target, rest, arguments)
@@ -137,7 +132,7 @@ def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace
     options = [
         word
         for name, value in given.items()
-        if value != arguments.default(name)
+        if value != arguments.parser.get_default(name)
         for word in (f"--{name}", str(value))
     ]
     options += ["--diagnose"] if arguments.diagnose else []

@@ -14,6 +14,11 @@ from typing import Any
 from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError
 from halfstep._cli.policy import read_policy
 
+HELP = "find which modules must stay in fp32, and write a policy"
+DESCRIPTION = (
+    "Compares a model in lower precision with float32, module by module, and finds the smallest "
+    "set of modules to keep in float32."
+)
 EPILOG = """\
 TARGET is a function that takes nothing and returns (model, batches, loss_fn):
 
@@ -34,18 +39,8 @@ that has no autocast: halfstep run --amp fp16 --policy policy.toml train.py. Mor
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``tune`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "tune",
-        help="find which modules must stay in fp32, and write a policy",
-        description=(
-            "Compares a model in lower precision with float32, module by module, and finds the "
-            "smallest set of modules to keep in float32."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "target", metavar="TARGET", help="file.py:function or package.module:function"
     )
@@ -70,7 +65,6 @@ def add_parser(subcommands: Any) -> None:
         default="standard",
         help="to start from: a TOML file, a preset, or the text of a policy (default: standard)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,14 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from halfstep import tune
-    from halfstep.errors import RecordError
 
     model, batches, loss_fn = _made(arguments.target, function)
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[arguments.dtype]
     try:
         tuned = tune(model, batches, loss_fn, dtype, arguments.error, arguments.record, policy)
-    except RecordError as error:
-        raise CommandError(str(error)) from None
     except KeyboardInterrupt:
         cure = "with --record FILE the same command would go on from here"
         if arguments.record is not None:
@@ -118,11 +109,7 @@ def _error(text: str) -> float:
 
 
 def _function(target: str) -> Callable[[], Any]:
-    """Return the function that a target names.
-
-    Raises:
-        CommandError: There is no such function.
-    """
+    """Return the function that a target names."""
     place, colon, name = target.rpartition(":")
     if not (place and colon and name.isidentifier()):
         raise CommandError(
@@ -171,11 +158,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
-    """Call the function, and return its model, batches and loss function.
-
-    Raises:
-        CommandError: Its result cannot be tuned.
-    """
+    """Call the function, and return its model, batches and loss function."""
     from halfstep._tune.task import Task
     from halfstep._tune.tuner import require_batches
 

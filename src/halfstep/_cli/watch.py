@@ -7,15 +7,20 @@ import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError, require_rich
 from halfstep._record.files import files_in
-from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
     from halfstep._watch.loop import View
 
+HELP = "look at a training while it runs: loss, scale, skips, the worst layers"
+DESCRIPTION = (
+    "Shows a recorded training while it runs, from a second terminal: loss, scale and norm of "
+    "all steps, the skips, and the layers that are closest to the ends of their format. Where "
+    "the output is no terminal, it prints plain lines."
+)
 EPILOG = """\
 examples:
   halfstep watch runs/x                     while the training runs in another terminal
@@ -28,19 +33,8 @@ leaves the training alone. Either way the exit code is 0.
 """
 
 
-def add_parser(subcommands: Any) -> None:
-    """Add ``watch`` to the subparsers of the command line."""
-    parser = subcommands.add_parser(
-        "watch",
-        help="look at a training while it runs: loss, scale, skips, the worst layers",
-        description=(
-            "Shows a recorded training while it runs, from a second terminal: loss, scale and norm "
-            "of all steps, the skips, and the layers that are closest to the ends of their format. "
-            "Where the output is no terminal, it prints plain lines."
-        ),
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "record",
         metavar="RUN",
@@ -56,7 +50,6 @@ def add_parser(subcommands: Any) -> None:
         help="in plain lines, print every N-th step (default: as often as samples are taken); "
         "skips are always printed",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,11 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             _print_once(path)
         else:
             _watch(path, every)
-    except RecordError as error:
-        raise CommandError(str(error)) from None
-    except (
-        BrokenPipeError
-    ):  # `| head` has ended; Python must not flush the rest into the closed pipe
+    except BrokenPipeError:
+        # `| head` has ended; Python must not flush the rest into the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

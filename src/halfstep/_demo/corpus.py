@@ -17,27 +17,16 @@ LARGEST_FILE = 128 * 2**20
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as character numbers.
-
-    Attributes:
-        source: where the text comes from.
-        vocab: number of different characters.
-        train: int64 ``[n]``.
-        held_out: int64 ``[m]``, every tenth of a hundred blocks, never trained on.
-    """
+    """A text as character numbers, int64."""
 
     source: str
-    vocab: int
+    vocab: int  # number of different characters
     train: Tensor
-    held_out: Tensor
+    held_out: Tensor  # every tenth of a hundred blocks, never trained on
 
     @classmethod
     def load(cls, path: Path | None, context: int) -> Corpus:
-        """Read the text and split it.
-
-        Args:
-            path: a UTF-8 file, or None for Python's own documentation (``pydoc_data.topics``).
-            context: characters that the model sees at once.
+        """Read a UTF-8 file, or Python's own documentation, and split it.
 
         Raises:
             DemoError: The file cannot be read, is not a text, or is too short for ``context``.

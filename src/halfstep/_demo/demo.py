@@ -11,7 +11,7 @@ from halfstep._demo.corpus import Corpus
 from halfstep._demo.gpt import SIZES
 from halfstep._demo.results import Results, measure_machine
 from halfstep._demo.settings import DemoSettings
-from halfstep._demo.show import NOTES, build_table, draw_chart, progress_view
+from halfstep._demo.show import NOTES, ProgressBars, ProgressLines, build_table, draw_chart
 from halfstep._demo.train import PrecisionRun, new_model, train
 from halfstep._record.files import file_of
 from halfstep._record.read import read_run
@@ -85,23 +85,18 @@ def _prepare(output: Path) -> None:
 
 
 def _train_all(results: Results, folder: Path, console: Console) -> bool:
-    """Train in one precision after the other and record the last.
-
-    Returns:
-        Whether all were finished.
-    """
+    """Train in one precision after the other, record the last; return whether all were finished."""
     settings = results.settings
     recorded = record(folder, every=max(1, settings.steps // NUM_SAMPLES))
     try:
-        with progress_view(console) as view:
+        with (ProgressBars if console.is_terminal else ProgressLines)(console) as view:
             for precision in settings.ordered_precisions:
                 run = PrecisionRun(precision, settings.steps)
                 results.runs.append(run)
-                view.begin(run)
+                view.show(run)
                 is_last = precision is settings.ordered_precisions[-1]
                 around = recorded if is_last else nullcontext()
-                train(run, results.corpus, settings, view.step, around)
-                view.end(run)
+                train(run, results.corpus, settings, view.show, around)
     except KeyboardInterrupt:
         _say(console, "\nInterrupted: these are the results so far.")
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import platform
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 import halfstep
+from halfstep._common.json import to_plain
 from halfstep._common.machine import device_name
 from halfstep._demo.corpus import Corpus
 from halfstep._demo.settings import DemoSettings
@@ -24,19 +24,11 @@ MEASURE_SECONDS = 0.6
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """The machine and the software of a demo, with measured speeds.
-
-    Attributes:
-        device: name of the processor or GPU.
-        threads: CPU threads that PyTorch uses.
-        gflops: 1e9 floating-point operations a second in a matrix product, by dtype name.
-        versions: of Python, torch and halfstep.
-        system: operating system and architecture.
-    """
+    """The machine and the software of a demo, with measured speeds."""
 
     device: str
     threads: int
-    gflops: dict[str, float]
+    gflops: dict[str, float]  # in a matrix product, by name of the dtype
     versions: dict[str, str]
     system: str
 
@@ -81,20 +73,12 @@ def measure_machine(device: str) -> MeasuredMachine:
 
 @dataclass(frozen=True)
 class Results:
-    """All runs of one call of ``halfstep demo``.
-
-    Attributes:
-        settings: the settings of the demo.
-        corpus: the text.
-        machine: where it ran.
-        runs: finished ones, and possibly a last one that was cut short.
-        num_parameters: of the model.
-    """
+    """All runs of one call of ``halfstep demo``."""
 
     settings: DemoSettings
     corpus: Corpus
     machine: MeasuredMachine
-    runs: list[PrecisionRun]
+    runs: list[PrecisionRun]  # the last one may have been cut short
     num_parameters: int
 
     @property
@@ -140,7 +124,10 @@ class Results:
             },
             "runs": [self._run_as_dict(run) for run in self.runs],
         }
-        return json.dumps(_finite(document), indent=1, allow_nan=False) + "\n"
+        return (
+            json.dumps(to_plain(document, non_finite=lambda _: None), indent=1, allow_nan=False)
+            + "\n"
+        )
 
     def _run_as_dict(self, run: PrecisionRun) -> dict[str, Any]:
         return {
@@ -163,13 +150,3 @@ def _difference(
     if base is None or value is None or not run.is_finished:
         return None
     return float(value - getattr(base, name))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -13,18 +13,11 @@ from halfstep.errors import DemoError
 
 @dataclass(frozen=True)
 class TrainingPrecision:
-    """One way to train: the dtype that autocast lowers to, and whether the loss is scaled.
+    """One way to train: the dtype that autocast lowers to, and whether the loss is scaled."""
 
-    Attributes:
-        name: its name on the command line and in ``results.json``.
-        title: its name in the table and the plot.
-        dtype: float32 switches autocast off.
-        scaling: whether ``GradScaler`` is enabled.
-    """
-
-    name: str
-    title: str
-    dtype: torch.dtype
+    name: str  # on the command line and in results.json
+    title: str  # in the table and the plot
+    dtype: torch.dtype  # float32 switches autocast off
     scaling: bool
 
 
@@ -55,15 +48,6 @@ docs/demo.md says why the demo divides by it, and what other values do.
 class DemoSettings:
     """The settings that determine what a run computes.
 
-    Attributes:
-        precisions: names of :data:`PRECISIONS`.
-        steps: optimizer steps of each run.
-        device: ``"cpu"`` or ``"cuda"``.
-        size: name of a model size, see :data:`halfstep._demo.gpt.SIZES`.
-        text: a UTF-8 file, or None for the text that comes with Python.
-        seed: of the initial weights and of the order of the data.
-        mean_over: number of tokens by which the summed loss is divided.
-
     Raises:
         DemoError: one of them is out of range, or the device is not there.
     """
@@ -72,7 +56,7 @@ class DemoSettings:
     steps: int = 200
     device: str = "cpu"
     size: str = "small"
-    text: Path | None = None
+    text: Path | None = None  # None is the text that comes with Python
     seed: int = 0
     mean_over: int = MEAN_OVER
 
@@ -90,9 +74,6 @@ class DemoSettings:
             raise DemoError(f"mean-over must be at least 1 token, got {self.mean_over}")
         if not 0 <= self.seed < 2**63:
             raise DemoError(f"seed must be from 0 to 2**63 - 1, got {self.seed}")
-        self._check_device()
-
-    def _check_device(self) -> None:
         if self.device not in ("cpu", "cuda"):
             raise DemoError(f"the demo runs on cpu or cuda, not on {self.device!r}")
         if self.device == "cuda" and not torch.cuda.is_available():

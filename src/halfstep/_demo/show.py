@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
@@ -19,28 +19,6 @@ from halfstep._demo.train import PrecisionRun
 
 REFRESH_SECONDS = 0.1
 LINES_PER_RUN = 5
-
-
-class ProgressView(Protocol):
-    """A view of the running demo: a context manager with three calls."""
-
-    def begin(self, run: PrecisionRun) -> None:
-        """Begin to show a run, before its memory is measured."""
-
-    def step(self, run: PrecisionRun) -> None:
-        """Show a step that was made."""
-
-    def end(self, run: PrecisionRun) -> None:
-        """Show the end of the run."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def progress_view(console: Console) -> ProgressView:
-    """Return the view for a console: bars on a terminal, else lines."""
-    return ProgressBars(console) if console.is_terminal else ProgressLines(console)
 
 
 def describe(run: PrecisionRun) -> str:
@@ -57,28 +35,23 @@ class ProgressLines:
     def __init__(self, console: Console) -> None:
         self._console = console
 
-    def begin(self, run: PrecisionRun) -> None:
-        """Name the run."""
-        self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
-
-    def step(self, run: PrecisionRun) -> None:
-        """Print every fifth of the run."""
+    def show(self, run: PrecisionRun) -> None:
+        """Print the name of a run that begins, and a line after every fifth of its steps."""
         done = len(run.losses)
-        if done % max(1, run.steps // LINES_PER_RUN) == 0 or done == run.steps:
+        if not done:
+            self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
+        elif done % max(1, run.steps // LINES_PER_RUN) == 0 or done == run.steps:
             line = f"  step {done}/{run.steps}  {describe(run)}"
             self._console.print(line, highlight=False)
-
-    def end(self, run: PrecisionRun) -> None:
-        """Do nothing: the last step was printed."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Do nothing: there is nothing to close."""
+        """Leave the lines."""
 
 
-class ProgressBars:
+class ProgressBars(ProgressLines):
     """One bar for each run, drawn between the steps.
 
     A thread that draws would take time from the steps that are measured.
@@ -96,26 +69,15 @@ class ProgressBars:
         self._task = TaskID(0)
         self._drawn = 0.0
 
-    def begin(self, run: PrecisionRun) -> None:
-        """Add a bar."""
-        self._task = self._progress.add_task(
-            run.precision.title, total=run.steps, state=describe(run)
-        )
-        self._draw()
-
-    def step(self, run: PrecisionRun) -> None:
-        """Move the bar, ten times a second at most."""
-        self._progress.update(self._task, completed=len(run.losses), state=describe(run))
-        if time.perf_counter() - self._drawn > REFRESH_SECONDS:
-            self._draw()
-
-    def end(self, run: PrecisionRun) -> None:
-        """Draw the final bar."""
-        self._draw()
-
-    def _draw(self) -> None:
-        self._progress.refresh()
-        self._drawn = time.perf_counter()
+    def show(self, run: PrecisionRun) -> None:
+        """Add a bar for a run that begins, else move it; draw ten times a second at most."""
+        done = len(run.losses)
+        if not done:
+            self._task = self._progress.add_task(run.precision.title, total=run.steps, state="")
+        self._progress.update(self._task, completed=done, state=describe(run))
+        if done in (0, run.steps) or time.perf_counter() - self._drawn > REFRESH_SECONDS:
+            self._progress.refresh()
+            self._drawn = time.perf_counter()
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -195,14 +157,7 @@ BOTTOM = 52
 
 @dataclass(frozen=True)
 class PixelAxis:
-    """Maps values to pixels along one direction.
-
-    Attributes:
-        low: value at ``start``.
-        high: value at ``end``.
-        start: pixel of ``low``.
-        end: pixel of ``high``; less than ``start`` for an axis that points up.
-    """
+    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, up or down."""
 
     low: float
     high: float
@@ -237,23 +192,14 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """One diagram: its curves and its vertical axis.
-
-    Attributes:
-        title: the quantity on the axis.
-        axis: the vertical axis.
-        ticks: pixel and label.
-        series: drawn in this order.
-        is_power: labels are exponents of 2.
-        skips: pixels x and y, and number, of each skipped step.
-    """
+    """One diagram: its curves, in the order in which they are drawn, and its vertical axis."""
 
     title: str
     axis: PixelAxis
-    ticks: list[tuple[float, str]]
+    ticks: list[tuple[float, str]]  # pixel and label
     series: list[ChartSeries]
-    is_power: bool = False
-    skips: tuple[tuple[float, float, int], ...] = ()
+    is_power: bool = False  # labels are exponents of 2
+    skips: tuple[tuple[float, float, int], ...] = ()  # pixels, and number, of each skipped step
 
 
 def draw_chart(results: Results) -> str:
@@ -266,7 +212,8 @@ def draw_chart(results: Results) -> str:
         lstrip_blocks=True,
     )
     x = PixelAxis(1, max(2, results.settings.steps), LEFT, WIDTH - RIGHT)
-    panels = [_loss_panel(results.runs, x), *_scale_panels(results.runs, x)]
+    scaled = [_scale_panel(run, x) for run in results.runs if run.scales]
+    panels = [_loss_panel(results.runs, x), *scaled]
     return environment.get_template("chart.svg.j2").render(
         width=WIDTH,
         height=panels[-1].axis.start + BOTTOM,
@@ -297,11 +244,6 @@ def _loss_panel(runs: Sequence[PrecisionRun], x: PixelAxis) -> ChartPanel:
     # The widest line first, fp32 last: curves stay visible where they overlap.
     series = [_series(run, run.losses, x, y) for run in reversed(runs)]
     return ChartPanel("loss (nats per character)", y, y.ticks(6), series)
-
-
-def _scale_panels(runs: Sequence[PrecisionRun], x: PixelAxis) -> list[ChartPanel]:
-    """Return the panel of the run with a scale, if there is one."""
-    return [_scale_panel(run, x) for run in runs if run.scales]
 
 
 def _scale_panel(run: PrecisionRun, x: PixelAxis) -> ChartPanel:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep import GradScaler, autocast
-from halfstep._autocast.casts import tensors_in
+from halfstep._common.nested import tensors_in
 from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, GPTConfig
 from halfstep._demo.settings import DemoSettings, TrainingPrecision
@@ -52,27 +52,18 @@ def training_loop(
 class PrecisionRun:
     """The results of one training run; filled step by step, so that it can be cut short.
 
-    Attributes:
-        precision: the precision of the training.
-        steps: optimizer steps that were asked for.
-        losses: mean loss per token of each step, in nats.
-        scales: the scale after each step; empty without a scaler.
-        skipped: numbers of the steps (from 0) that the scaler skipped.
-        seconds: duration of each step.
-        zero_shares: step to share of all gradient entries that are exactly zero.
-        held_out_loss: in nats per token, after the last step; None when cut short.
-        peak_memory: bytes, see :func:`halfstep._demo.train.peak_memory`.
+    Losses are in nats per token, steps are numbered from 0.
     """
 
     precision: TrainingPrecision
-    steps: int
+    steps: int  # that were asked for
     losses: list[float] = field(default_factory=list)
-    scales: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)  # after each step; none without a scaler
     skipped: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    zero_shares: dict[int, float] = field(default_factory=dict)
-    held_out_loss: float | None = None
-    peak_memory: int | None = None
+    zero_shares: dict[int, float] = field(default_factory=dict)  # of all gradient entries, by step
+    held_out_loss: float | None = None  # after the last step
+    peak_memory: int | None = None  # in bytes, see peak_memory()
 
     @property
     def is_finished(self) -> bool:
@@ -108,14 +99,9 @@ def train(
     on_step: Callable[[PrecisionRun], None],
     around: AbstractContextManager[object],
 ) -> None:
-    """Train one model and write the results into ``run``.
+    """Train one model in the context ``around`` and write the results into ``run``.
 
-    Args:
-        run: an empty one.
-        corpus: the text.
-        settings: the settings of the demo.
-        on_step: called after each step, outside the measured time.
-        around: a context for the loop.
+    ``on_step`` is called after each step, outside the measured time.
     """
     run.peak_memory = peak_memory(settings.device, lambda: _first_steps(run, corpus, settings))
     model = new_model(corpus, settings)
@@ -204,12 +190,8 @@ def peak_memory(device: str, work: Callable[[], object]) -> int:
     """Run ``work`` and return the largest number of bytes of its tensors at any moment.
 
     On CUDA the allocator reports it. The CPU has no such counter, and the peak resident size of a
-    process never shrinks between runs; so the live tensors are counted. Scratch space inside CPU
-    kernels is not a tensor and is left out.
-
-    Args:
-        device: ``"cpu"`` or ``"cuda"``.
-        work: has to make everything that it uses, so that all of it is counted.
+    process never shrinks between runs; so the live tensors that ``work`` makes are counted. Scratch
+    space inside CPU kernels is not a tensor and is left out.
     """
     if device == "cuda":
         before = torch.cuda.memory_allocated()

@@ -24,9 +24,6 @@ is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 # (): whether torch.jit.trace, or an export that uses it, records what runs in this thread.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
-# (): whether some __torch_function__ mode is active in this thread.
-has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode whose ``__torch_dispatch__`` sees every op of a thread, below autocast and autograd.
@@ -72,7 +69,7 @@ def is_tracing() -> bool:
 def is_tracing_before_autocast() -> bool:
     """Return whether ops are recorded before they come to the Autocast keys, and not run.
 
-    So does ``make_fx(pre_dispatch=True)``, and what is made of it; :func:`has_function_mode` is
+    So does ``make_fx(pre_dispatch=True)``, and what is made of it; :func:`amp.has_function_mode` is
     True then, and is faster to ask for.
     """
     proxy = torch._C._TorchDispatchModeKey.PROXY

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
 from io import SEEK_END, FileIO
 from pathlib import Path
 from reprlib import repr as shown
@@ -71,11 +70,7 @@ class LineWriter:
         _lock(self._file, path)
 
     def write(self, event: Event) -> None:
-        """Write one event.
-
-        Raises:
-            OSError: The disk is full, or worse. The next line stays readable.
-        """
+        """Write one event; after an ``OSError`` (a full disk) the next line stays readable."""
         line = memoryview(b"\n" * self._is_cut + line_of(event))
         self._is_cut = True
         while line:  # the system may write only a part
@@ -119,27 +114,8 @@ def _ends_cut(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number and text of every line that is not empty.
-
-    Raises:
-        RecordError: The file cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
-
-
 def require_schema(path: Path, schema: object, version: object) -> None:
-    """Refuse a segment that has another schema.
-
-    Raises:
-        RecordError: The schema differs; the message names the version of halfstep that can read it.
-    """
+    """Raise ``RecordError`` for another schema; it names the halfstep that can read it."""
     if schema != SCHEMA:
         which = version if isinstance(version, str) else "of the same version"
         raise RecordError(
@@ -156,11 +132,7 @@ def line_of(event: Event) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Return whether a line has a checksum.
-
-    Raises:
-        ValueError: The checksum does not match.
-    """
+    """Return whether a line has a checksum; raise ``ValueError`` if it does not match."""
     held, mark, rest = line.rpartition(_CHECKSUM)
     if mark and rest.rstrip() != _checksum(held) + b'"}':
         raise ValueError("its checksum does not match")

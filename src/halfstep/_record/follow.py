@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from os import fstat
 from pathlib import Path
 
 from halfstep._record.files import files_in
-from halfstep._record.rank_record import RankRecord
-from halfstep._record.read import JoinedSteps, disagreement, joined, joined_samples
-from halfstep._record.run import Note, Run, Sample, Step
-from halfstep.errors import RecordError
+from halfstep._record.rank_record import RankFile, RankRecord
+from halfstep._record.read import JoinedSteps, StepComparison, joined, joined_samples
+from halfstep._record.run import Note, Run, Sample
 
 
 @dataclass(frozen=True)
 class RecordUpdate:
     """The additions to a record since the last read.
 
-    Attributes:
-        new: The run as it is now, but with only the new steps, samples, culprits, diagnoses and
-            notes; of the samples at most one, the latest.
-        is_anew: Whether this starts a record, as in the first update and after the files were
-            replaced: nothing read before belongs to it.
-        written: When a rank wrote last, in seconds since the epoch.
+    ``new`` is the run as it is now, but with only the new steps, samples, culprits, diagnoses and
+    notes; of the samples at most one, the latest. If ``is_anew``, as in the first update and after
+    the files were replaced, nothing read before belongs to it.
     """
 
     new: Run
     is_anew: bool
-    written: float
+    written: float  # when a rank wrote last, in seconds since the epoch
 
 
 class Follower:
@@ -42,8 +36,8 @@ class Follower:
         folder: The folder; it need not exist yet.
     """
 
-    _files: dict[int, _File]
-    _comparisons: dict[int, _StepComparison]
+    _files: dict[int, RankFile]
+    _comparisons: dict[int, StepComparison]
     _steps: JoinedSteps
     _last_step: int
     _last_sample: int
@@ -65,7 +59,7 @@ class Follower:
         if self._is_another(paths):
             self._start_over()
         for number, path in paths.items():
-            self._files.setdefault(number, _File(path, number)).read()
+            self._files.setdefault(number, RankFile(path, number, is_growing=True)).read()
         ranks = {
             number: file.rank for number, file in sorted(self._files.items()) if file.rank.starts
         }
@@ -119,82 +113,7 @@ class Follower:
         first, *others = ranks.values()
         notes = []
         for rank in others:
-            new = _StepComparison(rank.number, after=self._last_step)
+            new = StepComparison(rank.number, after=self._last_step)
             note = self._comparisons.setdefault(rank.number, new).add(first.steps, rank.steps)
             notes += [] if note is None else [note]
         return notes
-
-
-class _File:
-    """One file and the position that was read up to."""
-
-    def __init__(self, path: Path, number: int) -> None:
-        self.rank = RankRecord(path, number)
-        self.written = 0.0
-        self._path = path
-        self._inode: int | None = None
-        self._offset = 0
-        self._num_lines = 0
-
-    def was_replaced(self) -> bool:
-        """Return whether a new run replaced the file."""
-        try:
-            status = self._path.stat()
-        except FileNotFoundError:
-            return True
-        return status.st_ino != self._inode or status.st_size < self._offset
-
-    def read(self) -> None:
-        """Take the events of all new and complete lines."""
-        try:
-            with self._path.open("rb") as file:
-                status = fstat(file.fileno())
-                self._inode, self.written = status.st_ino, status.st_mtime
-                file.seek(self._offset)
-                for line in file:
-                    if not line.endswith(b"\n"):  # the rest is still to come
-                        break
-                    self._take(line)
-        except OSError as error:
-            raise RecordError(f"{self._path}: cannot be read: {error.strerror}") from None
-        if self._num_lines:
-            self.rank.require_begun()
-
-    def _take(self, line: bytes) -> None:
-        self._offset += len(line)
-        self._num_lines += 1
-        if line.strip():
-            self.rank.take(self._num_lines, line)
-        del self.rank.samples[:-2]
-
-
-class _StepComparison:
-    """Compares the steps of the first rank with those of another, as they come.
-
-    Args:
-        number: Number of the other rank.
-        after: The last step that is not compared: the first rank's steps up to it were already
-            returned when the other's file appeared.
-    """
-
-    def __init__(self, number: int, after: int) -> None:
-        self._number = number
-        self._after = after
-        self._mine: deque[Step] = deque()
-        self._its: deque[Step] = deque()
-        self._has_differed = False
-
-    def add(self, mine: list[Step], its: list[Step]) -> Note | None:
-        """Return the first disagreement; None before it and after it."""
-        if self._has_differed:
-            return None
-        self._mine.extend(step for step in mine if step.step > self._after)
-        self._its.extend(step for step in its if step.step > self._after)
-        while self._mine and self._its:
-            note = disagreement(self._mine.popleft(), self._its.popleft(), self._number)
-            if note is not None:
-                self._has_differed = True
-                self._mine.clear()
-                self._its.clear()
-                return note
-        return None

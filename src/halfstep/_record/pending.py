@@ -23,23 +23,14 @@ LONGEST_WAIT = 0.25
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose numbers may still be on the device.
-
-    Attributes:
-        step: Number of the iteration.
-        time: Seconds since the record began.
-        optimizer: Class name of the optimizer.
-        outcome: Its outcome; None without a scaler, where every step is taken.
-        loss: A scalar, None if it was not seen.
-        norm: A scalar measured by ``torch.nn.utils.clip_grad_norm_``, None if there is none.
-    """
+    """A step whose numbers may still be on the device; loss and norm are scalars."""
 
     step: int
     time: float
     optimizer: str
-    outcome: Outcome | None
+    outcome: Outcome | None  # without a scaler every step is taken
     loss: Tensor | None
-    norm: Tensor | None
+    norm: Tensor | None  # as clip_grad_norm_ has measured it
 
     def packed(self, device: torch.device) -> Tensor:
         """Return all numbers as one vector of float32, loss and norm first. Sync: none."""
@@ -55,11 +46,7 @@ class PendingStep:
         return torch.cat([both, moved(self.outcome.packed(), device)])
 
     def event(self, packed: Tensor) -> Event:
-        """Return the line of the record.
-
-        Args:
-            packed: The result of :meth:`packed`, on the CPU.
-        """
+        """Return the line of the record, from the result of :meth:`packed` on the CPU."""
         loss, norm = packed[:2].tolist()
         event = {
             "event": "step",

@@ -1,10 +1,11 @@
-"""The record of one rank: its lines, read one by one into values."""
+"""The record of one rank: its file, read line by line into values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from os import fstat
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple, TypeAlias, TypeVar, get_args
@@ -68,20 +69,7 @@ class _LeftOut(NamedTuple):
 class RankRecord:
     """The contents of one file, with steps and times counted on across its segments.
 
-    Attributes:
-        path: The file.
-        number: Of the rank.
-        header: The first line of the last segment.
-        starts: The number of the first step of each segment so far.
-        models: In order.
-        policies: In order.
-        steps: In order.
-        samples: The sampled steps.
-        culprits: Of skipped steps.
-        diagnoses: Of steps that went bad.
-        notes: The recorder's.
-        left_out: One note on all lines that are cut, and one on all that are damaged.
-        end: The end of the last segment, None if it has none.
+    ``header`` and ``end`` are those of the last segment; ``starts`` are the first steps of all.
     """
 
     path: Path
@@ -133,11 +121,7 @@ class RankRecord:
         ]
 
     def require_begun(self) -> None:
-        """Refuse a file in which no segment has begun.
-
-        Raises:
-            RecordError: It names the file.
-        """
+        """Raise ``RecordError`` for a file in which no segment has begun."""
         if not self.starts:
             found = "; ".join(note.text for note in self.left_out)
             raise RecordError(
@@ -239,3 +223,59 @@ def _line_head(line: bytes) -> _LineHead | None:
         return decoded(_LineHead, line)
     except ValueError:
         return None
+
+
+class RankFile:
+    """The file of a rank, and the position that it was read up to.
+
+    Args:
+        path: The file.
+        number: Of the rank.
+        is_growing: Whether more will come: then a last line without an end is left for the next
+            call of :meth:`read`, and only the last two samples are kept.
+    """
+
+    def __init__(self, path: Path, number: int, *, is_growing: bool = False) -> None:
+        self.rank = RankRecord(path, number)
+        self.written = 0.0
+        self._path = path
+        self._is_growing = is_growing
+        self._inode: int | None = None
+        self._offset = 0
+        self._num_lines = 0
+
+    def was_replaced(self) -> bool:
+        """Return whether a new run replaced the file."""
+        try:
+            status = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return status.st_ino != self._inode or status.st_size < self._offset
+
+    def read(self) -> None:
+        """Take the events of all new lines.
+
+        Raises:
+            RecordError: The file cannot be read, or is not a record.
+        """
+        try:
+            with self._path.open("rb") as file:
+                status = fstat(file.fileno())
+                self._inode, self.written = status.st_ino, status.st_mtime
+                file.seek(self._offset)
+                for line in file:
+                    if self._is_growing and not line.endswith(b"\n"):
+                        break
+                    self._take(line)
+        except OSError as error:
+            raise RecordError(f"{self._path}: cannot be read: {error.strerror}") from None
+        if self._num_lines or not self._is_growing:
+            self.rank.require_begun()
+
+    def _take(self, line: bytes) -> None:
+        self._offset += len(line)
+        self._num_lines += 1
+        if line.strip():
+            self.rank.take(self._num_lines, line)
+        if self._is_growing:
+            del self.rank.samples[:-2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -13,8 +13,8 @@ from statistics import fmean
 from msgspec import structs
 
 from halfstep._numerics.statistics import merged
-from halfstep._record.files import files_in, read_lines
-from halfstep._record.rank_record import RankRecord
+from halfstep._record.files import files_in
+from halfstep._record.rank_record import RankFile, RankRecord
 from halfstep._record.run import Kind, Measured, Model, Note, Run, Sample, Step
 from halfstep._trace.recording import Recording
 from halfstep.errors import RecordError
@@ -38,19 +38,17 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise RecordError(
             f"{folder} {what}: give the folder that `halfstep run` or `halfstep.record` has written"
         )
-    ranks = {number: _read_rank(file, number) for number, file in files.items()}
+    ranks = {}
+    for number, file in files.items():
+        read = RankFile(file, number)
+        read.read()
+        ranks[number] = read.rank
     run = joined(folder, ranks, JoinedSteps().add(ranks, is_all=True))
     trace, damage = _trace(folder / "trace.json")
-    notes = (*run.notes, *damage, *disagreements(ranks))
+    first, *others = ranks.values()
+    differ = (StepComparison(other.number).add(first.steps, other.steps) for other in others)
+    notes = (*run.notes, *damage, *(note for note in differ if note is not None))
     return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
-
-
-def _read_rank(path: Path, number: int) -> RankRecord:
-    rank = RankRecord(path, number)
-    for number, line in read_lines(path):
-        rank.take(number, line)
-    rank.require_begun()
-    return rank
 
 
 # --- several ranks --------------------------------------------------------------------------------
@@ -71,7 +69,7 @@ def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step])
     for number, rank in others.items():
         new = [note for note in rank.notes if note not in first.notes]
         notes += [Note(note.step, f"rank {number}: {note.text}") for note in new]
-    error, error_rank = first_error(ranks.values())
+    error, error_rank = _first_error(ranks.values())
     culprits = (each for rank in ranks.values() for each in rank.culprits)
     diagnoses = (each for rank in ranks.values() for each in rank.diagnoses)
     return Run(
@@ -79,7 +77,7 @@ def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step])
         header=first.header,
         starts=tuple(first.starts),
         ranks=tuple(ranks),
-        models=tuple(joined_models(ranks.values())),
+        models=tuple(_joined_models(ranks.values())),
         policies=tuple(first.policies),
         steps=tuple(steps),
         samples=joined_samples(rank.samples for rank in ranks.values()),
@@ -174,16 +172,39 @@ def _mean(values: list[float]) -> float | None:
     return fmean(values)
 
 
-def disagreements(ranks: Mapping[int, RankRecord]) -> Iterator[Note]:
-    """Yield the first difference of each rank from the first rank."""
-    first, *others = ranks.values()
-    for rank in others:
-        pairs = zip(first.steps, rank.steps, strict=False)
-        notes = (disagreement(mine, its, rank.number) for mine, its in pairs)
-        yield from [note for note in notes if note is not None][:1]
+class StepComparison:
+    """Compares the steps of the first rank with those of another, as they come.
+
+    Args:
+        number: Number of the other rank.
+        after: The last step that is not compared: the first rank's steps up to it were already
+            returned when the other's file appeared.
+    """
+
+    def __init__(self, number: int, after: int = 0) -> None:
+        self._number = number
+        self._after = after
+        self._mine: deque[Step] = deque()
+        self._its: deque[Step] = deque()
+        self._has_differed = False
+
+    def add(self, mine: list[Step], its: list[Step]) -> Note | None:
+        """Return the first disagreement; None before it and after it."""
+        if self._has_differed:
+            return None
+        self._mine.extend(step for step in mine if step.step > self._after)
+        self._its.extend(step for step in its if step.step > self._after)
+        while self._mine and self._its:
+            note = _disagreement(self._mine.popleft(), self._its.popleft(), self._number)
+            if note is not None:
+                self._has_differed = True
+                self._mine.clear()
+                self._its.clear()
+                return note
+        return None
 
 
-def disagreement(mine: Step, its: Step, number: int) -> Note | None:
+def _disagreement(mine: Step, its: Step, number: int) -> Note | None:
     """Return how the step of a rank differs from the first rank's; None if it does not."""
     if (mine.taken, mine.scale_after) == (its.taken, its.scale_after):
         return None
@@ -201,7 +222,7 @@ def _verdict(step: Step) -> str:
 # --- models, ends ---------------------------------------------------------------------------------
 
 
-def joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
+def _joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
     """Return the models of the first rank, and those that only others have."""
     first, *others = ranks
     known = [_looks(model) for model in first.models]
@@ -220,7 +241,7 @@ def _looks(model: Model) -> tuple[object, ...]:
     return model.name, model.parameters, model.modules
 
 
-def first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
+def _first_error(ranks: Iterable[RankRecord]) -> tuple[str | None, int | None]:
     """Return the earliest error and its rank: it may have caused the others."""
     found = [
         (rank.end.time or 0.0, rank.number, rank.end.error)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep._common.machine import device_name, num_ranks, rank
+from halfstep._common.patches import Patches
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import optim
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
@@ -110,7 +111,7 @@ class record:
         with ExitStack() as stack:
             stack.enter_context(observing(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
-            stack.enter_context(_listening_to_backward(recorder))
+            stack.callback(_tell_of_backward(recorder).undo)
             stack.enter_context(optim.listening_to_norms(recorder.on_norm))
             self._stack = stack.pop_all()
         self._recorder, self._model = recorder, None
@@ -204,8 +205,7 @@ def _text(error: BaseException | None) -> str | None:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-@contextmanager
-def _listening_to_backward(recorder: Recorder) -> Iterator[None]:
+def _tell_of_backward(recorder: Recorder) -> Patches:
     """Tell the recorder of backward passes; ``Tensor.backward`` looks the function up each time."""
     backward = torch.autograd.backward
 
@@ -213,8 +213,6 @@ def _listening_to_backward(recorder: Recorder) -> Iterator[None]:
         recorder.on_backward(tensors)
         backward(tensors, *args, **kwargs)
 
-    torch.autograd.backward = heard
-    try:
-        yield
-    finally:
-        torch.autograd.backward = backward
+    patches = Patches()
+    patches.put(torch.autograd, "backward", heard)
+    return patches

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
-from halfstep._autocast.casts import tensors_in
 from halfstep._common.machine import device_name
+from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.files import Event, LineWriter
@@ -32,8 +32,6 @@ from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
-_Params = ParamSpec("_Params")
-
 NUM_CULPRITS = 20
 """At most this many names of parameters are written for a skipped step."""
 MOST_NORMS = 16
@@ -48,11 +46,11 @@ NO_MODEL = (
 )
 
 
-def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
+def _unseen(method: Callable[..., None]) -> Callable[..., None]:
     """Hide the ops of a method from the user's modes."""
 
     @wraps(method)
-    def unseen(*args: _Params.args, **kwargs: _Params.kwargs) -> None:
+    def unseen(*args: Any, **kwargs: Any) -> None:
         with modes.unseen_by_modes():
             method(*args, **kwargs)
 
@@ -62,17 +60,7 @@ def _unseen(method: Callable[_Params, None]) -> Callable[_Params, None]:
 class Recorder:
     """Collects the events of an iteration and writes them.
 
-    Args:
-        writer: The file.
-        models: The models known from the start.
-        scaler: The scaler whose iterations count; None for all scalers, and for steps without a
-            scaler.
-        every: Sample the first step and every multiple of this number; 0 for no sample.
-        sinks: Receive the scalars too.
-
-    Attributes:
-        num_steps: Number of iterations that have ended.
-        num_skipped: Number of steps in them that are known to be skipped.
+    ``scaler`` is the one whose iterations count; None for all, and for steps without a scaler.
 
     Sync: none, except in sampled steps, after a skipped step, and in :meth:`close`.
     """
@@ -284,8 +272,8 @@ class Recorder:
         parameter = next((parameter for _, parameter in self._models.parameters()), None)
         tensor = parameter if self._loss is None else self._loss
         device = "cpu" if tensor is None else tensor.device.type
-        event = {"event": "device", "step": 1, "device": device}
-        self._write(event | {"machine": device_name(device)})
+        machine = device_name(device)
+        self._write({"event": "device", "step": 1, "device": device, "machine": machine})
 
     def _write_culprits(self, outcome: Outcome) -> None:
         if outcome.taken or outcome.reason is Reason.NORM:
@@ -298,10 +286,10 @@ class Recorder:
             return  # too late: the gradients are gone
         if not names:
             return  # the culprits are on another rank
-        event: Event = {"event": "culprits", "step": self.num_steps + 1}
         self._write(
-            event
-            | {
+            {
+                "event": "culprits",
+                "step": self.num_steps + 1,
                 "optimizer": outcome.optimizer_name,
                 "began_in": None if outcome.reason is Reason.LOSS else began_in,
                 "parameters": names[:NUM_CULPRITS],
@@ -331,12 +319,7 @@ class Recorder:
 
 
 def _may_be_skipped(outcome: Outcome) -> bool:
-    """Return whether the newest state on the host ends with skips.
-
-    On a CPU that is the current state.
-
-    Sync: none.
-    """
+    """Return whether the newest state on the host ends with skips. Sync: none."""
     state = outcome.loss_scale.arrived()
     return state is not None and state.skips()[0] > 0
 

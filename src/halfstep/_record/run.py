@@ -29,23 +29,9 @@ class _Event(Struct, frozen=True, gc=False, tag_field="event"):
 
 
 class Header(_Event, tag="run", frozen=True):
-    """The first line of a segment; missing values are "unknown" or None.
+    """The first line of a segment; missing values are "unknown" or None."""
 
-    Attributes:
-        started: When the segment began, ISO 8601.
-        halfstep: Version.
-        torch: Version.
-        python: Version.
-        device: Device type.
-        machine: Name of the processor or the GPU.
-        cores: Number of cores of the machine.
-        command: The command line.
-        world_size: Number of processes that take part.
-        every: Every how many steps a sample is taken.
-        crc: The checksum of the line; None in records of versions that wrote none.
-    """
-
-    started: str = "unknown"
+    started: str = "unknown"  # ISO 8601
     halfstep: str = "unknown"
     torch: str = "unknown"
     python: str = "unknown"
@@ -55,50 +41,29 @@ class Header(_Event, tag="run", frozen=True):
     command: tuple[str, ...] = ()
     world_size: Count | None = None
     every: Count | None = None
-    crc: str | None = None
+    crc: str | None = None  # records of the first versions have no checksums
 
 
 class Device(_Event, tag="device", frozen=True):
-    """The device of the first step.
-
-    Attributes:
-        device: Device type.
-        machine: Name of the processor or the GPU.
-    """
+    """The device of the first step: its type, and the name of the processor or the GPU."""
 
     device: str
     machine: str
 
 
 class Model(_Event, tag="model", frozen=True):
-    """A model that is trained.
+    """A model that is trained."""
 
-    Attributes:
-        step: When it was first seen to run.
-        name: Of its class.
-        parameters: Number of entries of its parameters.
-        modules: In the order in which they ran.
-        note: A note for the reader.
-        rank: The rank that has it, if the first rank has another model, as in a pipeline.
-    """
-
-    step: Count
-    name: str
-    parameters: Count
-    modules: tuple[str, ...]
+    step: Count  # when it was first seen to run
+    name: str  # of its class
+    parameters: Count  # entries of them
+    modules: tuple[str, ...]  # in the order in which they ran
     note: str | None = None
-    rank: int | None = None
+    rank: int | None = None  # that has it, if the first rank has another, as in a pipeline
 
 
 class PolicySeen(_Event, tag="policy", frozen=True):
-    """The policy from a step on.
-
-    Attributes:
-        step: When it was first seen.
-        device: Device type.
-        dtype: The lower precision, such as ``"float16"``.
-        text: The policy as text.
-    """
+    """The policy on a device from a step on, and its lower precision, such as ``"float16"``."""
 
     step: Count
     device: str
@@ -107,41 +72,22 @@ class PolicySeen(_Event, tag="policy", frozen=True):
 
 
 class Step(_Event, tag="step", frozen=True):
-    """One step of one optimizer.
+    """One step of one optimizer."""
 
-    Attributes:
-        step: Number of the iteration in the record, from 1.
-        time: Seconds since the record (its first segment) began.
-        optimizer: Class name of the optimizer.
-        taken: Whether the step was taken.
-        reason: Why it was skipped, None if taken.
-        scale: What the loss was multiplied by, None without a scaler.
-        scale_after: The scale of the next iteration.
-        norm: L2 norm of the unscaled gradients before clipping, None where it was not measured.
-        loss: The loss before scaling, None where it was not seen. Of several ranks the mean over
-            those that have one.
-        rank: The first rank whose gradients were inf or NaN; None if none were, or unknown.
-        bad_losses: The ranks whose loss was inf or NaN.
-    """
-
-    step: Count
-    time: Seconds
-    optimizer: str
+    step: Count  # number of the iteration in the record, from 1
+    time: Seconds  # since the first segment of the record began
+    optimizer: str  # its class
     taken: bool
-    reason: str | None
-    scale: Scale | None
+    reason: str | None  # why it was skipped
+    scale: Scale | None  # what the loss was multiplied by; None without a scaler
     scale_after: Scale | None
-    norm: float | None
-    loss: float | None
-    rank: Count | None = None
-    bad_losses: tuple[int, ...] = ()
+    norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
+    loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
+    rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
+    bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
     def __post_init__(self) -> None:
-        """Check what the types cannot express.
-
-        Raises:
-            ValueError: A number is finite, and too large for the float32 that it was.
-        """
+        """Raise ``ValueError`` for a finite number that is too large for the float32 it was."""
         for value in (self.norm, self.loss):
             if value is not None and LARGEST < abs(value) < math.inf:
                 raise ValueError(f"{value} is not a float32")
@@ -155,7 +101,7 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
     Attributes:
         kind: What it is.
         name: Of the parameter or of the module.
-        dtype: Its dtype, e.g. ``"float16"``.
+        dtype: Such as ``"float16"``.
     """
 
     kind: Kind
@@ -168,11 +114,7 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
         return cls(kind=kind, name=name, dtype=dtype, **asdict(statistics))
 
     def __post_init__(self) -> None:
-        """Check what the types cannot express.
-
-        Raises:
-            ValueError: Counts of a format are missing, or bins lie outside the range of floats.
-        """
+        """Raise ``ValueError`` if counts of a format are missing or bins exceed floats."""
         if not (FORMATS.keys() <= self.underflow.keys() and FORMATS.keys() <= self.overflow.keys()):
             raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
         last = self.first + len(self.histogram) - 1
@@ -181,48 +123,26 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
 
 
 class Sample(_Event, tag="sample", frozen=True):
-    """A sampled step.
+    """A sampled step."""
 
-    Attributes:
-        step: Number of the iteration in the record.
-        scale: What its gradients are multiplied by; 1.0 without a scaler.
-        tensors: Its tensors, in the order of the model.
-    """
-
-    step: Count
-    scale: Scale
-    tensors: tuple[Measured, ...]
+    step: Count  # number of the iteration in the record
+    scale: Scale  # of its gradients; 1.0 without a scaler
+    tensors: tuple[Measured, ...]  # in the order of the model
 
 
 class Culprits(_Event, tag="culprits", frozen=True):
-    """The parameters whose gradients were inf or NaN in a skipped step.
+    """The parameters whose gradients were inf or NaN in a skipped step, on one rank."""
 
-    Attributes:
-        step: Number of the iteration in the record.
-        optimizer: Class name of the optimizer.
-        began_in: Path of the module where the backward pass first left the range; None if the
-            gradients do not show it.
-        parameters: Their names, at most 20 of them.
-        num_parameters: How many there are.
-        rank: The rank that saw it.
-    """
-
-    step: Count
-    optimizer: str
-    began_in: str | None
-    parameters: tuple[str, ...]
+    step: Count  # number of the iteration in the record
+    optimizer: str  # its class
+    began_in: str | None  # the module where the backward pass first left the range, if that shows
+    parameters: tuple[str, ...]  # names of the first 20
     num_parameters: Count
     rank: int = 0
 
 
 class Diagnosed(Struct, frozen=True):
-    """A step that went bad and was replayed.
-
-    Attributes:
-        rank: The rank that saw it.
-        step: Number of the iteration in the record.
-        diagnosis: The diagnosis.
-    """
+    """A step that went bad on a rank and was replayed there."""
 
     rank: int
     step: int
@@ -230,70 +150,39 @@ class Diagnosed(Struct, frozen=True):
 
 
 class Note(_Event, tag="note", frozen=True):
-    """A note by the recorder.
-
-    Attributes:
-        step: When.
-        text: What.
-    """
+    """A note by the recorder."""
 
     step: Count
     text: str
 
 
 class End(_Event, tag="end", frozen=True):
-    """The end of a segment.
+    """The end of a segment."""
 
-    Attributes:
-        error: The error that ended it; None if it ended well.
-        time: Seconds since the record (its first segment) began; None if unknown.
-    """
-
-    error: str | None
-    time: Seconds | None = None
+    error: str | None  # that ended it; None if it ended well
+    time: Seconds | None = None  # since the first segment of the record began
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a record, with ranks and segments joined.
+    """The contents of a record, with ranks and segments joined."""
 
-    Attributes:
-        path: The folder.
-        header: The first line of rank 0, of the last segment: versions, machine, command, every.
-        starts: The number of the first step of each segment: one for each start of the run.
-        ranks: The ranks that have written.
-        models: Those of the first rank, and those that only others have.
-        policies: Those of the first rank.
-        steps: Those of the first rank, in order, with the losses of all.
-        samples: The sampled steps, of all ranks together.
-        culprits: Of all ranks.
-        diagnoses: Of all ranks, by step.
-        notes: Notes of the recorders and of the reader: ranks that disagree, and all of
-            ``left_out``.
-        left_out: The lines that are cut or damaged and were left out.
-        error: The error that ended the last segment, on the first rank that failed; None if it
-            ended well.
-        error_rank: The rank of that error.
-        without_end: The ranks whose last segment has no end: still running, or killed.
-        trace: The trace in ``trace.json``, None if there is none.
-    """
-
-    path: Path
-    header: Header
-    starts: tuple[int, ...]
-    ranks: tuple[int, ...]
-    models: tuple[Model, ...]
-    policies: tuple[PolicySeen, ...]
-    steps: tuple[Step, ...]
-    samples: tuple[Sample, ...]
-    culprits: tuple[Culprits, ...]
-    diagnoses: tuple[Diagnosed, ...]
-    notes: tuple[Note, ...]
-    left_out: tuple[Note, ...]
-    error: str | None
-    error_rank: int | None
-    without_end: tuple[int, ...]
-    trace: Recording | None
+    path: Path  # the folder
+    header: Header  # of the last segment of the first rank
+    starts: tuple[int, ...]  # the first step of each segment: one for each start of the run
+    ranks: tuple[int, ...]  # that have written
+    models: tuple[Model, ...]  # of the first rank, and those that only others have
+    policies: tuple[PolicySeen, ...]  # of the first rank
+    steps: tuple[Step, ...]  # of the first rank, with the losses of all
+    samples: tuple[Sample, ...]  # of all ranks together
+    culprits: tuple[Culprits, ...]  # of all ranks, by step
+    diagnoses: tuple[Diagnosed, ...]  # of all ranks, by step
+    notes: tuple[Note, ...]  # by recorders and reader: ranks that disagree, and all of left_out
+    left_out: tuple[Note, ...]  # on lines that are cut or damaged
+    error: str | None  # that ended the last segment, on the first rank that failed
+    error_rank: int | None  # where it was
+    without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
+    trace: Recording | None  # in trace.json
 
     @property
     def num_segments(self) -> int:

@@ -21,8 +21,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._autocast import scopes
-from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import without_wrappers
+from halfstep._common.nested import tensors_in
+from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import measure
 from halfstep._numerics.statistics import Statistics, merged
 from halfstep._pytorch import autograd, compiler, modes
@@ -130,20 +131,14 @@ class Models:
                 continue
             known.is_written = True
             others = [prefix for prefix in prefixes if prefix != known.prefix]
-            events.append(
-                {
-                    "event": "model",
-                    "step": step,
-                    "name": type(model).__name__,
-                    "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                    "modules": [
-                        name
-                        for name in self._order
-                        if _starts(name, known.prefix)
-                        and not any(_starts(name, other) for other in others)
-                    ],
-                }
-            )
+            modules = [
+                name
+                for name in self._order
+                if _starts(name, known.prefix) and not any(_starts(name, o) for o in others)
+            ]
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            event = {"event": "model", "step": step, "name": type(model).__name__}
+            events.append(event | {"parameters": num_parameters, "modules": modules})
         return events
 
     def _present(self) -> Iterator[tuple[_KnownModel, nn.Module]]:
@@ -195,10 +190,6 @@ class Sampler:
         is_searching: Whether to add outermost modules that run with gradients as models.
         say: Receives notes for the reader of the record.
         is_listening: Returns whether the running code is part of the training.
-
-    Attributes:
-        is_open: Whether a step is being sampled.
-        policies: The latest policy by device type: lower precision and text.
     """
 
     def __init__(
@@ -219,7 +210,7 @@ class Sampler:
         self._last_outputs: list[weakref.ref[Tensor]] = []
         self._depth = 0
         self._scope: scopes.Scope | None = None
-        self.policies: dict[str, tuple[str, str]] = {}
+        self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
 
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; without measuring, it only finds models and policies."""
@@ -244,11 +235,8 @@ class Sampler:
         if _FILTER in warnings.filters:
             warnings.filters.remove(_FILTER)  # type: ignore[attr-defined]
         found, self._found = self._found, {}
-        by_kind = sorted(found.items(), key=lambda item: KINDS.index(item[0][0]))
-        return [
-            Measured.of(kind, name, dtype, statistics)
-            for (kind, name), (dtype, statistics) in by_kind
-        ]
+        measured = [Measured.of(*key, *value) for key, value in found.items()]
+        return sorted(measured, key=lambda each: KINDS.index(each.kind))
 
     def _watch_models(self) -> None:
         """Put hooks on the models; called again when another model was found."""
@@ -338,7 +326,7 @@ class Sampler:
         _, earlier = self._found.get((kind, name), ("", None))
         if earlier is not None:
             statistics = merged((earlier, statistics))
-        self._found[kind, name] = _name_of(tensor.dtype), statistics
+        self._found[kind, name] = dtype_name(tensor.dtype), statistics
 
     def _note_policy(self) -> None:
         scope = scopes.current()
@@ -347,7 +335,7 @@ class Sampler:
         self._scope = scope
         for device, policy in scope.policies.items():
             if torch.is_autocast_enabled(device):
-                dtype = _name_of(torch.get_autocast_dtype(device))
+                dtype = dtype_name(torch.get_autocast_dtype(device))
                 self.policies[device] = dtype, str(policy.policy)
 
 
@@ -378,10 +366,6 @@ def _is_traced() -> bool:
 
 def _is_trained(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

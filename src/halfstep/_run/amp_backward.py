@@ -51,13 +51,7 @@ class ScaledPass:
 
 
 class Backward:
-    """Wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls.
-
-    Args:
-        scaler: The scaler whose scale is used.
-        fresh: Receives the unscaled gradients.
-        script: Notes that there was a backward pass.
-    """
+    """Wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
 
     def __init__(self, scaler: GradScaler, fresh: FreshGradients, script: ScriptState) -> None:
         self._scaler = scaler
@@ -155,6 +149,7 @@ class UnscaledGradients:
         self._pairs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
 
     def _present(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameters whose gradient is still in place, and the gradient."""
         for param_ref, grad_ref in self._pairs:
             param, grad = param_ref(), grad_ref()
             if param is not None and grad is not None and param.grad is grad:
@@ -173,7 +168,7 @@ class UnscaledGradients:
     @property
     def is_alive(self) -> bool:
         """Whether any of the gradients is still in place."""
-        return any(True for _ in self._present())
+        return bool(self.present())
 
     def present(self) -> set[int]:
         """Return the ids of the gradients that are still in place."""
@@ -196,14 +191,9 @@ class FreshGradients:
         self._optimizers.add(optimizer)
 
     def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
-        """Divide gradients by the scale, in groups of parameters with the same optimizers.
+        """Divide gradients by ``by``, in groups of parameters with the same optimizers.
 
         So the step of one optimizer does not depend on the gradients of another. 2 G. Sync: none.
-
-        Args:
-            params: All parameters that a backward pass has added to.
-            scale: The scale that moves with the result.
-            by: The factor of the gradients.
         """
         owners: dict[int, list[torch.optim.Optimizer]] = defaultdict(list)
         for optimizer in self._optimizers:

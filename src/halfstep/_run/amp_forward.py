@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
+from halfstep._common.nested import mapped
 from halfstep._common.patches import Patches
 from halfstep._common.top_level_calls import Outermost, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
@@ -23,14 +24,7 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 class Forward:
-    """Runs top-level calls under autocast.
-
-    Args:
-        dtype: The lower precision.
-        policy: As for :class:`halfstep.autocast`; its rules for modules apply to the first module
-            that runs.
-        script: Notes what was found.
-    """
+    """Runs top-level calls under autocast; rules for modules apply to the first one that runs."""
 
     def __init__(
         self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
@@ -63,7 +57,9 @@ class Forward:
         context = self._context_of(module)
         if context is None:
             return original(module, *args, **kwargs)
-        return in_float32(self._under(context, original, module, *args, **kwargs), self._dtype)
+        with self._outermost.inside(), context:
+            result = original(module, *args, **kwargs)
+        return in_float32(result, self._dtype)
 
     @not_compiled
     def call_loss(
@@ -74,19 +70,8 @@ class Forward:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a loss function under autocast if it receives lower precision."""
-        context = self._context_of_loss(name, [*args, *kwargs.values()])
-        return self._under(context, original, *args, **kwargs)
-
-    @not_compiled
-    def _under(
-        self,
-        context: AbstractContextManager[object],
-        function: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        with self._outermost.inside(), context:
-            return function(*args, **kwargs)
+        with self._outermost.inside(), self._context_of_loss(name, [*args, *kwargs.values()]):
+            return original(*args, **kwargs)
 
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
@@ -116,11 +101,12 @@ class Forward:
 
     def _may_enter(self, device: str) -> bool:
         # An exported or traced program runs elsewhere and cannot keep a policy.
-        if modes.is_jit_tracing() or compiler.is_exporting():
-            return False
-        if modes.is_tracing_before_autocast():
-            return False
-        if not torch.amp.is_autocast_available(device):
+        if (
+            modes.is_jit_tracing()
+            or compiler.is_exporting()
+            or modes.is_tracing_before_autocast()
+            or not torch.amp.is_autocast_available(device)
+        ):
             return False
         if current_scope().policies or torch.is_autocast_enabled(device):
             # In the backward pass it is our own, restored by a checkpoint.
@@ -130,11 +116,10 @@ class Forward:
         return True
 
     def _context(self, device: str, module: nn.Module | None) -> autocast:
-        context = self._contexts.get(device)
-        if context is None:
+        if device not in self._contexts:
             context = autocast(device, self._dtype, policy=self._policy, module=module)
             self._contexts[device] = context
-        return context
+        return self._contexts[device]
 
 
 def _why_not_scaled(module: nn.Module) -> str | None:
@@ -167,41 +152,23 @@ def in_float32(value: Any, lower: torch.dtype) -> Any:
     dataclasses, nested in any way. A container without such tensors is returned itself, not a copy;
     objects of other classes, such as a key-value cache, stay unchanged. Sync: none.
     """
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype is lower else value
-    if isinstance(value, MutableMapping):
-        return _mapping(value, lower)
-    if isinstance(value, list | tuple):
-        return _sequence(value, lower)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _dataclass(value, lower)
-    return value
+
+    def each(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.float() if item.dtype is lower else item
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return _dataclass_in_float32(item, lower)
+        return item
+
+    return mapped(each, value)
 
 
-def _sequence(value: Any, lower: torch.dtype) -> Any:
-    items = [in_float32(item, lower) for item in value]
-    if all(item is old for item, old in zip(items, value, strict=True)):
-        return value
-    make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
-    return make(items)
-
-
-def _mapping(value: MutableMapping[Any, Any], lower: torch.dtype) -> Any:
-    items = {key: in_float32(item, lower) for key, item in value.items()}
-    if all(items[key] is item for key, item in value.items()):
-        return value
-    result = copy.copy(value)  # keeps the attributes of its class
-    for key, item in items.items():
-        result[key] = item
-    return result
-
-
-def _dataclass(value: Any, lower: torch.dtype) -> Any:
+def _dataclass_in_float32(value: Any, lower: torch.dtype) -> Any:
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    changed = {name: in_float32(item, lower) for name, item in fields.items()}
-    if all(changed[name] is item for name, item in fields.items()):
+    new = in_float32(fields, lower)
+    if new is fields:
         return value
     result = copy.copy(value)
-    for name, item in changed.items():
+    for name, item in new.items():
         object.__setattr__(result, name, item)  # it may be frozen
     return result

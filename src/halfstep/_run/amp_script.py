@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from halfstep._common.numbers import listed
 from halfstep._diagnose.replay import is_replaying
 from halfstep._scaler.optimizers import name
 
@@ -13,28 +14,18 @@ _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
 
 
 class ScriptState:
-    """The findings about the script so far. Each message is printed once.
-
-    Attributes:
-        is_on: Whether halfstep acts on the script. Once off, it stays off.
-        is_scaling: Whether losses are scaled.
-        modules: Names of the classes of outermost modules that ran under our autocast.
-        losses: Names of the loss functions that were called outside them.
-        optimizers: How often optimizers of each class have stepped.
-        schedules: Names of the classes of schedules.
-        has_backward: Whether there was a backward pass.
-        has_own_autocast: Whether modules ran under an autocast of the script.
-    """
+    """The findings about the script so far. Each message is printed once."""
 
     def __init__(self, dtype: torch.dtype, say: Callable[[str], None]) -> None:
-        self.is_on = True
+        self.is_on = True  # once off, it stays off
         self.is_scaling = dtype is torch.float16
+        # Names, in order: classes of outermost modules that ran under our autocast, loss functions
+        # outside them, classes of optimizers and how often they stepped, classes of schedules.
         self.modules: dict[str, None] = {}
         self.losses: dict[str, None] = {}
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
-        self.has_backward = False
-        self.has_own_autocast = False
+        self.has_backward = self.has_own_autocast = False
         self._option = _OPTION[dtype]
         self._say = say
         self._has_summed_up = False
@@ -88,9 +79,9 @@ class ScriptState:
             self._say(f"{self._option}: " + "; ".join(self._sentences()))
 
     def _sentences(self) -> Iterable[str]:
-        forwards = [f"{module}.forward" for module in self.modules]
-        if forwards:
-            yield f"{_listed([*forwards, *self.losses])} {_run(forwards, self.losses)}"
+        if self.modules:
+            ran = [*(f"{module}.forward" for module in self.modules), *self.losses]
+            yield f"{listed(ran)} {'runs' if len(ran) == 1 else 'run'} under autocast"
         if not self.has_backward and not self.optimizers:
             yield "no backward pass and no optimizer step were seen"
             return
@@ -99,18 +90,9 @@ class ScriptState:
         yield "the loss is scaled" if self.has_backward else "no backward pass was seen"
         if self.optimizers:
             steps = [f"{optimizer}.step" for optimizer in self.optimizers]
-            yield f"{_listed(steps)} {'goes' if len(steps) == 1 else 'go'} through a GradScaler"
+            yield f"{listed(steps)} {'goes' if len(steps) == 1 else 'go'} through a GradScaler"
         else:
             yield "no optimizer step was seen"
         if self.schedules:
             waits = "waits" if len(self.schedules) == 1 else "wait"
-            yield f"{_listed(self.schedules)} {waits} for steps that are taken"
-
-
-def _run(forwards: list[str], losses: Iterable[str]) -> str:
-    return "runs under autocast" if len([*forwards, *losses]) == 1 else "run under autocast"
-
-
-def _listed(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
+            yield f"{listed([*self.schedules])} {waits} for steps that are taken"

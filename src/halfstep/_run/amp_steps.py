@@ -24,6 +24,7 @@ from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome, access
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
 from halfstep._scaler.snapshot import snapshot_of
 
@@ -38,15 +39,7 @@ class _Thread(threading.local):
 
 
 class ScaledSteps:
-    """Wraps ``step`` of every class of optimizers.
-
-    Args:
-        scaler: Decides whether a step is taken.
-        backward: The backward pass that is running, if any.
-        fresh: The unscaled gradients of each optimizer.
-        schedules: Note every step.
-        script: Notes which optimizers step.
-    """
+    """Wraps ``step`` of every class of optimizers."""
 
     def __init__(
         self,
@@ -77,10 +70,8 @@ class ScaledSteps:
 
     @compiler.keep_out_of_graphs
     def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self._thread.is_stepping:
-            self._thread.was_called = True
-            return original(optimizer, *args, **kwargs)
-        if not self._script.is_training:
+        self._thread.was_called = True
+        if self._thread.is_stepping or not self._script.is_training:
             return original(optimizer, *args, **kwargs)
         closure, rest, others = split_closure(args, kwargs)
         if closure is None:
@@ -127,9 +118,7 @@ class ScaledSteps:
         def evaluate() -> Any:
             nonlocal loss
             loss = closure()
-            found = self._fresh.take(optimizer)
-            if found is not None:
-                access.add_check(self._scaler, optimizer, *found)
+            self._check(optimizer)
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
@@ -155,11 +144,9 @@ class ScaledSteps:
         before = snapshot_of(optimizer)
 
         def require_finite() -> None:
-            found = self._fresh.take(optimizer)
-            if found is not None:
-                check = access.add_check(self._scaler, optimizer, *found)
-                if any(flag.item() for flag in check.found_inf.values()):
-                    raise UnusableEvaluationError
+            check = self._check(optimizer)
+            if check is not None and any(flag.item() for flag in check.found_inf.values()):
+                raise UnusableEvaluationError
 
         def evaluate() -> Any:
             loss = closure()
@@ -178,6 +165,10 @@ class ScaledSteps:
         self._schedules.note(optimizer, True)
         return result
 
+    def _check(self, optimizer: Optimizer) -> GradientCheck | None:
+        found = self._fresh.take(optimizer)
+        return None if found is None else access.add_check(self._scaler, optimizer, *found)
+
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         self._thread.is_stepping, self._thread.was_called = True, False
@@ -192,10 +183,6 @@ class ScaledSteps:
         self._schedules.note(optimizer, self._scaler.outcome(optimizer) if known is None else known)
         if self._backward.running is None and not self._fresh.is_waiting():
             self._scaler.update()
-
-    def end(self) -> None:
-        """Update the scale after the last steps."""
-        access.end_iteration(self._scaler)
 
 
 def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:

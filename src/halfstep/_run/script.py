@@ -18,11 +18,7 @@ from halfstep._record import record as record_module
 
 
 def require_file(path: str) -> None:
-    """Check that a script can be read.
-
-    Raises:
-        OSError: It cannot.
-    """
+    """Raise ``OSError`` if a script cannot be read."""
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
     with open(path, "rb"):
@@ -92,11 +88,7 @@ def _set_first_path(folder: str) -> None:
 
 
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Find what ``python -m name`` runs.
-
-    Raises:
-        SystemExit: There is no such module, or no code in it.
-    """
+    """Find what ``python -m name`` runs; raise ``SystemExit`` if there is no such thing."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import itertools
 import os
+import re
 import shlex
 import sys
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,21 +24,14 @@ from halfstep._common import machine
 from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._pytorch import distributed
+from halfstep._record.files import RUNS
 from halfstep._run.script import execute, hide_our_frames
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
 
 if TYPE_CHECKING:
     from halfstep._diagnose.watch import Watch
-import hashlib
-import re
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from types import TracebackType
-
-from halfstep._common.machine import num_ranks
-from halfstep._pytorch import distributed
-from halfstep._record.files import RUNS
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,10 @@ class Command:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run.
-
-    Attributes:
-        policy: The policy of ``torch.autocast`` where the script gives none.
-        folder: The folder of the record; None for a new one.
-        every: The number of steps between samples of tensors, 0 for none.
-        is_quiet: Whether to print no diagnosis and no message at the end.
-        amp: The lower precision to train in, for a script without autocast.
-        is_diagnosing: Whether to replay steps that go bad.
-    """
+    """The options of a run, as ``halfstep run --help`` describes them."""
 
     policy: Policy
-    folder: Path | None
+    folder: Path | None  # None for a new one
     every: int
     is_quiet: bool
     amp: torch.dtype | None
@@ -147,7 +137,7 @@ class Session:
     def _last_line(self) -> str:
         steps, skipped = self._record.num_steps, self._record.num_skipped
         view = f"halfstep report {shlex.quote(str(self._folder))}"
-        if steps == 0:
+        if not steps:
             return (
                 "no optimizer step was seen: the program made none, or it trains in processes that "
                 f"it starts itself, which are not recorded (torchrun ... -m halfstep run). {view}"
@@ -210,40 +200,31 @@ def _is_first(error: BaseException) -> bool:
 # --- folders and launchers ------------------------------------------------------------------------
 
 
-# Programs that start the processes of a run, by module or file name, and the words that their
-# command line begins with. Their own options follow, then ours.
+# Programs that start the processes of a run, by module or file name, and what their command line
+# begins with. Their own options follow, then ours.
 _LAUNCHERS = {
-    "torch.distributed.run": ("torchrun",),
-    "torch.distributed.launch": ("torchrun",),
-    "torchrun": ("torchrun",),
-    "accelerate.commands.launch": ("accelerate", "launch"),
-    "accelerate-launch": ("accelerate", "launch"),
-    "accelerate launch": ("accelerate", "launch"),
-    "deepspeed": ("deepspeed",),
-    "deepspeed.launcher.runner": ("deepspeed",),
+    **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
+    **dict.fromkeys(
+        ("accelerate launch", "accelerate-launch", "accelerate.commands.launch"),
+        "accelerate launch",
+    ),
+    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), "deepspeed"),
 }
-_MODULE_OPTION = {"deepspeed": "--module"}
 
 
 def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
-    """Make and return a folder for a run.
-
-    All ranks choose the same folder without communication.
-    """
-    if num_ranks(environ) > 1:
+    """Make and return a folder for a run, the same on all ranks without communication."""
+    if machine.num_ranks(environ) > 1:
         folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    first = folder = RUNS / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    number = 1
-    while True:
-        try:
+    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in itertools.count(1):
+        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            folder = first.with_name(f"{first.name}-{number}")
-        else:
-            return folder
+            break
+    return folder
 
 
 def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
@@ -256,31 +237,26 @@ def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
 def command_inside_launcher(
     target: str, arguments: Sequence[str], options: Sequence[str]
 ) -> str | None:
-    """Return the right command line if the target is a launcher, else None.
+    """Return the right command line if the target of ``halfstep run`` is a launcher, else None.
 
     A launcher starts the processes that train, and halfstep has to run inside those.
-
-    Args:
-        target: Of ``halfstep run``.
-        arguments: Those of the target.
-        options: Those of ``halfstep run``.
     """
     name = Path(target).name
     if name in ("accelerate", "accelerate.commands.accelerate_cli") and arguments[:1] == ["launch"]:
         name, arguments = "accelerate launch", arguments[1:]
-    words = _LAUNCHERS.get(name)
-    if words is None:
+    launcher = _LAUNCHERS.get(name)
+    if launcher is None:
         return None
-    module = _MODULE_OPTION.get(words[0], "-m")
+    module = "--module" if launcher == "deepspeed" else "-m"
     own, script = _split(arguments)
-    return shlex.join([*words, *own, module, "halfstep", "run", *options, *script])
+    return shlex.join([*launcher.split(), *own, module, "halfstep", "run", *options, *script])
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Split the arguments of a launcher into its own options and the script that it starts."""
     for index, argument in enumerate(arguments):
         if argument in ("-m", "--module"):
-            return list(arguments[:index]), ["-m", *arguments[index + 1 :]]
+            return arguments[:index], ["-m", *arguments[index + 1 :]]
         if argument.endswith(".py"):
-            return list(arguments[:index]), list(arguments[index:])
-    return list(arguments), ["train.py"]
+            return arguments[:index], arguments[index:]
+    return arguments, ["train.py"]

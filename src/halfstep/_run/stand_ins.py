@@ -24,6 +24,7 @@ import halfstep
 from halfstep import Policy, preset
 from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import LOWER_PRECISIONS
+from halfstep._common.patches import Patches
 from halfstep._pytorch import compiler
 from halfstep._scaler.disabled import DisabledGradScaler
 
@@ -33,17 +34,7 @@ _TorchGradScaler = torch.amp.GradScaler
 # --- autocast -------------------------------------------------------------------------------------
 
 _policy = preset("standard")
-
-
-def set_policy(policy: Policy) -> Policy:
-    """Set the policy of :class:`Autocast` outside contexts with a policy of their own.
-
-    Returns:
-        The policy before.
-    """
-    global _policy
-    before, _policy = _policy, policy
-    return before
+"""The policy of :class:`Autocast` outside contexts with a policy of their own."""
 
 
 class Autocast(halfstep.autocast):
@@ -60,30 +51,21 @@ class Autocast(halfstep.autocast):
         Region.__init__(self, _settings(device_type, dtype, enabled, cache_enabled))
 
 
-class CudaAutocast(Autocast):
-    """Stands in for ``torch.cuda.amp.autocast``."""
+def _autocast_on(device: str, default: torch.dtype) -> type[Autocast]:
+    """Return the stand-in for ``torch.cuda.amp.autocast`` or ``torch.cpu.amp.autocast``."""
 
-    @compiler.do_not_compile_alone
-    def __init__(
-        self,
-        enabled: bool = True,
-        dtype: torch.dtype = torch.float16,
-        cache_enabled: bool = True,
-    ) -> None:
-        Region.__init__(self, _settings("cuda", dtype, enabled, cache_enabled))
+    class DeviceAutocast(Autocast):
+        @compiler.do_not_compile_alone
+        def __init__(
+            self, enabled: bool = True, dtype: torch.dtype = default, cache_enabled: bool = True
+        ) -> None:
+            Region.__init__(self, _settings(device, dtype, enabled, cache_enabled))
+
+    return DeviceAutocast
 
 
-class CpuAutocast(Autocast):
-    """Stands in for ``torch.cpu.amp.autocast``."""
-
-    @compiler.do_not_compile_alone
-    def __init__(
-        self,
-        enabled: bool = True,
-        dtype: torch.dtype = torch.bfloat16,
-        cache_enabled: bool = True,
-    ) -> None:
-        Region.__init__(self, _settings("cpu", dtype, enabled, cache_enabled))
+CudaAutocast = _autocast_on("cuda", torch.float16)
+CpuAutocast = _autocast_on("cpu", torch.bfloat16)
 
 
 @compiler.run_while_tracing
@@ -156,20 +138,21 @@ class GradScaler(halfstep.GradScaler):
         enabled: bool = True,
     ) -> None:
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._begin(_is_possible(device, enabled), numbers)
+        self._begin(device, enabled, numbers)
 
     def _begin(
         self,
+        device: str,
         enabled: bool,
         numbers: tuple[float, float, float, int],
         process_group: distributed.ProcessGroup | None = None,
     ) -> None:
-        if not enabled:
-            self.__class__ = _switched_off(type(self))
+        if _is_possible(device, enabled):
+            # The device is that of the first loss: PyTorch's scaler ignores its argument as well.
+            super().__init__(None, *numbers, process_group=process_group)
+        else:
+            self._switch_off()
             super().__init__()  # of the new class; PyTorch does not check the numbers either
-            return
-        # The device is that of the first loss: PyTorch's scaler ignores its argument as well.
-        super().__init__(None, *numbers, process_group=process_group)
 
     def _switch_off(self) -> None:
         self.__class__ = _switched_off(type(self))
@@ -223,34 +206,33 @@ def _make_switched_off(cls: type[GradScaler]) -> GradScaler:
     return object.__new__(_switched_off(cls))
 
 
-class CudaGradScaler(GradScaler):
+class _DeviceGradScaler(GradScaler):
+    """A scaler whose device is in its name."""
+
+    _device: str
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
+        self._begin(self._device, enabled, numbers)
+
+
+class CudaGradScaler(_DeviceGradScaler):
     """Stands in for ``torch.cuda.amp.GradScaler``."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__(
-            "cuda", init_scale, growth_factor, backoff_factor, growth_interval, enabled
-        )
+    _device = "cuda"
 
 
-class CpuGradScaler(GradScaler):
+class CpuGradScaler(_DeviceGradScaler):
     """Stands in for ``torch.cpu.amp.GradScaler``."""
 
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-    ) -> None:
-        super().__init__("cpu", init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+    _device = "cpu"
 
 
 class ShardedGradScaler(GradScaler):
@@ -269,7 +251,7 @@ class ShardedGradScaler(GradScaler):
         if process_group is None and distributed.is_initialized():
             process_group = distributed.group.WORLD  # as in PyTorch: all ranks step together
         numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
-        self._begin(_is_possible(device, enabled), numbers, process_group)
+        self._begin(device, enabled, numbers, process_group)
 
 
 # --- the names ------------------------------------------------------------------------------------
@@ -305,43 +287,33 @@ def replaced(policy: Policy) -> Iterator[None]:
     Args:
         policy: The policy of ``torch.autocast`` where the script gives none.
     """
-    names = _Names()
-    names.replace(NAMES)
+    global _policy
+    patches = Patches()
+    _put(NAMES, patches)
 
     def when_loaded(module: str) -> None:
         if module == _SHARDED:
-            names.replace({(_SHARDED, "ShardedGradScaler"): ShardedGradScaler})
+            patches.put(sys.modules[_SHARDED], "ShardedGradScaler", ShardedGradScaler)
 
-    loader = _WithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
+    finder = _FinderWithOriginals((_SHARDED, compiler.MODULE_OF_CONTEXTS), when_loaded)
     if _SHARDED in sys.modules:
         when_loaded(_SHARDED)
-    sys.meta_path.insert(0, loader)
-    policy_before = set_policy(policy)
+    sys.meta_path.insert(0, finder)
+    before, _policy = _policy, policy
     try:
         yield
     finally:
-        set_policy(policy_before)
-        sys.meta_path.remove(loader)
-        names.restore()
+        _policy = before
+        sys.meta_path.remove(finder)
+        patches.undo()
 
 
-class _Names:
-    """Names that are replaced for a while."""
-
-    def __init__(self) -> None:
-        self._before: dict[tuple[str, str], object] = {}
-
-    def replace(self, meanings: Mapping[tuple[str, str], object]) -> None:
-        for (module, name), meaning in meanings.items():
-            self._before[module, name] = getattr(sys.modules[module], name)
-            setattr(sys.modules[module], name, meaning)
-
-    def restore(self) -> None:
-        for (module, name), meaning in self._before.items():
-            setattr(sys.modules[module], name, meaning)
+def _put(meanings: Mapping[tuple[str, str], object], patches: Patches) -> None:
+    for (module, name), meaning in meanings.items():
+        patches.put(sys.modules[module], name, meaning)
 
 
-class _WithOriginals:
+class _FinderWithOriginals:
     """Loads some modules of PyTorch with the original names, which they keep or subclass.
 
     Importing those modules in advance would cost every script two seconds.
@@ -354,20 +326,19 @@ class _WithOriginals:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self._modules:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        spec = PathFinder.find_spec(name, path, target) if name in self._modules else None
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
 
-            def execute_with_originals(module: ModuleType) -> None:
-                names = _Names()
-                names.replace(_ORIGINALS)
-                try:
-                    execute(module)
-                finally:
-                    names.restore()
-                self._when_loaded(name)
+        def execute_with_originals(module: ModuleType) -> None:
+            patches = Patches()
+            _put(_ORIGINALS, patches)
+            try:
+                execute(module)
+            finally:
+                patches.undo()
+            self._when_loaded(name)
 
-            spec.loader.exec_module = execute_with_originals  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_with_originals  # type: ignore[method-assign]
         return spec

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from halfstep._autocast.casts import tensors_in
+from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import Format, dtype_name, rounded
 from halfstep._pytorch import modes, storages
 from halfstep._pytorch.dispatch import schema_of
