@@ -33,8 +33,6 @@ NOT_YET = {
     "_scaler/gradients.py",
     "_scaler/passes.py",
     "_scaler/reductions.py",
-    "_scaler/accumulation.py",
-    "_scaler/unused.py",
 }
 """Files that still have other private names."""
 

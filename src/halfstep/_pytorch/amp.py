@@ -17,6 +17,9 @@ from halfstep._pytorch.compiler import GUARD_DEVICE
 # one real dtype, found_inf and inv_scale float32 scalars on that device.
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
+# (tensors, others): adds each to its tensor in place, in few kernels.
+add_to_each_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+
 # (tensors): what torch.autograd.graph.increment_version() calls.
 increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
 

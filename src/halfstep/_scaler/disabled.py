@@ -33,19 +33,6 @@ class DisabledGradScaler(GradScaler):
     ``GradScaler(init_scale=1.0, rule=Static())``.
     """
 
-    def __init__(
-        self,
-        device: str | torch.device | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        # No look at the device: GradScaler("cuda", enabled=torch.cuda.is_available()) is usual.
-        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval, **kwargs)
-
     def scale(self, outputs: Any, name: str | None = None) -> Any:
         """Return ``outputs`` as they are."""
         return outputs
