@@ -125,7 +125,8 @@ class _Evaluations:
             self._unscale(is_first)
         finally:
             self._engine.iteration = around
-            self._iteration.end()
+            for hook in self._iteration.hooks:
+                hook.remove()
         return loss
 
     def finish(self) -> None:
