@@ -754,3 +754,33 @@ def test_a_backward_outside_the_blocks_is_refused() -> None:
         with pytest.raises(CallOrderError, match="adds scaled gradients to unscaled ones"):
             call(optimizer)
     assert param.item() == 0.0
+
+
+def test_no_hook_stays_after_an_update_in_a_block() -> None:
+    """Those that notice what is added to gradients unscaled before the block."""
+    scaler, param = GradScaler(), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    unscaled = torch.nn.Parameter(torch.ones(2))
+    scaler.scale(unscaled.sum()).backward()
+    scaler.unscale_(torch.optim.SGD([unscaled], lr=1.0))
+
+    def update_in_a_block() -> None:
+        with scaler.accumulate(optimizer):
+            scaler.scale(param.sum()).backward()
+            assert unscaled._post_accumulate_grad_hooks
+            scaler.update(2.0)
+
+    with pytest.raises(CallOrderError, match="in the block"):
+        update_in_a_block()
+    assert not unscaled._post_accumulate_grad_hooks
+
+
+def test_a_block_that_adds_to_gradients_unscaled_before_it() -> None:
+    scaler, (param, other) = GradScaler(), (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    first, second = torch.optim.SGD([other], lr=1.0), torch.optim.SGD([param], lr=1.0)
+    scaler.scale(other.sum()).backward()
+    scaler.unscale_(first)
+    with scaler.accumulate(second):
+        scaler.scale((param * other).sum()).backward()
+    with pytest.raises(CallOrderError, match="1 of 1 are new and still scaled"):
+        scaler.step(first)

@@ -679,3 +679,19 @@ def test_a_scale_below_one(max_norm: float | None) -> None:
     assert torch.equal(param, torch.full((2,), 2.0**-20))
     scaler.update()
     assert scaler.outcome(optimizer).reason == "non-finite at any scale"
+
+
+def test_no_hook_stays_after_a_closure_that_unscales_before_its_last_loss() -> None:
+    param, optimizer, scaler = one_parameter()
+    other = torch.nn.Parameter(torch.ones(2))
+
+    def closure() -> None:
+        scaler.scale(param.sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.scale(other.sum()).backward()
+        assert param._post_accumulate_grad_hooks
+
+    for _ in range(2):
+        scaler.step(optimizer, closure)
+        assert not param._post_accumulate_grad_hooks
+        scaler.update()

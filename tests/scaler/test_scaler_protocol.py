@@ -283,3 +283,20 @@ def test_attributes_that_others_read(param: torch.nn.Parameter) -> None:
     scaler.step(optimizer)
     scaler.update()
     assert (scaler._scale, scaler._growth_tracker) == (65536.0, 1)
+
+
+@pytest.mark.parametrize("place", ["attribute", "group"])
+def test_an_optimizer_may_stop_to_handle_the_scale(param: torch.nn.Parameter, place: str) -> None:
+    """As a state that is loaded into a fused one does; each step asks anew."""
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0, fused=True), GradScaler()
+    for number in range(4):
+        if number == 2 and place == "attribute":
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        if number >= 2:
+            optimizer.param_groups[0]["fused"] = False
+        optimizer.zero_grad()
+        scaled_backward(scaler, param, math.inf if number == 3 else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(param, torch.full((2,), -3.0))
+    assert scaler.outcome(optimizer).skipped

@@ -20,6 +20,9 @@ check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 # (tensors, p, dtype=): the p-norm of each tensor, all of one device.
 norms_of_each = torch._foreach_norm
 
+# (tensors, others): adds each to its tensor in place, in few kernels.
+add_to_each_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
+
 # (tensors): what torch.autograd.graph.increment_version() calls.
 increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
 

@@ -80,6 +80,10 @@ def saves_as_always() -> bool:
     return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
 
 
+# (tensor): whether it is a view of another tensor.
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; 0 where inference mode has made it, for none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -49,7 +49,7 @@ def saving_group() -> torch.distributed.ProcessGroup | None:
 
 
 def is_dtensor(value: object) -> bool:
-    """Say whether ``value`` is a DTensor, without importing what defines them."""
+    """Return whether ``value`` is a DTensor, without importing what defines them."""
     return type(value) is not torch.Tensor and is_dtensor_class(type(value))
 
 

@@ -1,21 +1,25 @@
-"""Gradients of several losses, each judged alone before it is added to the others."""
+"""Accumulation of the gradients of several losses, each judged before it is added to the others."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.amp import add_to_each_
+from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.distributed import is_dtensor, local_part
-from halfstep._scaler.blocks import note_versions
+from halfstep._scaler import passes, scalars
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.iteration import Blocks, GradientCheck, Iteration, Stage, Step
+from halfstep._scaler.gradients import NONE, collect, parameters
+from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import name
+from halfstep._scaler.ranks.agreement import Alone, Together
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
@@ -40,6 +44,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
     for param, _ in earlier:
         param.grad = None
     bad_losses = _take_bad_losses(engine)
+    block.root.watch()
     engine.iteration = block
     try:
         yield
@@ -60,7 +65,8 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
                 scale.live.see_loss_(1.0 / (1.0 - is_bad))
     block.join()
     block.root.blocks[id(optimizer)] = blocks
-    note_versions(block.root, list(parameters(optimizer)))
+    for each in block.root.blocks_with(list(parameters(optimizer))):
+        each.note_end(block.root)
 
 
 class _Block(Iteration):
@@ -75,6 +81,7 @@ class _Block(Iteration):
         super().__init__()
         self.around = around
         self.root: Iteration = around.root if isinstance(around, _Block) else around
+        self.hooks = self.root.hooks  # removed by whichever ends
         self.optimizer = optimizer
         while isinstance(around, _Block):
             if around.optimizer.param_groups is optimizer.param_groups:
@@ -92,8 +99,7 @@ class _Block(Iteration):
         )
 
     def watch(self) -> None:
-        """Notice what is added to gradients outside of the block."""
-        self.root.watch()
+        """Do nothing: gradients outside of the block are watched since its begin."""
 
     def join(self) -> None:
         """Tell the block or iteration around it which losses were scaled."""
@@ -128,7 +134,7 @@ def _take_bad_losses(engine: Engine) -> list[tuple[LossScale, Tensor]]:
 
 @torch.no_grad()
 def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
-    """Unscale the gradients of the block; say whether to use them. Sync: one."""
+    """Unscale the gradients of the block; return whether to use them. Sync: one."""
     call = f"accumulate({name(block.optimizer)})"
     if engine.iteration is not block:
         raise CallOrderError(f"{call}: update() was called in the block. Call it after step()")
@@ -148,21 +154,14 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     if step.own_check is not None:
         block.add(step.own_check)
     is_bad, loss_is_bad = step.read([step.decide(), scale.take_bad_loss()])
-    device = scale.tensor.device
     if loss_is_bad and block.around is not block.root:
         scale.mark_loss_bad()  # the block around sees it
     overflowed = bool(is_bad and not loss_is_bad)
-    blocks.count += 1
-    blocks.bad += bool(is_bad)
-    blocks.overflowed += overflowed
-    blocks.has_several_losses |= blocks.scale not in (None, scale)
-    if overflowed or not blocks.overflowed:
-        blocks.scale = scale
+    blocks.count_block(scale, bool(is_bad), overflowed)
     # The scale is to move by an overflow, though the step may be taken without this block; and not
     # by a loss that no scale can help.
-    found = {device: torch.full((), float(overflowed), dtype=torch.float32, device=device)}
     amax = None if is_bad or step.own_check is None else step.own_check.amax
-    block.root.add(GradientCheck(scale, NONE, found, amax))
+    block.root.add(GradientCheck(scale, NONE, _flag(scale, overflowed), amax))
     return not is_bad
 
 
@@ -173,19 +172,107 @@ def _give_back(earlier: Stash) -> None:
 
 @torch.no_grad()
 def _add(earlier: Stash) -> None:
-    pairs = [(param, grad, param.grad) for param, grad in earlier if grad is not None]
-    dense = [(grad, new) for _, grad, new in pairs if new is not None and not grad.is_sparse]
-    alike = [(local_part(grad), local_part(new)) for grad, new in dense if _lie_alike(grad, new)]
+    alike: list[tuple[Tensor, Tensor]] = []
+    for param, grad in earlier:
+        new = param.grad
+        if grad is None:
+            continue
+        if new is not None and grad.is_sparse:
+            # A sparse tensor can be added to a dense one, not the other way round.
+            param.grad = new + grad
+            continue
+        param.grad = grad
+        if new is not None and _lie_alike(grad, new):
+            alike.append((local_part(grad), local_part(new)))
+        elif new is not None:
+            grad.add_(new)
     if alike:
-        torch._foreach_add_(*map(list, zip(*alike, strict=True)))
-    for total, part in dense:
-        if not _lie_alike(total, part):
-            total.add_(part)
-    for param, grad, new in pairs:
-        # A sparse tensor can be added to a dense one, not the other way round.
-        param.grad = new + grad if new is not None and grad.is_sparse else grad
+        add_to_each_(*map(list, zip(*alike, strict=True)))
 
 
 def _lie_alike(grad: Any, new: Any) -> bool:
-    """Say whether this rank holds the same part of both."""
+    """Return whether this rank holds the same part of both."""
     return not is_dtensor(grad) or grad.placements == new.placements
+
+
+def _flag(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
+    """Return what a check has found, where the scale is."""
+    device = scale.tensor.device
+    return {device: torch.full((), float(is_bad), dtype=torch.float32, device=device)}
+
+
+# --- all blocks of an iteration -------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Blocks:
+    """How many blocks of an optimizer there were, and how many were dropped.
+
+    Attributes:
+        optimizer: Whose gradients.
+        count: All blocks.
+        bad: Blocks that were dropped.
+        overflowed: Blocks that were dropped and whose loss was finite.
+        scale: The scale of the last block whose overflow moves a scale, else of the last one.
+        has_several_losses: Whether they had different scales: then there is no average over them.
+        num_losses: Number of losses scaled in the iteration when the last one ended.
+        versions: How often each gradient had been written to then.
+    """
+
+    optimizer: torch.optim.Optimizer
+    count: int = 0
+    bad: int = 0
+    overflowed: int = 0
+    scale: LossScale | None = None
+    has_several_losses: bool = False
+    num_losses: int = 0
+    versions: list[int] = field(default_factory=list)
+
+    def count_block(self, scale: LossScale, is_bad: bool, overflowed: bool) -> None:
+        """Count a block whose loss had a scale."""
+        self.count += 1
+        self.bad += is_bad
+        self.overflowed += overflowed
+        self.has_several_losses |= self.scale not in (None, scale)
+        if overflowed or not self.overflowed:
+            self.scale = scale
+
+    def note_end(self, iteration: Iteration) -> None:
+        """Note how the gradients are at the end of a block."""
+        self.num_losses, self.versions = iteration.num_losses, self._versions()
+
+    def put_together(self, iteration: Iteration, ranks: Alone | Together) -> None:
+        """Make the sum over the good blocks an average over as many as there were. Sync: none.
+
+        Raises:
+            CallOrderError: There was a ``backward`` after the last block.
+        """
+        if iteration.num_losses != self.num_losses and self._versions() != self.versions:
+            raise CallOrderError(
+                f"accumulate({name(self.optimizer)}): a loss was scaled and backward() called "
+                "after the last block, which adds scaled gradients to unscaled ones. Put every "
+                "backward() of the iteration into a block; zero_grad() and update(new_scale=...) "
+                "end this one"
+            )
+        assert self.scale is not None
+        optimizer, device = self.optimizer, self.scale.tensor.device
+        is_lost = self.bad == self.count
+        gradients = collect(parameters(optimizer))
+        rest, _ = iteration.split(gradients)  # a parameter may be in the blocks of another one
+        if self.bad and not is_lost and not self.has_several_losses:
+            passes.multiply_(rest, self.count / (self.count - self.bad))
+        if is_lost and not self.overflowed:
+            self.scale.mark_loss_bad()
+        found = _flag(self.scale, is_lost)
+        if gradients.grads and not is_lost:  # each block was finite, and their sum may not be
+            norm = passes.measure(gradients, None).total(device)
+            found = {device: scalars.flag_nonfinite(norm, device)}
+        asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()
+        check = GradientCheck(self.scale, gradients, found, asked=frozenset(asked))
+        ranks.agree_on(check)
+        iteration.add(check)
+        del iteration.blocks[id(optimizer)]
+        iteration.steps[id(optimizer)] = Step(optimizer, self.scale, checks=[check])
+
+    def _versions(self) -> list[int]:
+        return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]

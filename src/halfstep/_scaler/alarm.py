@@ -140,10 +140,6 @@ class Alarm:
     ``max_consecutive_skips`` in a row; in one run of skips at the first such moment and then each
     time the run has become twice as long. Single skips at the floor are told by their number: the
     1st, 2nd, 4th, 8th, ...
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: An argument is out of range.
     """
 
     def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
@@ -170,16 +166,7 @@ class Alarm:
         """Speak if it is time to; call it after an iteration.
 
         What is known of the state is what has arrived on the host: on the CPU this iteration, on an
-        accelerator it may be an earlier one.
-
-        Args:
-            scale: The scale that moved.
-            journal: Has the last steps.
-
-        Raises:
-            SkippedStepsError: The user asked for an error.
-
-        Sync: none as long as nothing is said.
+        accelerator it may be an earlier one. Sync: none as long as nothing is said.
         """
         # Whoever raises, or saves and asks the others, is to do so in the same iteration on all
         # ranks.
@@ -220,9 +207,6 @@ class Alarm:
         A step skipped at a scale that never was above the floor is no proof that something is
         broken: up to ``max_consecutive_skips`` "raise" only warns then; and for blocks that were
         dropped from steps that were taken.
-
-        Raises:
-            SkippedStepsError: The user chose "raise".
         """
         if callable(self.on_skips):
             self.on_skips(report)

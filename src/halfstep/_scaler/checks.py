@@ -1,4 +1,4 @@
-"""Numbers: which ones a scale, a factor and a count may be, and how float32 holds them."""
+"""Checks of scales, factors and counts that a user gives; bits of float32 numbers."""
 
 from __future__ import annotations
 
@@ -36,12 +36,7 @@ def float32_from_bits(bits: int) -> float:
 def checked_number(
     name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf
 ) -> float:
-    """Return ``value`` as a float between ``at_least`` and ``at_most``.
-
-    Raises:
-        TypeError: It is not a real number. A bool is not one.
-        ValueError: It is NaN, infinite or out of range.
-    """
+    """Return ``value`` as a finite float in the range; a bool is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} is {value!r} ({type(value).__name__}): pass a number such as 65536.0"
@@ -58,12 +53,7 @@ def checked_number(
 
 
 def checked_scale(name: str, value: object) -> float:
-    """Return ``value`` rounded to float32, if gradients can be multiplied and divided by it.
-
-    Raises:
-        TypeError: It is not a real number.
-        ValueError: It is NaN, infinite, zero, negative, or outside the normal range of float32.
-    """
+    """Return ``value`` rounded to float32, if gradients can be multiplied and divided by it."""
     number = round_to_float32(checked_number(name, value))
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
@@ -74,12 +64,7 @@ def checked_scale(name: str, value: object) -> float:
 
 
 def checked_count(name: str, value: object, *, at_least: int) -> int:
-    """Return ``value`` as an int between ``at_least`` and the largest int32.
-
-    Raises:
-        TypeError: It is not an integer. A bool is not one.
-        ValueError: It is out of range.
-    """
+    """Return ``value`` as an int between ``at_least`` and the largest int32."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} is {value!r} ({type(value).__name__}): pass a whole number")
     count = int(value)

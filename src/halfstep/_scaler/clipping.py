@@ -1,4 +1,4 @@
-"""Clip the norm of gradients, of all together or of each layer or parameter by itself."""
+"""Clipping of the norm of gradients: of all together, or of each layer or parameter alone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ LARGEST_P = 8.0
 
 
 def checked_max_norm(max_norm: object) -> float:
-    """Return ``max_norm`` as a float; inf clips nothing.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is negative or NaN.
-    """
+    """Return ``max_norm`` as a float; inf clips nothing."""
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and max_norm.device.type == "cpu":
         max_norm = max_norm.tolist()
     if max_norm == math.inf:
@@ -40,12 +35,7 @@ def checked_max_norm(max_norm: object) -> float:
 
 
 def checked_kind(norm_type: object, per: Per) -> tuple[float, Per]:
-    """Return ``norm_type`` as a float, and ``per``.
-
-    Raises:
-        TypeError: ``norm_type`` is not a number.
-        ValueError: One of them is none of the choices.
-    """
+    """Return ``norm_type`` as a float, and ``per``."""
     kind = math.inf if norm_type == math.inf else checked_number("norm_type", norm_type)
     if not (1.0 <= kind <= LARGEST_P or kind == math.inf):
         raise ValueError(f"norm_type is {kind}: pass a number from 1 to {LARGEST_P:g}, or math.inf")
@@ -82,8 +72,7 @@ def clip_(
         step: The gradients; 3 G for the 2-norm of all together.
         max_norm: The largest norm.
         norm_type: 2, inf, or another p from 1 to 8.
-        per: What the norm is taken of: "all" gradients together, those of each "layer" (module), or
-            each "parameter" alone.
+        per: What the norm is taken of.
         layers: Returns for each gradient the name of its module.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``optimizer.step(closure)``: scale, backward, unscale and check inside every evaluation."""
+"""Steps with a closure: scale, backward, unscale and check inside every evaluation."""
 
 from __future__ import annotations
 
@@ -60,18 +60,8 @@ def step_with_closure(
     """Call ``optimizer.step`` with a closure that leaves unscaled, finite gradients.
 
     Every evaluation starts without gradients: those from before are dropped. One whose gradients
-    are not finite ends the step; parameters and state of the optimizer are then as they were
-    before. So they are if the closure raises.
-
-    Returns:
-        What ``optimizer.step`` returned, None for a skipped step.
-
-    Raises:
-        CallOrderError: The gradients have been unscaled already; the closure calls ``backward`` on
-            a loss that was not scaled, or ``step`` or ``update``; the optimizer does not call it.
-        TypeError: The closure neither scales a loss nor returns one.
-
-    Sync: one for each evaluation.
+    are not finite ends the step, for which None is returned; parameters and state of the optimizer
+    are then as they were before. So they are if the closure raises. Sync: one for each evaluation.
     """
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
@@ -108,9 +98,6 @@ class _Evaluations:
 
     Each evaluation is an iteration of its own, and joins the one around it when the step is done:
     a step that raises leaves no trace, and the closure may unscale the gradients every time.
-
-    Attributes:
-        last: The gradients of the last evaluation, None before the first.
     """
 
     def __init__(
@@ -120,7 +107,7 @@ class _Evaluations:
         closure: Closure,
         max_norm: float | None,
     ) -> None:
-        self.last: Step | None = None
+        self.last: Step | None = None  # the gradients of the last evaluation
         self._iteration = Iteration()
         self._earlier: list[GradientCheck] = []
         self._engine = engine
@@ -138,6 +125,8 @@ class _Evaluations:
             self._unscale(is_first)
         finally:
             self._engine.iteration = around
+            for hook in self._iteration.hooks:
+                hook.remove()
         return loss
 
     def finish(self) -> None:

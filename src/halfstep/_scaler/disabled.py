@@ -14,7 +14,7 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import clipping
 from halfstep._scaler.after_step import Count, check_count
 from halfstep._scaler.checks import checked_count
-from halfstep._scaler.closures import Closure, drop_gradients, split_closure
+from halfstep._scaler.closures import drop_gradients, split_closure
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
@@ -32,19 +32,6 @@ class DisabledGradScaler(GradScaler):
     Nothing is checked either: every step is taken. A guard against inf and NaN without a scale is
     ``GradScaler(init_scale=1.0, rule=Static())``.
     """
-
-    def __init__(
-        self,
-        device: str | torch.device | None = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        # No look at the device: GradScaler("cuda", enabled=torch.cuda.is_available()) is usual.
-        super().__init__(None, init_scale, growth_factor, backoff_factor, growth_interval, **kwargs)
 
     def scale(self, outputs: Any, name: str | None = None) -> Any:
         """Return ``outputs`` as they are."""
@@ -91,24 +78,19 @@ class DisabledGradScaler(GradScaler):
                 self.clip_grad_norm_(optimizer, max_norm)
             return optimizer.step(*args, **kwargs)
         kwargs.pop("closure", None)
-        return optimizer.step(self._evaluation(optimizer, closure, max_norm), *args, **kwargs)
-
-    def _evaluation(
-        self, optimizer: torch.optim.Optimizer, closure: Closure, max_norm: float | None
-    ) -> Closure:
-        """Return a closure that calls ``backward`` if the user's leaves it to ``step``."""
 
         @torch.enable_grad()
         def evaluate() -> Any:
             drop_gradients(optimizer)
             loss = closure()
             if isinstance(loss, Tensor) and not collect(parameters(optimizer)).grads:
+                # The user's closure leaves it to us.
                 loss.backward()  # type: ignore[no-untyped-call]
             if max_norm is not None:
                 self.clip_grad_norm_(optimizer, max_norm)
             return loss
 
-        return evaluate
+        return optimizer.step(evaluate, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
         """Do nothing."""

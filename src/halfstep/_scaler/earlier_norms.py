@@ -38,10 +38,6 @@ class NormLimit:
         times_median: A norm above this many times the median is an outlier; > 1.
         window: Number of taken steps that the median looks back.
 
-    Raises:
-        TypeError: A number is not of the right kind.
-        ValueError: A number is out of range.
-
     Sync: none, but for :meth:`to_list`.
     """
 
@@ -58,9 +54,6 @@ class NormLimit:
 
         Until half of the window has been seen nothing is an outlier. A norm that is inf or NaN is
         none either: that is what ``found_inf`` says.
-
-        Args:
-            norm: Norm of the unscaled gradients, a floating scalar on any device.
         """
         norm = to_float32(norm.detach())
         if self._norms is None:
@@ -79,11 +72,7 @@ class NormLimit:
         return [None if math.isnan(norm) else norm for norm in norms]
 
     def load(self, norms: Sequence[Any]) -> None:
-        """Take over what :meth:`to_list` returned.
-
-        Raises:
-            ValueError: It is not a list of ``window`` numbers.
-        """
+        """Take over what :meth:`to_list` returned."""
         values = [math.nan if norm is None else checked_number("norm", norm) for norm in norms]
         if len(values) != self.window:
             raise ValueError(f"{len(values)} norms were saved for a window of {self.window}")
@@ -91,14 +80,10 @@ class NormLimit:
 
 
 class NormLimits:
-    """The limit of every optimizer, in the order in which they came; none until one is set.
-
-    Attributes:
-        settings: Times the median, and the window; None without limits.
-    """
+    """The limit of every optimizer, in the order in which they came; none until one is set."""
 
     def __init__(self) -> None:
-        self.settings: tuple[float, int] | None = None
+        self.settings: tuple[float, int] | None = None  # times the median, and the window
         self._limits: list[NormLimit] = []
         self._position: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
@@ -106,12 +91,7 @@ class NormLimits:
         self._num_seen = 0  # of all optimizers, those that are gone too
 
     def set(self, times_median: float | None, window: int) -> None:
-        """Set the limit of all optimizers and forget the norms seen; None for no limit.
-
-        Raises:
-            TypeError: A number is not of the right kind.
-            ValueError: A number is out of range.
-        """
+        """Set the limit of all optimizers and forget the norms seen; None for no limit."""
         if times_median is not None:
             NormLimit(times_median, window)
         self.settings = None if times_median is None else (times_median, window)
@@ -158,12 +138,6 @@ def see_first_norm(
     """Add the finite norm of one of the first steps; warn after the last one if all are the same.
 
     Two of them are never the same to four digits unless something made them so.
-
-    Args:
-        norms: The scaled norms of the steps before.
-        optimizer: Whose step it is.
-        scaled_norm: The norm of its gradients, still multiplied by the scale.
-        scale: The scale.
     """
     norms.append(scaled_norm)
     # In a warm-up that begins at a learning rate of 0 they are the same for another reason.

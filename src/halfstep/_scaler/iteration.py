@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from halfstep.errors import CallOrderError, NothingCheckedError
 
 HISTORY_LENGTH = 10_000
 """So many steps are kept, some hundred bytes each on the device."""
+
+if TYPE_CHECKING:
+    from halfstep._scaler.accumulation import Blocks
 
 
 @dataclass(eq=False, slots=True)
@@ -223,31 +227,6 @@ def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedEr
     )
 
 
-@dataclass(eq=False)
-class Blocks:
-    """How many blocks of ``accumulate`` there were, and how many were dropped.
-
-    Attributes:
-        optimizer: Whose gradients.
-        count: All blocks.
-        bad: Blocks that were dropped.
-        overflowed: Blocks that were dropped and whose loss was finite.
-        scale: The scale of the last block whose overflow moves a scale, else of the last one.
-        has_several_losses: Whether they had different scales: then there is no average over them.
-        num_losses: Number of losses scaled in the iteration when the last one ended.
-        versions: How often each gradient had been written to then.
-    """
-
-    optimizer: torch.optim.Optimizer
-    count: int = 0
-    bad: int = 0
-    overflowed: int = 0
-    scale: LossScale | None = None
-    has_several_losses: bool = False
-    num_losses: int = 0
-    versions: list[int] = field(default_factory=list)
-
-
 class Iteration:
     """The steps of all optimizers, and the checks of all gradients, since the last ``update``.
 
@@ -303,6 +282,15 @@ class Iteration:
             for blocks in self.blocks.values()
             for param in parameters(blocks.optimizer)
         }
+
+    def blocks_with(self, params: list[Tensor]) -> list[Blocks]:
+        """Return the blocks of the optimizers that have one of the parameters."""
+        wanted = set(map(id, params))
+        return [
+            blocks
+            for blocks in self.blocks.values()
+            if not wanted.isdisjoint(map(id, parameters(blocks.optimizer)))
+        ]
 
     def split(self, gradients: Gradients) -> tuple[Gradients, list[GradientCheck]]:
         """Return the gradients that are still scaled, and the checks that unscaled the others.

@@ -1,4 +1,4 @@
-"""What messages and outcomes call a parameter: its name in a module, else its place."""
+"""Names of parameters in messages and outcomes: that in a module, else the place."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ class Names:
         self._modules: list[weakref.ref[torch.nn.Module]] = []
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Take names from this module too.
-
-        Raises:
-            TypeError: It is no module.
-        """
+        """Take names from this module too."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
                 f"watch({type(module).__name__}): pass the torch.nn.Module whose parameters are "
@@ -52,11 +48,7 @@ class Names:
     def layers_of(
         self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
     ) -> list[str]:
-        """Return for each parameter the name of its module: ``blocks.0.fc`` for its weight.
-
-        Raises:
-            ValueError: A parameter has no qualified name.
-        """
+        """Return for each parameter the name of its module: ``blocks.0.fc`` for its weight."""
         known = self._qualified(optimizer)
         params = list(params)
         unknown = [index for index, param in enumerate(params) if id(param) not in known]

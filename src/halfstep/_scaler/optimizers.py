@@ -18,11 +18,7 @@ def name(optimizer: object) -> str:
 
 
 def require_optimizer(call: str, optimizer: object) -> None:
-    """Raise if a call was given something else than an optimizer.
-
-    Raises:
-        TypeError: It has no ``param_groups``.
-    """
+    """Raise TypeError if a call was given something else than an optimizer."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"{call}({name(optimizer)}): pass the optimizer, such as torch.optim.SGD(...), or a "
@@ -89,15 +85,8 @@ def step_with_scale(
 ) -> Any:
     """Call ``optimizer.step`` with ``grad_scale`` and ``found_inf`` set for the time of the call.
 
-    Args:
-        optimizer: It divides its gradients by ``grad_scale`` and steps unless ``found_inf`` is 1.
-        scale: What its gradients are multiplied by, None if they are not. A ``grad_scale`` that the
-            user has set is multiplied with it.
-        found_inf: float32 scalar, 1 or 0.
-        args: Arguments for ``optimizer.step``.
-        kwargs: Keyword arguments for it.
-
-    Sync: none.
+    It divides its gradients by ``grad_scale`` and steps unless ``found_inf``, a float32 scalar, is
+    1. A ``grad_scale`` that the user has set is multiplied with ``scale``. Sync: none.
     """
     grad_scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:

@@ -7,12 +7,11 @@ arXiv:1710.03740). The implementation behind the calls is :mod:`halfstep._scaler
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,16 +113,6 @@ class GradScaler(TorchAttributes):
         65536.0
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return the null object, a subclass, when ``enabled`` is false."""
-        enabled = args[5] if len(args) > 5 else kwargs.get("enabled", True)
-        if cls is GradScaler and not enabled:
-            # Imported here because that class derives from this one.
-            from halfstep._scaler.disabled import DisabledGradScaler
-
-            return object.__new__(DisabledGradScaler)  # type: ignore[return-value]
-        return super().__new__(cls)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that overrides what torch.amp.GradScaler calls and this one does not."""
         super().__init_subclass__(**kwargs)
@@ -148,10 +137,13 @@ class GradScaler(TorchAttributes):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         if not enabled:
-            raise TypeError(
-                f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
-                "switched off this way, use halfstep.GradScaler(enabled=False)"
-            )
+            if type(self) is not GradScaler:
+                raise TypeError(
+                    f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
+                    "switched off this way, use halfstep.GradScaler(enabled=False)"
+                )
+            self._switch_off()
+            device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
         self._device: str | None = None if device is None else _available_device(device)
         if rule is None:
             rule = Dynamic(growth_factor, backoff_factor, growth_interval)
@@ -170,6 +162,7 @@ class GradScaler(TorchAttributes):
 
     def _switch_off(self) -> None:
         """Become an object that scales nothing."""
+        # Imported here because that class derives from this one.
         from halfstep._scaler.disabled import DisabledGradScaler
 
         if type(self) is not GradScaler:
@@ -178,9 +171,6 @@ class GradScaler(TorchAttributes):
                 "switched off, use halfstep.GradScaler(enabled=False)"
             )
         self.__class__ = DisabledGradScaler
-
-    # What help() and editors show; without it they would show the arguments of __new__.
-    __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
 
     # --- the iteration ----------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler import passes, scalars
-from halfstep._scaler.blocks import end_blocks
 from halfstep._scaler.earlier_norms import NUM_STEPS, NormLimit, see_first_norm
 from halfstep._scaler.gradients import NONE, Gradients, collect, refuse_float16
 from halfstep._scaler.iteration import (
@@ -126,7 +125,9 @@ def gather(
         if call == "step" and all(param.grad is None for param in params):
             _require_ranks(ranks, optimizer)
         loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
-        end_blocks(iteration, params, ranks)
+        # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
+        for blocks in iteration.blocks_with(params):
+            blocks.put_together(iteration, ranks)
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
     if loss_scale is None:
         try:

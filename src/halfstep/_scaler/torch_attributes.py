@@ -1,4 +1,4 @@
-"""The private names of torch.amp.GradScaler, which other code reads, writes and calls."""
+"""Private names of torch.amp.GradScaler, which other code reads, writes and calls."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ class OptimizerState(Mapping[str, Any]):
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
         if key == "stage":
-            is_unscaled = self._key in iteration.blocks
-            return OptState.UNSCALED if is_unscaled else STAGES[_stage(step)]
+            if self._key in iteration.blocks:
+                return OptState.UNSCALED
+            return STAGES[Stage.SCALED if step is None else step.stage]
         if key == "found_inf_per_device":
             return MappingProxyType({} if step is None else step.found_inf_by_device())
         raise KeyError(key)
@@ -87,6 +88,13 @@ class OptimizerState(Mapping[str, Any]):
         return 2
 
 
+def _refuse(*args: object) -> NoReturn:
+    raise TypeError(
+        "GradScaler._per_optimizer_states can only be read. To give an iteration up, call "
+        "scaler.update(new_scale=scaler.get_scale())"
+    )
+
+
 class OptimizerStates(dict[int, OptimizerState]):
     """What torch.amp keeps of each optimizer, by its ``id``: to be read."""
 
@@ -104,21 +112,7 @@ class OptimizerStates(dict[int, OptimizerState]):
         if self:
             _refuse()
 
-    def _refuse(self, *args: object) -> NoReturn:
-        _refuse()
-
     __setitem__ = __delitem__ = pop = popitem = update = setdefault = _refuse
-
-
-def _stage(step: Step | None) -> Stage:
-    return Stage.SCALED if step is None else step.stage
-
-
-def _refuse(*args: object) -> NoReturn:
-    raise TypeError(
-        "GradScaler._per_optimizer_states can only be read. To give an iteration up, call "
-        "scaler.update(new_scale=scaler.get_scale())"
-    )
 
 
 def _scale(scaler: Any) -> Tensor | None:
@@ -165,6 +159,13 @@ def _set_enabled(scaler: Any, value: Any) -> None:
         scaler._switch_off()
 
 
+def _number_of_rule(name: str) -> property:
+    return property(
+        lambda scaler: getattr(scaler, f"get_{name}")(),
+        lambda scaler, value: getattr(scaler, f"set_{name}")(value),
+    )
+
+
 class TorchAttributes:
     """Reads what is true of ours, and does what is meant where it is written to.
 
@@ -181,18 +182,9 @@ class TorchAttributes:
     _init_growth_tracker = property(
         lambda scaler: scaler._engine.scales[None].host.growth_tracker, _set_growth_tracker
     )
-    _growth_factor = property(
-        lambda scaler: scaler.get_growth_factor(),
-        lambda scaler, value: scaler.set_growth_factor(value),
-    )
-    _backoff_factor = property(
-        lambda scaler: scaler.get_backoff_factor(),
-        lambda scaler, value: scaler.set_backoff_factor(value),
-    )
-    _growth_interval = property(
-        lambda scaler: scaler.get_growth_interval(),
-        lambda scaler, value: scaler.set_growth_interval(value),
-    )
+    _growth_factor = _number_of_rule("growth_factor")
+    _backoff_factor = _number_of_rule("backoff_factor")
+    _growth_interval = _number_of_rule("growth_interval")
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _refuse)
 
     def _get_growth_tracker(self: Any) -> int:

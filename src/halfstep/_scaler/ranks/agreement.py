@@ -113,10 +113,7 @@ class Together:
     ) -> None:
         """Start to tell the other ranks what a check of gradients has found. Sync: none.
 
-        Args:
-            check: What it found becomes what all ranks have found.
-            norms: The norms of its gradients, if measured.
-            has_gradients: Whether there are any, looked at now or before.
+        It becomes what all ranks have found. ``has_gradients``: in this check or one before.
         """
         own_norm = None
         if norms is not None and self._layout.owns_all(check.gradients):
@@ -145,13 +142,7 @@ class Together:
     def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
         """Return the norms of parts of the gradients, each over all ranks that have some of it.
 
-        Args:
-            norms: Of what this rank holds, for one device.
-            parts: These gradients; parts of the same parameters on all ranks that share them.
-            p: The kind of norm.
-
-        Raises:
-            RanksError: Some have a part of the parameters that no process group reaches.
+        The parts are of the same parameters on all ranks that share them.
         """
         sharing = self._layout.sharing
         if sharing is None or not norms:
@@ -271,15 +262,7 @@ class Agreement:
                 self._require_same(values)
 
     def require(self, values: list[int]) -> None:
-        """Raise on all ranks if they cannot go on together.
-
-        Args:
-            values: :meth:`vector` on the host.
-
-        Raises:
-            CallOrderError: No rank has a gradient, or none has ever scaled a loss.
-            RanksError: The ranks differ in something that is to be the same.
-        """
+        """Raise on all ranks if they cannot go on together, by :meth:`vector` on the host."""
         self._require_work(values)
         self._require_same(values)
 

@@ -110,10 +110,6 @@ class Ranks:
         process_group: The ranks that step together; ``"local"`` for this one alone; None to find
             out from the parameters.
         device_mesh: The same as a mesh.
-
-    Raises:
-        TypeError: One of them is of the wrong kind.
-        ValueError: Both are given, or this rank is in neither.
     """
 
     def __init__(
@@ -131,7 +127,7 @@ class Ranks:
         self.is_to_compare = False
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
-        """Take note that plain parameters have the same gradients on all ranks of a group."""
+        """Remember that plain parameters have the same gradients on all ranks of a group."""
         for param in params:
             self._replicated[param] = process_group
         self._found = WeakTensorKeyDictionary()
@@ -146,9 +142,6 @@ class Ranks:
             params: The parameters. What is found of them is remembered.
             losses: The names of the losses of this iteration.
             has_scale: Whether this rank has ever scaled a loss.
-
-        Raises:
-            RanksError: There are several ranks, and nothing says which of them step together.
         """
         if not has_ranks():
             return ALONE
@@ -164,21 +157,13 @@ class Ranks:
         return found
 
     def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
-        """Count an update: ranks that decide alone compare their states now and then. Sync: none.
-
-        Raises:
-            RanksError: On all ranks, if one had another state. It says who had what.
-        """
+        """Count an update; ranks that decide alone compare their states now and then. No sync."""
         if has_ranks():
             self.is_to_compare = False
             self._comparison.count_update(scales)
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
-        """Compare a saved state with those of the ranks that save it, all of which call this.
-
-        Raises:
-            RanksError: On all ranks, if one has another state. It says who has what.
-        """
+        """Compare a saved state with those of the ranks that save it, all of which call this."""
         if not self._is_local and has_ranks():
             require_same(Group.of(asking), call, state)
 
@@ -220,11 +205,7 @@ class Ranks:
         plain: Sequence[Tensor],
         reduced: dict[int, DistributedDataParallel],
     ) -> Group | None:
-        """Return the ranks that step together; None if this one decides for all.
-
-        Raises:
-            RanksError: That cannot be known.
-        """
+        """Return the ranks that step together; None if this one decides for all."""
         num_ranks = distributed.get_world_size()
         if sharing is not None:
             if len(sharing.ranks) == num_ranks:

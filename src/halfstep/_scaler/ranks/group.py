@@ -1,4 +1,4 @@
-"""The ranks that decide together, and a reduction over them that says what was waiting."""
+"""Groups of ranks that decide together; reductions over them whose errors say what waited."""
 
 from __future__ import annotations
 
@@ -72,21 +72,16 @@ class Group:
         return exchange_device(self.parts[0])
 
     def reduce(self, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> Reduction:
-        """Start an all-reduce in place. Sync: none.
+        """Start an all-reduce in place, of values on :attr:`device`. Sync: none.
 
-        Args:
-            values: Of one dtype and shape on all ranks, on :attr:`device`.
-            op: How entries are put together.
-            purpose: What a message says of it: ``step(SGD): found_inf``.
+        ``purpose`` is what a message says of it: ``step(SGD): found_inf``.
         """
         return Reduction(self, values, op, purpose)
 
     def gather(self, numbers: Sequence[float], purpose: str) -> list[tuple[float, ...]]:
         """Return the numbers of every rank, in the order of the ranks. Sync: one.
 
-        Args:
-            numbers: Those of this rank, as many on all; whole ones are exact below 2^53.
-            purpose: What a message says of the collective.
+        As many on all of them; whole ones are exact below 2^53.
         """
         rows = torch.zeros(len(self.ranks), len(numbers), dtype=torch.float64)
         rows[self.place] = torch.tensor(numbers, dtype=torch.float64)
@@ -111,11 +106,7 @@ class Reduction:
             self._work = distributed.all_reduce(values, op, group.parts[0], async_op=True)
 
     def wait(self) -> Tensor:
-        """Return the values of all ranks together; call it once. Sync: none, except on the CPU.
-
-        Raises:
-            RanksError: It failed or took longer than the time limit of the process group.
-        """
+        """Return the values of all ranks together; call it once. Sync: none, except on the CPU."""
         if self._error is not None:
             raise self._error
         with self._explained():

@@ -29,11 +29,7 @@ _T = TypeVar("_T")
 
 
 def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
-    """Compare the state of a scaler, as it is saved, on all ranks of a group. Sync: one.
-
-    Raises:
-        RanksError: On all of them, if one has another.
-    """
+    """Raise RanksError on all ranks if a scaler, as it is saved, is not the same. Sync: one."""
     digest = zlib.crc32(json.dumps(state, sort_keys=True).encode())
     own = [float(number) for number in (digest, state["_growth_tracker"], state["scale"])]
     rows = group.gather(own, f"{call}: the state of each rank")
@@ -68,8 +64,7 @@ class StateComparison:
     def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
         """Count an update, and compare the states after every ``CHECK_EVERY`` of them. Sync: none.
 
-        Raises:
-            RanksError: On all ranks, if the states differed at the last comparison.
+        If the states differed at the last comparison all ranks raise.
         """
         self._num_updates += 1
         if self._num_updates % CHECK_EVERY == 0:
