@@ -1,4 +1,4 @@
-"""What has been done since the last ``update``, and what each call of a scaler does to it."""
+"""The implementation behind the calls of a scaler."""
 
 from __future__ import annotations
 
@@ -275,8 +275,8 @@ class Engine:
 
     def end_iteration(self) -> None:
         """Forget what was done to gradients."""
-        if self.iteration.hooks:
-            self.iteration.end()
+        for hook in self.iteration.hooks:
+            hook.remove()
         self.iteration = Iteration()
         if len(self.scales) > 1:  # one alone has been asked by update()
             self.scales.forget_bad_losses()
