@@ -275,8 +275,8 @@ class Engine:
 
     def end_iteration(self) -> None:
         """Forget what was done to gradients."""
-        for hook in self.iteration.hooks:
-            hook.remove()
+        if self.iteration.hooks:
+            self.iteration.end()
         self.iteration = Iteration()
         if len(self.scales) > 1:  # one alone has been asked by update()
             self.scales.forget_bad_losses()

@@ -349,6 +349,11 @@ class Iteration:
         ids = {id(grad) for doubted in self.in_doubt for grad in doubted.grads}
         return not ids.isdisjoint(map(id, gradients.grads))
 
+    def end(self) -> None:
+        """Stop watching."""
+        for hook in self.hooks:
+            hook.remove()
+
     def _checks_by_gradient(self) -> dict[int, GradientCheck]:
         # Filled when it is asked for, which never happens with one optimizer.
         for check in self.checks[self._num_checks_in_it :]:
