@@ -70,8 +70,7 @@ def plain(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tens
 
 def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    measured = step.measure(ready)
-    step.limit(ready, measured and measured[1], 1.0, None)
+    step.measure_and_limit(ready, 1.0, None)
     step.multiply_(ready)
     assert isinstance(ready.norm, torch.Tensor)
     return [finish(ready), ready.norm]
@@ -79,8 +78,7 @@ def plain_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[
 
 def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
-    measured = step.measure(ready)
-    step.limit(ready, measured and measured[1], 1.0, None)
+    step.measure_and_limit(ready, 1.0, None)
     divisor = ready.divisor()
     assert isinstance(divisor, torch.Tensor)
     assert ready.norms is not None

@@ -1,4 +1,4 @@
-"""What other rooms see of a scaler, and how they drive it beyond its public calls.
+"""The events of scalers for other rooms, and the verbs that drive one beyond its public calls.
 
 A recorder and a watch observe losses and iterations. A replay gives a scaler a state of its own. A
 runner, which unscales gradients right after each backward pass, adds what it has found.
@@ -29,10 +29,10 @@ class Observer(Protocol):
     """Is told of the losses and iterations of all scalers, and never waits for the device."""
 
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
-        """Take note of what the user hands to ``scale``, before it is scaled."""
+        """Note what the user hands to ``scale``, before it is scaled."""
 
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
-        """Take note that ``update`` has ended an iteration with these steps."""
+        """Note that ``update`` has ended an iteration with these steps."""
 
 
 OBSERVERS: list[Observer] = []
@@ -66,7 +66,7 @@ class _Thread(threading.local):
 
 
 THIS_THREAD = _Thread()
-"""What the present thread is in."""
+"""The state of the present thread."""
 
 
 def is_in_step() -> bool:
@@ -81,10 +81,11 @@ def is_in_step() -> bool:
 
 
 def begin_anew(scaler: GradScaler, scale: float | None) -> None:
-    """Give a scaler a state of its own, in an attribute that can be put back, for a replay.
+    """Give a scaler a new state for a replay, and leave the one that it has as it is.
 
     Args:
-        scaler: It decides alone from now on: other ranks do not replay its step.
+        scaler: It decides alone from now on: other ranks do not replay its step. Keep
+            ``vars(scaler)`` to bring its state back.
         scale: The scale of all losses; None for the scales that they have.
     """
     scaler._engine = scaler._engine.copy_alone(scale)

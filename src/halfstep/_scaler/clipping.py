@@ -92,7 +92,7 @@ def clip_(
         unscale_(step)
         norm = scalars.scalar(step.ranks.p_norm(step.gradients, norm_type, step.loss_scale.device))
     if per == "all":
-        limit(step, norm, max_norm, None)
+        limit(step, norm, max_norm)
         multiply_(step)
     else:
         _clip_groups_(step, norms, max_norm, norm_type, groups)

@@ -16,8 +16,7 @@ from halfstep._scaler.optimizers import handles_scale, name
 from halfstep._scaler.snapshot import snapshot_of
 from halfstep._scaler.step import (
     gather,
-    limit,
-    measure,
+    measure_and_limit,
     multiply_,
     read_skip,
     refuse_half,
@@ -188,8 +187,7 @@ class _Evaluations:
         if self._max_norm is None and norm_limit is None:
             unscale_(step)
         else:
-            measured = measure(step)
-            limit(step, measured and measured[1], self._max_norm, norm_limit)
+            measure_and_limit(step, self._max_norm, norm_limit)
         step.decide()
         self.last = step
         if read_skip(step):

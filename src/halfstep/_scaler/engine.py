@@ -1,4 +1,4 @@
-"""What has been done since the last ``update``, and what each call of a scaler does to it."""
+"""The implementation behind the calls of a scaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scaler knows between two calls of ``update``: of each optimizer and of each gradient."""
+"""The steps and gradient checks between two calls of ``update``, and the journal of all steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from halfstep._scaler.scalars import Scalar, moved
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 HISTORY_LENGTH = 10_000
-"""So many steps are kept, some hundred bytes each on the device."""
+"""The number of steps that are kept, some hundred bytes each on the device."""
 
 if TYPE_CHECKING:
     from halfstep._scaler.accumulation import Blocks
@@ -75,7 +75,7 @@ class GradientCheck:
 
 
 class Stage(Enum):
-    """How far an optimizer has come since the last ``update``."""
+    """The stage of an optimizer since the last ``update``."""
 
     SCALED = "its gradients are still multiplied by the scale"
     UNSCALED = "its gradients have already been unscaled"
@@ -156,7 +156,7 @@ class Step:
             flags += (own.found_here if own.agreement is None else own.found_inf).values()
         if not flags:
             raise nothing_checked(self.optimizer)
-        if len(flags) == 1 and not self.checks:  # a new one, which nobody has added to
+        if len(flags) == 1 and not self.checks:  # a new one, to which no user has added
             found_inf = scalars.scalar(flags[0])
         else:
             found_inf = scalars.combine(flags, self.loss_scale.device)
@@ -242,7 +242,7 @@ class Iteration:
             length.
         num_losses: How many losses have been scaled.
         hooks: Those that notice what backward adds to checked gradients.
-        in_doubt: Gradients of which nobody knows what they are multiplied by.
+        in_doubt: Gradients that are multiplied by an unknown number.
     """
 
     def __init__(self) -> None:
@@ -331,12 +331,8 @@ class Iteration:
     def _note_fresh(self, param: Tensor) -> None:
         self._fresh.add(id(param))
 
-    def doubt(self, gradients: Gradients) -> None:
-        """Remember that nobody knows what these gradients are multiplied by."""
-        self.in_doubt.append(gradients)
-
     def is_in_doubt(self, gradients: Gradients) -> bool:
-        """Return whether nobody knows what some of these are multiplied by."""
+        """Return whether some of these are multiplied by an unknown number."""
         ids = {id(grad) for doubted in self.in_doubt for grad in doubted.grads}
         return not ids.isdisjoint(map(id, gradients.grads))
 
@@ -354,7 +350,7 @@ class Iteration:
 
 
 class Memory:
-    """What is kept of an optimizer from one iteration to the next.
+    """The facts about an optimizer that are kept from one iteration to the next.
 
     Attributes:
         outcome: That of its last step.

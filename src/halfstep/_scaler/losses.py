@@ -1,4 +1,4 @@
-"""What is handed to ``scale``: a tensor, or many in nested containers."""
+"""Losses as they are handed to ``scale``: a tensor, or many in nested containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcomes: what became of the steps, why, at which scale and with which gradients."""
+"""Outcomes of steps: whether they were taken, why not, at which scale, with which gradients."""
 
 from __future__ import annotations
 
@@ -113,11 +113,13 @@ class Outcome:
         self._multiplier, self._can_measure_late = multiplier, can_measure_late
         # To notice zero_grad() and a new backward(), which touch almost all of them. Measured ones
         # are not read again, and the first of them tells enough.
-        grads = gradients.grads if step.norms is None else gradients.grads[:1]
-        if len(grads) > NUM_WITNESSES:
-            grads = [grads[0], grads[-1]]
+        params, grads = gradients.params, gradients.grads
+        if step.norms is not None:
+            params, grads = params[:1], grads[:1]
+        elif len(grads) > NUM_WITNESSES:
+            params, grads = [params[0], params[-1]], [grads[0], grads[-1]]
         versions = map(attrgetter("_version"), grads)
-        self._witnesses = list(zip(map(weakref.ref, grads), versions, strict=True))
+        self._witnesses = list(zip(params, map(weakref.ref, grads), versions, strict=True))
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -130,17 +132,10 @@ class Outcome:
         return self.after is not None
 
     def has_its_gradients(self) -> bool:
-        """Return whether nobody has written to the gradients since. Sync: none."""
-        params = self._params
-        if params is None:
-            return False
-        if self._measured is not None:
-            params = params[:1]
-        elif len(params) > NUM_WITNESSES:
-            params = [params[0], params[-1]]
-        return all(
+        """Return whether the gradients were not written to since. Sync: none."""
+        return self._params is not None and all(
             param.grad is not None and ref() is param.grad and param.grad._version == version
-            for (ref, version), param in zip(self._witnesses, params, strict=True)
+            for param, ref, version in self._witnesses
         )
 
     def forget_gradients(self) -> None:

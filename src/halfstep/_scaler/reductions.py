@@ -19,18 +19,19 @@ from torch import Tensor
 from halfstep._pytorch.amp import norms_of_each
 
 ROW = 1 << 10
-"""So many squares are added up in float32, the rest in float64: a norm is wrong by 4e-6 at most,
-and it takes no longer. torch.dot, all in float32, is wrong by 3 % for 64 M equal entries."""
+"""Runs of this many squares are added up in float32, and the runs in float64: a norm is wrong by
+4e-6 at most, and it takes no longer. torch.dot, all in float32, is wrong by 3 % for 64 M equal
+entries."""
 
 PIECE = 1 << 20
-"""So many float16 or (few) bfloat16 entries are converted at a time; a multiple of ROW."""
+"""The number of float16 or (few) bfloat16 entries converted at a time; a multiple of ROW."""
 
 SMALL = 1 << 15
 """Gradients of more entries are reduced alone, where they are."""
 
 BATCH = 1 << 18
-"""So many entries of small gradients are copied together: they are still in the cache when they are
-reduced. At most half a PIECE."""
+"""The number of entries of small gradients that are copied together: they are still in the cache
+when they are reduced. At most half a PIECE."""
 
 # (entries [rows, columns], PIECE float32 numbers to work in) -> one number for each row.
 RowReduction = Callable[[Tensor, Tensor], Tensor]

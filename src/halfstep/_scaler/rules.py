@@ -1,4 +1,4 @@
-"""How a scale moves: frozen values, one of which a ``ScaleState`` has.
+"""Rules of how a scale moves: frozen values, one of which a ``ScaleState`` has.
 
 A rule only says by how much and when. What is done with it stands in
 :func:`halfstep._scaler.host_state.next_state`.
@@ -221,7 +221,7 @@ class LogMax(Dynamic):
 
 
 Rule: TypeAlias = Static | Dynamic
-"""What a scale state may have as its rule; a :class:`LogMax` is a :class:`Dynamic`."""
+"""The rule of a scale state; a :class:`LogMax` is a :class:`Dynamic`."""
 
 RULES: dict[str, type[Static] | type[Dynamic]] = {
     rule.name: rule for rule in (Static, Dynamic, LogMax)

@@ -35,7 +35,7 @@ def as_tensor(value: Scalar, device: torch.device) -> Tensor:
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
     """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
-    # A copy to the CPU that nobody waits for would be read before it has arrived.
+    # Without waiting, a copy to the CPU would be read before it has arrived.
     return scalar.to(device, non_blocking=device.type != "cpu")
 
 

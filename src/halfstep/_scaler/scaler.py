@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
-"""So many calls of ``scale`` without an ``update`` are no accumulation but a forgotten call."""
+"""This many calls of ``scale`` without an ``update`` mean that a call was forgotten."""
 
 
 class Counts(NamedTuple):
-    """How many iterations a scaler has seen; kept in its ``state_dict``.
+    """The iterations that a scaler has seen; kept in its ``state_dict``.
 
     Attributes:
         taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
@@ -462,7 +462,7 @@ class GradScaler(TorchAttributes):
         self._engine.names.watch(module)
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
-        """Say that parameters have the same gradients on all ranks of a process group.
+        """Declare that parameters have the same gradients on all ranks of a process group.
 
         For plain parameters whose gradients are averaged by hand: a norm counts them once. It is
         known already of DTensors, of DistributedDataParallel, and of plain parameters beside

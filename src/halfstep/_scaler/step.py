@@ -61,9 +61,14 @@ def take(
         require_not_stepped(earlier)
     step = gather(engine, "step", optimizer, earlier)
     memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
-    take_it = _take_fused if is_fused else _take_plain
+    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     try:
-        result = take_it(engine, optimizer, step, memory, args, kwargs, max_norm)
+        if is_fused:
+            result = _take_fused(optimizer, step, memory, args, kwargs, max_norm, norm_limit)
+        else:
+            if torch.float16 in step.gradients.dtypes:
+                refuse_half(engine, step)
+            result = _take_plain(optimizer, step, memory, args, kwargs, max_norm, norm_limit)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # it is raised on all ranks, and they can go on
@@ -118,29 +123,29 @@ def gather(
     if engine.unused.waiting:
         engine.unused.use(params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
+    is_scaled = earlier is None or earlier.stage is Stage.SCALED
     loss_scale = None
     if earlier is not None and earlier.checks:
         loss_scale = earlier.checks[0].scale
     if iteration.blocks:
-        if call == "step" and all(param.grad is None for param in params):
-            _require_ranks(ranks, optimizer)
+        if call == "step":
+            _require_gradients(ranks, optimizer, params)
         loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
         # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
         for blocks in iteration.blocks_with(params):
             blocks.put_together(iteration, ranks)
-    is_scaled = earlier is None or earlier.stage is Stage.SCALED
     if loss_scale is None:
         try:
             # The gradients of a block have no scale but that of its own losses.
             known = [] if call == "accumulate" else params
             loss_scale = engine.scale_of_iteration(call, owner, known)
         except CallOrderError:
-            if call == "step" and is_scaled and all(param.grad is None for param in params):
-                _require_ranks(ranks, optimizer)
+            if call == "step" and is_scaled:
+                _require_gradients(ranks, optimizer, params)
             raise
     gradients = collect(params)
     if call == "step" and is_scaled and not gradients.grads:
-        _require_ranks(ranks, optimizer)
+        _require_gradients(ranks, optimizer, params)
     if iteration.in_doubt and iteration.is_in_doubt(gradients):
         raise CallOrderError(
             f"{call}(): an earlier step() of these gradients raised, and may have divided some "
@@ -173,18 +178,15 @@ def gather(
     return Step(optimizer, loss_scale, gradients, None, checks, ranks)
 
 
-def _require_ranks(ranks: Alone | Together, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise unless other ranks may have gradients."""
-    if not ranks.is_together:
+def _require_gradients(
+    ranks: Alone | Together, optimizer: torch.optim.Optimizer | None, params: list[Tensor]
+) -> None:
+    """Raise unless there is a gradient, or other ranks may have some."""
+    if not ranks.is_together and all(param.grad is None for param in params):
         raise nothing_checked(optimizer)
 
 
-def _require_the_same(
-    call: str,
-    gradients: Gradients,
-    iteration: Iteration,
-    owner: object,
-) -> None:
+def _require_the_same(call: str, gradients: Gradients, iteration: Iteration, owner: object) -> None:
     new, _ = iteration.split(gradients)
     if new.grads:
         raise CallOrderError(
@@ -255,7 +257,7 @@ def measure(step: Step) -> tuple[passes.Norms, Scalar] | None:
         return None
     device = step.loss_scale.device
     norms = passes.measure(step.gradients, step.multiplier)
-    if step.ranks is ALONE:
+    if not step.ranks.is_together:
         norm = norms.total(device)
         found = scalars.flag_nonfinite(norm, device)
         if step.multiplier is not None:
@@ -271,7 +273,7 @@ def measure(step: Step) -> tuple[passes.Norms, Scalar] | None:
     if step.multiplier is not None:
         norm = norm / step.multiplier
     else:
-        # Somebody may have changed them since they were unscaled, and the answer is at hand.
+        # The user may have changed them since they were unscaled, and the answer is at hand.
         step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
     if step.norm is None:
         step.norms, step.norm = norms, norm
@@ -316,12 +318,17 @@ def _largest(step: Step) -> Tensor | None:
 # --- decide, take ---------------------------------------------------------------------------------
 
 
+def measure_and_limit(step: Step, max_norm: float | None, norm_limit: NormLimit | None) -> None:
+    """Measure the norms, and see what follows from them. 1 G. Sync: none."""
+    measured = measure(step)
+    if measured is not None:
+        limit(step, measured[1], max_norm, norm_limit)
+
+
 def limit(
-    step: Step, norm: Scalar | None, max_norm: float | None, norm_limit: NormLimit | None
+    step: Step, norm: Scalar, max_norm: float | None, norm_limit: NormLimit | None = None
 ) -> None:
     """Work out the clip coefficient, and whether the norm is an outlier. Sync: none."""
-    if norm is None:
-        return
     if max_norm is not None:
         step.coefficient = passes.clip_coefficient(norm, max_norm)
     if norm_limit is not None:
@@ -339,22 +346,18 @@ def multiply_(step: Step) -> None:
 
 
 def _take_plain(
-    engine: Engine,
     optimizer: torch.optim.Optimizer,
     step: Step,
     memory: Memory,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
+    norm_limit: NormLimit | None,
 ) -> Any:
-    if torch.float16 in step.gradients.dtypes:
-        refuse_half(engine, step)
-    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     is_first = step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     undo = None
     if is_first or max_norm is not None or norm_limit is not None:
-        measured = measure(step)
-        limit(step, measured and measured[1], max_norm, norm_limit)
+        measure_and_limit(step, max_norm, norm_limit)
     elif step.multiplier is not None and step.loss_scale.can_amplify:
         # Dividing by a scale below 1 may make inf of a gradient that a skipped step has to leave.
         check(step)
@@ -376,21 +379,19 @@ def _take_plain(
 
 
 def _take_fused(
-    engine: Engine,
     optimizer: torch.optim.Optimizer,
     step: Step,
     memory: Memory,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     max_norm: float | None,
+    norm_limit: NormLimit | None,
 ) -> Any:
-    norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
     is_on_host = step.loss_scale.device.type in scalars.READABLE
     # Elsewhere reading the first norms would be a sync.
     is_first = is_on_host and step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     if is_first or max_norm is not None or norm_limit is not None:
-        measured = measure(step)
-        limit(step, measured and measured[1], max_norm, norm_limit)
+        measure_and_limit(step, max_norm, norm_limit)
     else:
         check(step)
     step.decide()
@@ -483,7 +484,7 @@ def _remember_failure(iteration: Iteration, step: Step) -> None:
     if step.multiplier is None:
         keep(iteration, step, Stage.UNSCALED)
     elif step.own_check is not None and not _is_untouched(step):
-        iteration.doubt(step.gradients)
+        iteration.in_doubt.append(step.gradients)
 
 
 def _is_untouched(step: Step) -> bool:

@@ -1,4 +1,4 @@
-"""How a scale state lies in a buffer on a device, and its transition there, as a table.
+"""The layout of a scale state in a buffer on a device, and its transition there, as a table.
 
 A buffer has a slot of four bytes for every number: float32, or int32 in the same bytes. Three rows
 of slots with the same columns come first: the *row* holds the state and what is found in an
@@ -60,7 +60,7 @@ SLOT = {name: position for position, name in enumerate(_NAMES)}
 # The limit of the scale. Being the first of the limits, it is next to the row.
 SLOT["min_scale"] = SLOT["limit scale"]
 NUM_STATE = len(ROW) + 1
-"""So many slots, from the first, hold a whole state: the row and ``min_scale``."""
+"""The number of slots, from the first, that hold a whole state: the row and ``min_scale``."""
 
 _INTS = {name for name in SLOT if name.split()[-1] in {*COUNTS, "held", "counted"}}
 _INTS |= {"0", "1", "refilled", "headroom's tracker"}
@@ -155,7 +155,7 @@ class Answers(NamedTuple):
 STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1} | {
     "hysteresis_left": -1
 }
-"""What is added to the row to get the next row."""
+"""The numbers that make the next row of the row."""
 
 
 def next_sources(answers: Answers, *, refill: str, probes: bool) -> dict[str, str]:
