@@ -292,7 +292,7 @@ def _kernel(name: str, device: str) -> Kernel:
 
     @compiler.do_not_compile_alone
     def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        scope = thread.scope
+        scope = thread.state.scope
         if scope.nesting is not None:
             scope = scopes.current()
         policy = scope.policies.get(device)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import kernels, scopes, weight_cache
+from halfstep._autocast import kernels, scopes
 from halfstep._autocast.policy import Policy, preset
 from halfstep._pytorch import amp, compiler, modes
 from halfstep.errors import CallOrderError
@@ -70,7 +70,7 @@ class Region:
         if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
-        scope = scopes.thread.scope
+        scope = scopes.thread.state.scope
         if scope.context is self:  # and so it has no nesting depth
             _exit(scope)
         else:
@@ -171,12 +171,15 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 
 def _enter(context: Region, settings: Settings) -> None:
     switches, number, inherit = settings
-    outer = scopes.thread.scope
+    outer = scopes.thread.state.scope
     if outer.nesting is not None:
         outer = scopes.current()
     policies = outer.policies
     if number is not None:
-        policies = _policies(policies, switches.device, number, inherit)
+        found = policies.within.get((number, inherit))
+        if found is None or amp.has_function_mode():
+            found = _policies(policies, switches.device, number, inherit)
+        policies = found
     outside = amp.exchange_autocast_switches(switches)
     scopes.enter(outer, policies, context, settings, outside)
     _increment_nesting()
@@ -190,7 +193,6 @@ def _exit(scope: scopes.Scope) -> None:
     # As in torch.autocast: its kernels for other devices may have kept casts of weights.
     if _decrement_nesting() == 0:
         amp.clear_autocast_cache()
-        weight_cache.clear()
     amp.set_autocast_switches(switches)
 
 
@@ -239,10 +241,10 @@ def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool)
     """Return what is to be active inside: what is active outside, and the policy of ``device``."""
     if amp.has_function_mode() and modes.is_tracing_before_autocast():
         raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
-    if inherit and device in outside:
-        return outside
-    found = outside.within.get(number)
-    return outside.with_policy(kernels.prepared(number)) if found is None else found
+    is_outside = inherit and device in outside
+    inside = outside if is_outside else outside.with_policy(kernels.prepared(number))
+    outside.within[number, inherit] = inside
+    return inside
 
 
 @contextmanager
