@@ -43,11 +43,7 @@ def is_gathered(weight: Tensor) -> bool:
 
 
 class Lent:
-    """Casts of gathered weights for one op, made again when its backward pass asks for them.
-
-    Args:
-        dtype: The dtype of the casts.
-    """
+    """Casts of gathered weights for one op, made again when its backward pass asks for them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -102,11 +102,7 @@ _thread = _Thread()
 
 @contextmanager
 def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
-    """Let what the user enters meanwhile in this thread switch on something else.
-
-    Args:
-        change: Returns the settings to use, given those that were asked for.
-    """
+    """Let what the user enters meanwhile in this thread switch on what ``change`` makes of it."""
     before, _thread.change = _thread.change, change
     try:
         yield

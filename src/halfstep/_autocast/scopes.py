@@ -116,15 +116,7 @@ def enter(
     settings: "Settings | None" = None,
     switches: amp.Switches | None = None,
 ) -> None:
-    """Make ``policies`` the active ones of this thread; :func:`leave` undoes it.
-
-    Args:
-        outer: the current scope.
-        policies: all that are to be active, those of the scope outside included.
-        context: what is entered.
-        settings: what it switches on.
-        switches: PyTorch's autocast switches as they are now.
-    """
+    """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
     state = thread.state
     scope = (policies, outer, context, settings, switches, None)
     state.scope = tuple.__new__(Scope, scope)  # in half the time of Scope(...)
