@@ -103,9 +103,9 @@ def current() -> Scope:
         while scope.nesting is not None and scope.nesting > nesting:
             assert scope.outer is not None
             scope = scope.outer
-        state.scope = scope
-        if scope.context is None:
-            weight_cache.clear()
+        if scope is not state.scope:
+            state.scope = scope
+            _end_casts(scope)
     return scope
 
 
@@ -136,7 +136,12 @@ def leave(scope: Scope) -> None:
     state.scope = outer
     if scope.nesting is None and outer.policies is not state.followed:
         _follow(state, outer.policies)
-    if outer.context is None:
+    _end_casts(outer)
+
+
+def _end_casts(scope: Scope) -> None:
+    """Free the casts of weights if no context and no graph is entered: in recomputation, too."""
+    if scope.context is None and scope.nesting is None:
         weight_cache.clear()
 
 
