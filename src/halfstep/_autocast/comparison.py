@@ -1,4 +1,4 @@
-"""What two policies do differently, and why a policy does what it does: values that print."""
+"""Differences between policies, and explanations of what one does: values that print."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PolicyDiff:
-    """What :meth:`halfstep.Policy.diff` returns; its ``str()`` is a table.
+    """The result of :meth:`halfstep.Policy.diff`; its ``str()`` is a table.
 
     Attributes:
         differences: By op, outside of modules that have rules.
@@ -128,7 +128,7 @@ def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy decides for some overloads of an op, all alike.
+    """The decision of a policy for some overloads of an op, all alike.
 
     Attributes:
         overloads: Their names.
@@ -152,7 +152,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :meth:`halfstep.Policy.explain` returns; ``str()`` of it tells it.
+    """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is text.
 
     Attributes:
         decisions: For every overload that the name means.

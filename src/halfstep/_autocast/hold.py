@@ -28,7 +28,7 @@ _ATTRIBUTE = "_halfstep_casts"
 
 
 class HoldInfo(NamedTuple):
-    """What :meth:`hold_casts.info` returns.
+    """The result of :meth:`hold_casts.info`.
 
     Attributes:
         weights: Parameters that are held.

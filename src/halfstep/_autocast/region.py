@@ -16,7 +16,7 @@ from halfstep.errors import CallOrderError
 
 
 class Settings(NamedTuple):
-    """What a context switches on. Constants all, so that torch.compile can carry them in a graph.
+    """The settings of a context: constants all, so that torch.compile can carry them in a graph.
 
     Attributes:
         switches: what PyTorch's switches are set to.
@@ -88,7 +88,7 @@ class Region:
 
 
 class ModuleRegion(Region):
-    """How a module runs by a rule of its own, inside of what the user has entered."""
+    """The region of a module with rules of its own, inside of what the user has entered."""
 
     _is_users = False
 

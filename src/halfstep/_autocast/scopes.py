@@ -48,7 +48,7 @@ _all_policies = {NO_POLICIES.key: NO_POLICIES}
 
 
 class Scope(NamedTuple):
-    """What is active in a thread.
+    """The policies and switches that are active in a thread.
 
     Attributes:
         policies: the active policies.
@@ -69,7 +69,7 @@ class Scope(NamedTuple):
 
 
 class _State:
-    """What a thread has, in one object: names of thread-locals take long to look up.
+    """The state of a thread, in one object: attributes of thread-locals take long to look up.
 
     Attributes:
         scope: :func:`current`, unless it has a nesting depth.
@@ -105,7 +105,7 @@ def current() -> Scope:
             scope = scope.outer
         if scope is not state.scope:
             state.scope = scope
-            _end_casts(scope)
+            weight_cache.clear()
     return scope
 
 
@@ -136,12 +136,8 @@ def leave(scope: Scope) -> None:
     state.scope = outer
     if scope.nesting is None and outer.policies is not state.followed:
         _follow(state, outer.policies)
-    _end_casts(outer)
-
-
-def _end_casts(scope: Scope) -> None:
-    """Free the casts of weights if no context and no graph is entered: in recomputation, too."""
-    if scope.context is None and scope.nesting is None:
+    # No context and no graph is entered, but in recomputation: here casts of weights end.
+    if outer.context is None and outer.nesting is None:
         weight_cache.clear()
 
 
@@ -149,7 +145,7 @@ def _end_casts(scope: Scope) -> None:
 
 
 class _Mark(NamedTuple):
-    """What torch.compile knows a set of policies by.
+    """The mark by which torch.compile knows a set of policies.
 
     Attributes:
         guard: unique in this process.
