@@ -240,11 +240,11 @@ def test_the_classes_of_checkpoint_that_keep_a_function() -> None:
 def test_the_tag_of_the_compile_caches_keeps_what_the_user_wrote() -> None:
     off = compiler.compile_guard()
     with torch.compiler.config.patch(cache_key_tag="mine"):
-        compiler.set_compile_mark(off, "a")
+        compiler.set_compile_mark(off, off, "a")
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:a"
-        compiler.set_compile_mark(off, "b")
+        compiler.set_compile_mark(off, off, "b")
         assert torch.compiler.config.cache_key_tag == "mine|halfstep:b"
-        compiler.set_compile_mark(off, "")
+        compiler.set_compile_mark(off, off, "")
         assert torch.compiler.config.cache_key_tag == "mine"
 
 
@@ -292,7 +292,7 @@ def test_the_compile_guard_is_guarded_on() -> None:
         compiler.numbered_guard(1),
     )
     for guard, expected in ((off, 1), (first, 2), (second, 3), (first, 3), (off, 3)):
-        compiler.set_compile_mark(guard, "")
+        compiler.set_compile_mark(compiler.compile_guard(), guard, "")
         assert compiler.compile_guard() == guard
         function(torch.ones(1))
         assert compiled == expected

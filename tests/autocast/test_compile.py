@@ -318,9 +318,9 @@ def test_the_tag_tells_devices_and_actions_apart() -> None:
         active = scopes.NO_POLICIES
         for device, policy in policies.items():
             active = active.with_policy(kernels.prepared(kernels.prepare(policy, device)))
-        scopes.follow(active)
+        scopes._follow(scopes.thread.state, active)
         found: str = torch.compiler.config.cache_key_tag
-        scopes.follow(scopes.NO_POLICIES)
+        scopes._follow(scopes.thread.state, scopes.NO_POLICIES)
         assert torch.compiler.config.cache_key_tag == ""
         return found
 

@@ -351,6 +351,10 @@ def test_diff_names_what_differs_and_where() -> None:
         "softmax         fp32-dtype -> lower",
     ]
     assert [each.op for each in standard.diff(other, ["cpu"]).differences] == ["exp", "softmax"]
+    assert str(standard.diff(standard | "exp[fp16]:lower; exp[bf16]:leave")).splitlines() == [
+        "exp        fp32 -> lower       fp16",
+        "exp        fp32 -> leave       bf16",
+    ]
     assert str(standard.diff(preset("bf16-lean"), ["cuda"])).count(" bf16") == len(
         standard.diff(preset("bf16-lean"), ["cuda"]).differences
     )

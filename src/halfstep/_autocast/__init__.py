@@ -1,4 +1,4 @@
-"""Which dtype each op runs in: policies, and the context that carries them out."""
+"""Policies, which give each op a dtype, and the context that carries them out."""
 
 from halfstep._autocast.context import autocast, custom_bwd, custom_fwd
 from halfstep._autocast.hold import hold_casts

@@ -32,8 +32,8 @@ def pytorch_kernel(name: str, device: str) -> Kernel:
 
 def _leave(name: str, device: str) -> Kernel:
     """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
-    op, key = overload(name), dispatch.autocast_key(device)
-    below, autocast = dispatch.keys_below(key), dispatch.key_set(key)
+    op, autocast = overload(name), _autocast_keys(device)
+    below = dispatch.keys_below(dispatch.autocast_key(device))
     redispatch = dispatch.redispatch_of(op)
     tensors = [i for i, arg in enumerate(schema_of(op).arguments) if str(arg.type) == "Tensor"]
 
@@ -93,6 +93,10 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     return lower
 
 
+def _autocast_keys(device: str) -> Keys:
+    return dispatch.key_set(dispatch.autocast_key(device))
+
+
 def _is_product(name: str) -> bool:
     """Return whether an op is one of those that lower precision is for, or a custom one.
 
@@ -104,8 +108,7 @@ def _is_product(name: str) -> bool:
 
 
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
-    op = dispatch.callable_of(overload(name))
-    autocast = dispatch.key_set(dispatch.autocast_key(device))
+    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     in_float64 = _promote(name, device)
 
     def cast_to(keys: Keys, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +141,7 @@ def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: tor
 
 
 def _promote(name: str, device: str) -> Kernel:
-    op = dispatch.callable_of(overload(name))
-    autocast = dispatch.key_set(dispatch.autocast_key(device))
+    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
 
     def promote(_: Keys, *args: Any, **kwargs: Any) -> Any:
         # None means that there is nothing to cast.
@@ -154,8 +156,7 @@ def _promote(name: str, device: str) -> Kernel:
 
 
 def _cast_to_destination(name: str, device: str) -> Kernel:
-    op = dispatch.callable_of(overload(name))
-    autocast = dispatch.key_set(dispatch.autocast_key(device))
+    op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
 
     def cast_to_destination(_: Keys, destination: Any, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -172,12 +173,11 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
 
 
 def _ask_for_fp32(name: str, device: str) -> Kernel:
-    op = overload(name)
+    op, autocast = overload(name), _autocast_keys(device)
     with_dtype = dispatch.overload_with_dtype(name)
     names = [argument.name for argument in schema_of(with_dtype).arguments][1:]
     # The dispatcher leaves out arguments that have their default; with_dtype may have none.
     defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
-    autocast = dispatch.key_set(dispatch.autocast_key(device))
 
     def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
         with dispatch.exclude_keys(autocast):
@@ -227,15 +227,9 @@ def is_eligible(tensor: Tensor, device: str) -> bool:
 
 
 def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast a tensor, or the tensors in a list or tuple, if they are eligible.
+    """Cast a tensor, or the tensors in a list or tuple, if they are eligible; leave all else.
 
-    Args:
-        value: any argument of an op; what is no tensor comes back as it is.
-        device: the device type on which autocast is on.
-        dtype: the dtype to cast to.
-
-    Returns:
-        The value with eligible tensors in ``dtype``. Differentiable. Sync: none.
+    Differentiable. Sync: none.
 
     Raises:
         Float64Met: there is a float64 tensor on the device, not one without dimensions. The op is

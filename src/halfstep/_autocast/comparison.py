@@ -1,11 +1,12 @@
-"""What two policies do differently, and why a policy does what it does: values that print."""
+"""Differences between policies, and explanations of what one does: values that print."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from halfstep._autocast.policy import Policy
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_Rule = TypeVar("_Rule", Rule, Rule | None)
 
 
 class Case(NamedTuple):
@@ -49,7 +51,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PolicyDiff:
-    """What :meth:`halfstep.Policy.diff` returns; its ``str()`` is a table.
+    """The result of :meth:`halfstep.Policy.diff`; its ``str()`` is a table.
 
     Attributes:
         differences: By op, outside of modules that have rules.
@@ -82,12 +84,15 @@ def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
     if set(cases) == set(_cases(devices)):
         return ""
     known: tuple[Sequence[str], ...] = (devices, tuple(_DTYPES), PHASES)
-    words = []
-    for position, all_of_them in enumerate(known):
-        seen = dict.fromkeys(case[position] for case in cases)
-        if len(seen) < len(all_of_them):
-            words.append("/".join(seen))
-    return ", ".join(words)
+    seen = [dict.fromkeys(values) for values in zip(*cases, strict=True)]
+    return ", ".join("/".join(s) for s, k in zip(seen, known, strict=True) if len(s) < len(k))
+
+
+def _by_rule(rules: Iterable[tuple[Case, _Rule]]) -> dict[_Rule, list[Case]]:
+    by_rule: dict[_Rule, list[Case]] = {}
+    for case, rule in rules:
+        by_rule.setdefault(rule, []).append(case)
+    return by_rule
 
 
 def diff(before: Policy, after: Policy, ops: frozenset[str], devices: Sequence[str]) -> PolicyDiff:
@@ -109,25 +114,21 @@ def diff(before: Policy, after: Policy, ops: frozenset[str], devices: Sequence[s
 
 def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
     """Name the op instead of its overloads where all of them differ alike."""
+    num_overloads = Counter(op.rpartition(".")[0] for op in ops)
+    of_op = [replace(each, op=each.op.rpartition(".")[0]) for each in differences]
+    num_alike = Counter(of_op)
     seen = set()
-    for each in differences:
-        op = each.op.rpartition(".")[0]
-        alike = [
-            other.op
-            for other in differences
-            if other.op.rpartition(".")[0] == op
-            and (other.before, other.after, other.cases) == (each.before, each.after, each.cases)
-        ]
-        if len(alike) < sum(other.rpartition(".")[0] == op for other in ops):
+    for each, merged in zip(differences, of_op, strict=True):
+        if num_alike[merged] < num_overloads[merged.op]:
             yield each
-        elif op not in seen:
-            seen.add(op)
-            yield Difference(op, each.before, each.after, each.cases)
+        elif merged not in seen:
+            seen.add(merged)
+            yield merged
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a policy decides for some overloads of an op, all alike.
+    """The decision of a policy for some overloads of an op, all alike.
 
     Attributes:
         overloads: Their names.
@@ -141,11 +142,8 @@ class Decision:
 
     def __str__(self) -> str:
         devices = list(dict.fromkeys(case.device for case, _ in self.rules))
-        by_rule: dict[Rule | None, list[Case]] = {}
-        for case, rule in self.rules:
-            by_rule.setdefault(rule, []).append(case)
         lines = [", ".join(self.overloads)]
-        for rule, cases in by_rule.items():
+        for rule, cases in _by_rule(self.rules).items():
             what = "leave: no rule is about it" if rule is None else f"{rule.action}: by {rule}"
             where = _where(cases, devices)
             lines.append(f"  {where + ': ' if where else ''}{what}")
@@ -154,7 +152,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :meth:`halfstep.Policy.explain` returns; ``str()`` of it tells it.
+    """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is text.
 
     Attributes:
         decisions: For every overload that the name means.
@@ -166,19 +164,12 @@ class Explanation:
     islands: tuple[tuple[Case, Rule], ...]
 
     def __str__(self) -> str:
-        by_rule: dict[Rule, list[Case]] = {}
-        for case, rule in self.islands:
-            by_rule.setdefault(rule, []).append(case)
         devices = list(dict.fromkeys(case.device for d in self.decisions for case, _ in d.rules))
-        return "\n".join(
-            [
-                *(
-                    f"on an island in float32: by {rule}  {_where(cases, devices)}".rstrip()
-                    for rule, cases in by_rule.items()
-                ),
-                *map(str, self.decisions),
-            ]
+        islands = (
+            f"on an island in float32: by {rule}  {_where(cases, devices)}".rstrip()
+            for rule, cases in _by_rule(self.islands).items()
         )
+        return "\n".join([*islands, *map(str, self.decisions)])
 
 
 def explain(

@@ -365,7 +365,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 def _remember(ctx: Any, settings: Settings) -> None:
-    """Tell ``backward`` what to run under; that of torch.amp too."""
+    """Note for ``backward``, that of torch.amp too, what to run under."""
     ctx._halfstep_settings = settings
     amp.remember_for_custom_bwd(ctx, settings.switches)
 

@@ -43,11 +43,7 @@ def is_gathered(weight: Tensor) -> bool:
 
 
 class Lent:
-    """Casts of gathered weights for one op, made again when its backward pass asks for them.
-
-    Args:
-        dtype: The dtype of the casts.
-    """
+    """Casts of gathered weights for one op, made again when its backward pass asks for them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -89,7 +85,7 @@ class Lent:
 
 
 class _Cast:
-    """What autograd saves of a cast, or of a view of one such as its transpose."""
+    """A cast that autograd saves, or a view of one such as its transpose."""
 
     def __init__(self, weight: Tensor, cast: Tensor) -> None:
         local = distributed.local_part(cast)
@@ -119,7 +115,7 @@ class _Cast:
 
 
 class _Other:
-    """What autograd saves of anything else: itself, guarded as ever against later writes."""
+    """Anything else that autograd saves: itself, guarded as ever against later writes."""
 
     def __init__(self, saved: Tensor) -> None:
         self._saved = saved.detach()  # the tensor itself would keep its own node alive

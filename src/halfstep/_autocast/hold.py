@@ -28,7 +28,7 @@ _ATTRIBUTE = "_halfstep_casts"
 
 
 class HoldInfo(NamedTuple):
-    """What :meth:`hold_casts.info` returns.
+    """The result of :meth:`hold_casts.info`.
 
     Attributes:
         weights: Parameters that are held.
@@ -343,11 +343,8 @@ def _can_be_held(weight: Tensor) -> bool:
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return a parameter in ``dtype``, or None where the caller is to cast it.
 
-    As :meth:`halfstep._autocast.weight_cache.Casts.cast` says. Sync: none.
-
-    Args:
-        weight: The parameter; not a DTensor (not all writes to one are counted).
-        dtype: The dtype to cast to.
+    As :meth:`halfstep._autocast.weight_cache.Casts.cast` says. Not for a DTensor: not all writes to
+    one are counted. Sync: none.
     """
     casts = _held_casts(weight)
     if casts is None:

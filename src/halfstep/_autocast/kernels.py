@@ -32,7 +32,7 @@ Plan = dict[str, Kernel]
 
 
 class PolicyOnDevice:
-    """What a policy does on one device type: a plan for each lower precision, made when asked for.
+    """A policy on one device type: a plan for each lower precision, made when asked for.
 
     Args:
         policy: the policy.
@@ -224,7 +224,7 @@ _observed_kernels: library.TemporaryKernels | None = None
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Tell ``observer`` of every op for which a rule decides, in every thread.
+    """Run every op for which a rule decides inside of ``observer``, in every thread.
 
     Meanwhile our kernels carry out every rule, also in contexts that were made before. The kernels
     that this takes are gone afterwards: the ops are as fast as they were.
@@ -293,7 +293,7 @@ def _kernel(name: str, device: str) -> Kernel:
 
     @compiler.do_not_compile_alone
     def kernel(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        scope = thread.scope
+        scope = thread.state.scope
         if scope.nesting is not None:
             scope = scopes.current()
         policy = scope.policies.get(device)

@@ -140,7 +140,7 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
 
 
 class Island(NamedTuple):
-    """How a module is kept.
+    """The way in which a module is kept.
 
     Attributes:
         dtype: What its floating-point inputs are cast to.
@@ -152,7 +152,7 @@ class Island(NamedTuple):
 
 
 class Wrapped:
-    """What the class of a wrapped module has before its own.
+    """The class that stands before the own one of a wrapped module.
 
     Attributes:
         islands: What keep() made of it; the last one holds.

@@ -1,4 +1,4 @@
-"""Which dtype each op runs in, as data.
+"""Policies: which dtype each op runs in, as data.
 
 A :class:`Policy` is an ordered list of :class:`Rule`; later rules win. It can be built, compared,
 printed and saved without running anything.
@@ -20,7 +20,7 @@ from halfstep._autocast.written import PRESETS, rules_of
 from halfstep._pytorch import compiler, dispatch
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-"""What policies are compared and explained for, unless other device types are asked for."""
+"""The device types that policies are compared and explained for if no others are asked for."""
 
 
 @compiler.constant_while_tracing

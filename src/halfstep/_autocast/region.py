@@ -9,14 +9,14 @@ from typing import NamedTuple, Self
 import torch
 from torch.amp.autocast_mode import autocast as torch_autocast  # halfstep run replaces names
 
-from halfstep._autocast import kernels, scopes, weight_cache
+from halfstep._autocast import kernels, scopes
 from halfstep._autocast.policy import Policy, preset
 from halfstep._pytorch import amp, compiler, modes
 from halfstep.errors import CallOrderError
 
 
 class Settings(NamedTuple):
-    """What a context switches on. Constants all, so that torch.compile can carry them in a graph.
+    """The settings of a context: constants all, so that torch.compile can carry them in a graph.
 
     Attributes:
         switches: what PyTorch's switches are set to.
@@ -70,7 +70,7 @@ class Region:
         if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
-        scope = scopes.thread.scope
+        scope = scopes.thread.state.scope
         if scope.context is self:  # and so it has no nesting depth
             _exit(scope)
         else:
@@ -88,7 +88,7 @@ class Region:
 
 
 class ModuleRegion(Region):
-    """How a module runs by a rule of its own, inside of what the user has entered."""
+    """The region of a module with rules of its own, inside of what the user has entered."""
 
     _is_users = False
 
@@ -102,11 +102,7 @@ _thread = _Thread()
 
 @contextmanager
 def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
-    """Let what the user enters meanwhile in this thread switch on something else.
-
-    Args:
-        change: Returns the settings to use, given those that were asked for.
-    """
+    """Let what the user enters meanwhile in this thread switch on what ``change`` makes of it."""
     before, _thread.change = _thread.change, change
     try:
         yield
@@ -171,12 +167,15 @@ def settings_within(module: str, device_type: str) -> Settings | None:
 
 def _enter(context: Region, settings: Settings) -> None:
     switches, number, inherit = settings
-    outer = scopes.thread.scope
+    outer = scopes.thread.state.scope
     if outer.nesting is not None:
         outer = scopes.current()
     policies = outer.policies
     if number is not None:
-        policies = _policies(policies, switches.device, number, inherit)
+        found = policies.within.get((number, inherit))
+        if found is None or amp.has_function_mode():
+            found = _policies(policies, switches.device, number, inherit)
+        policies = found
     outside = amp.exchange_autocast_switches(switches)
     scopes.enter(outer, policies, context, settings, outside)
     _increment_nesting()
@@ -190,7 +189,6 @@ def _exit(scope: scopes.Scope) -> None:
     # As in torch.autocast: its kernels for other devices may have kept casts of weights.
     if _decrement_nesting() == 0:
         amp.clear_autocast_cache()
-        weight_cache.clear()
     amp.set_autocast_switches(switches)
 
 
@@ -239,10 +237,10 @@ def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool)
     """Return what is to be active inside: what is active outside, and the policy of ``device``."""
     if amp.has_function_mode() and modes.is_tracing_before_autocast():
         raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
-    if inherit and device in outside:
-        return outside
-    found = outside.within.get(number)
-    return outside.with_policy(kernels.prepared(number)) if found is None else found
+    is_outside = inherit and device in outside
+    inside = outside if is_outside else outside.with_policy(kernels.prepared(number))
+    outside.within[number, inherit] = inside
+    return inside
 
 
 @contextmanager

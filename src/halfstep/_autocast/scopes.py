@@ -29,21 +29,18 @@ class Policies(dict[str, "PolicyOnDevice"]):
 
     Attributes:
         key: Differs for different ones.
-        within: What :meth:`with_policy` has returned, by the number of the policy.
+        within: Those inside of a context, by the number of its policy and whether it inherits.
     """
 
     def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
         super().__init__(policies)
         self.key = frozenset(map(id, policies.values()))  # policies on devices are kept for good
-        self.within: dict[int, Policies] = {}
+        self.within: dict[tuple[int, bool], Policies] = {}
 
     def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
         """Return these, but on the device of ``policy`` that one."""
-        found = self.within.get(policy.number)
-        if found is None:
-            made = Policies({**self, policy.device: policy})
-            found = self.within[policy.number] = _all_policies.setdefault(made.key, made)
-        return found
+        made = Policies({**self, policy.device: policy})
+        return _all_policies.setdefault(made.key, made)
 
 
 NO_POLICIES = Policies({})
@@ -51,7 +48,7 @@ _all_policies = {NO_POLICIES.key: NO_POLICIES}
 
 
 class Scope(NamedTuple):
-    """What is active in a thread.
+    """The policies and switches that are active in a thread.
 
     Attributes:
         policies: the active policies.
@@ -71,26 +68,43 @@ class Scope(NamedTuple):
     nesting: int | None = None
 
 
+class _State:
+    """The state of a thread, in one object: attributes of thread-locals take long to look up.
+
+    Attributes:
+        scope: :func:`current`, unless it has a nesting depth.
+        followed: The policies that torch.compile knows of.
+        guard: What it knows them by.
+        guard_outside: What was there before there were any.
+    """
+
+    __slots__ = ("followed", "guard", "guard_outside", "scope")
+
+    def __init__(self) -> None:
+        self.scope = Scope(NO_POLICIES)
+        self.followed = NO_POLICIES
+        self.guard = self.guard_outside = compiler.compile_guard()
+
+
 class _Thread(threading.local):
-    scope = Scope(NO_POLICIES)
-    followed: Policies = NO_POLICIES  # what torch.compile knows of
-    guard_outside = compiler.compile_guard()  # as it was before there were policies
+    def __init__(self) -> None:
+        self.state = _State()
 
 
 thread = _Thread()
-"""``thread.scope`` is :func:`current`, unless it has a nesting depth."""
 
 
 def current() -> Scope:
     """Return the innermost scope of this thread."""
-    scope = thread.scope
+    state = thread.state
+    scope = state.scope
     if scope.nesting is not None:
         nesting = _nesting()
         while scope.nesting is not None and scope.nesting > nesting:
             assert scope.outer is not None
             scope = scope.outer
-        thread.scope = scope
-        if scope.outer is None:
+        if scope is not state.scope:
+            state.scope = scope
             weight_cache.clear()
     return scope
 
@@ -102,34 +116,28 @@ def enter(
     settings: "Settings | None" = None,
     switches: amp.Switches | None = None,
 ) -> None:
-    """Make ``policies`` the active ones of this thread; :func:`leave` undoes it.
-
-    Args:
-        outer: the current scope.
-        policies: all that are to be active, those of the scope outside included.
-        context: what is entered.
-        settings: what it switches on.
-        switches: PyTorch's autocast switches as they are now.
-    """
+    """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
+    state = thread.state
     scope = (policies, outer, context, settings, switches, None)
-    thread.scope = tuple.__new__(Scope, scope)  # in half the time of Scope(...)
-    if policies is not thread.followed:
-        follow(policies)
+    state.scope = tuple.__new__(Scope, scope)  # in half the time of Scope(...)
+    if policies is not state.followed:
+        _follow(state, policies)
 
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
     """Do it where torch.compile is tracing the call, or runs what it traced."""
-    thread.scope = Scope(policies, outer, nesting=_nesting())
+    thread.state.scope = Scope(policies, outer, nesting=_nesting())
 
 
 def leave(scope: Scope) -> None:
     """Bring back the scope outside the current one, which is ``scope``."""
-    outer = scope.outer
+    state, outer = thread.state, scope.outer
     assert outer is not None
-    thread.scope = outer
-    if scope.nesting is None and outer.policies is not thread.followed:
-        follow(outer.policies)
-    if outer.outer is None:
+    state.scope = outer
+    if scope.nesting is None and outer.policies is not state.followed:
+        _follow(state, outer.policies)
+    # No context and no graph is entered, but in recomputation: here casts of weights end.
+    if outer.context is None and outer.nesting is None:
         weight_cache.clear()
 
 
@@ -137,7 +145,7 @@ def leave(scope: Scope) -> None:
 
 
 class _Mark(NamedTuple):
-    """What torch.compile knows a set of policies by.
+    """The mark by which torch.compile knows a set of policies.
 
     Attributes:
         guard: unique in this process.
@@ -152,20 +160,19 @@ _marks: dict[frozenset[int], _Mark] = {}
 _lock = threading.Lock()
 
 
-def follow(policies: Policies) -> None:
+def _follow(state: _State, policies: Policies) -> None:
     """Let torch.compile know, in this thread, that these policies are active now.
 
     The tag holds for the whole process: compiling in two threads under different policies at the
     same time can miss a cache that would have been right.
     """
-    if not policies:
-        guard, tag = thread.guard_outside, ""
-    else:
-        if not thread.followed:
-            thread.guard_outside = compiler.compile_guard()
+    if not state.followed:
+        state.guard = state.guard_outside = compiler.compile_guard()
+    guard, tag = state.guard_outside, ""
+    if policies:
         guard, tag = _marks.get(policies.key) or _mark(policies)
-    thread.followed = policies
-    compiler.set_compile_mark(guard, tag)
+    compiler.set_compile_mark(state.guard, guard, tag)
+    state.followed, state.guard = policies, guard
 
 
 def _mark(policies: Policies) -> _Mark:

@@ -47,7 +47,7 @@ def can_be_kept(weight: Tensor) -> bool:
 
 
 class _Marks(NamedTuple):
-    """What shows that a weight is still what it was.
+    """Signs that a weight is still what it was.
 
     Attributes:
         version: Counts writes in place, except those through ``.data`` or to the storage itself.

@@ -204,11 +204,7 @@ _KEYS = ("ops", "action", "device", "dtype", "phase", "message", "module")
 
 
 def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
-    """Return the preset that a file names, ``""`` for none, and the rules to come after it.
-
-    Args:
-        text: TOML.
-        source: What an error message calls it: the path of the file.
+    """Return the preset that a file (``source``) names, ``""`` for none, and its own rules.
 
     Raises:
         ValueError: The message names the line, what is there and what could be.

@@ -89,7 +89,8 @@ def exchange_autocast_switches(switches: Switches) -> Switches:
     device_type, dtype, enabled, cache = switches
     before = _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
     _set_enabled(device_type, enabled)
-    _set_dtype(device_type, dtype)
+    if dtype is not before[0]:
+        _set_dtype(device_type, dtype)
     _set_cache_enabled(cache)
     return tuple.__new__(Switches, (device_type, *before))  # half the time of Switches(...)
 

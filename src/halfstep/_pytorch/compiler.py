@@ -95,7 +95,12 @@ def script_instead(wrapper: Callable[..., Any], original: Callable[..., Any]) ->
 # becomes part of the guards. It does count for torch._C._is_any_autocast_enabled().
 GUARD_DEVICE = "ipu"
 
-_GUARD_VALUES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
+_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+
+_USUAL = _get_dtype(GUARD_DEVICE)  # the first number, so that most programs need not write it
+_DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_GUARD_VALUES = [_USUAL, *sorted(_DTYPES - {_USUAL}, key=str)]
 NUM_GUARD_VALUES = len(_GUARD_VALUES)
 
 # Whether autocast is on for that device type, and its dtype there.
@@ -105,10 +110,6 @@ CompileGuard = tuple[bool, torch.dtype]
 def numbered_guard(number: int) -> CompileGuard:
     """Return a guard that differs from that of another number, below :data:`NUM_GUARD_VALUES`."""
     return True, _GUARD_VALUES[number]
-
-
-_get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
-_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
 
 def compile_guard() -> CompileGuard:
@@ -126,16 +127,18 @@ _tag_variable: ContextVar[object] | None = _override if isinstance(_override, Co
 _has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
 
 
-def set_compile_mark(guard: CompileGuard, tag: str) -> None:
+def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
     """Let code compiled in this thread from now on run only while the same guard is set again.
 
     Args:
+        was: The guard that is set now.
         guard: The guard.
         tag: What the on-disk caches of torch.compile tell this code by.
     """
     enabled, dtype = guard
-    _set_enabled(GUARD_DEVICE, enabled)
-    _set_dtype(GUARD_DEVICE, dtype)
+    _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off, and on
+    if dtype is not was[1]:
+        _set_dtype(GUARD_DEVICE, dtype)
     if _tag_variable is None:
         torch.compiler.config.cache_key_tag = _with_tag(tag)
         return
@@ -145,7 +148,8 @@ def set_compile_mark(guard: CompileGuard, tag: str) -> None:
         after = _tags_after[before, tag] = _with_tag(tag)
     if after != before:
         _tag_variable.set(after)
-        _has_changed.set(True)
+        if not _has_changed.get():
+            _has_changed.set(True)
 
 
 def _with_tag(tag: str) -> str:
