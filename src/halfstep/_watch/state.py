@@ -172,11 +172,6 @@ class LiveRun:
         return self.recent[-1] if self.recent else None
 
     @property
-    def duration(self) -> float:
-        """Seconds from the start to the last thing that was recorded."""
-        return self.recent[-1].time if self.recent else 0.0
-
-    @property
     def seconds_per_step(self) -> float | None:
         """Mean of the last iterations; None with fewer than two."""
         if not self.recent:
