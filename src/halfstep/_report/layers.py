@@ -47,7 +47,6 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
     If the lower precision is not in force, the result says what the tensor would lose in it.
     """
     format = FORMATS_BY_DTYPE.get(measured.dtype) or FORMATS[lower]
-    lost, is_held = measured.lost(format), False
     is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
         # Values that passed through the lower precision have already lost what they lose.
@@ -57,6 +56,8 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
             and measured.amin is not None
             and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
         )
+    else:
+        lost, is_held = measured.lost(format), False
     headroom = measured.headroom(format)
     return FormatFit(format.name, headroom, lost, measured.share(lost), is_held)
 

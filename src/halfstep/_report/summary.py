@@ -342,7 +342,7 @@ class Summary:
         """Return the number at a place such as ``"loss.recent"``; None where a part is None."""
         value: Any = self
         for name in key.split("."):
-            value = getattr(value, name, None)
+            value = None if value is None else getattr(value, name)
         return value
 
     @property

@@ -99,9 +99,9 @@ def _heading(live: LiveRun, now: float, width: int, signs: Signs) -> list[Text]:
     name.truncate(max(room, 1), overflow=signs.overflow)
     return [
         Text.assemble(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
-        Text.assemble(signs.dot.join(how_far(live))),
-        Text.assemble((signs.dot.join(what_runs(live)), "dim")),
-        Text.assemble((signs.dot.join(where_it_runs(live)), "dim")),
+        Text(signs.dot.join(how_far(live))),
+        Text(signs.dot.join(what_runs(live)), "dim"),
+        Text(signs.dot.join(where_it_runs(live)), "dim"),
     ]
 
 
@@ -120,7 +120,7 @@ def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
         columns = trail.columns(room)
         is_missing = last is not None and all(column is None for column in columns)
         drawn = missing if is_missing else sparkline(columns, signs.blocks)
-        line = Text.assemble(f"{label:<{LABEL}}{text(value):>{VALUE}}  ")
+        line = Text(f"{label:<{LABEL}}{text(value):>{VALUE}}  ")
         line.append(f"{drawn:<{room}}", "dim" if is_missing else "cyan")
         line.highlight_regex(f"{MARK}+", "bold red")
         if width >= WIDE:
@@ -171,7 +171,7 @@ def _below(live: LiveRun, width: int, left: int, signs: Signs) -> list[Text]:
     lines: list[Text] = []
     if diagnosed is not None:
         what = what_is_wrong(diagnosed)
-        lines.append(Text.assemble((f"step {diagnosed.step:,} went bad: {what}", "red")))
+        lines.append(Text(f"step {diagnosed.step:,} went bad: {what}", "red"))
     if skips:
         lines += [Text(), *_skips(live, skips, width, signs)]
     if layers:

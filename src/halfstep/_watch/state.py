@@ -15,7 +15,6 @@ from halfstep._report.layers import FormatFit, fitted
 
 KEPT = 50
 """How many of the last steps, skips and notes are kept."""
-
 SILENT_SECONDS = 30.0
 SILENT_STEPS = 10
 """A run is silent after this time without an event, or that of this many steps if it is longer."""
