@@ -24,7 +24,7 @@ def test_nothing_is_drawn_without_steps():
 def test_one_step_can_be_drawn():
     drawn = curves({"": [step(1)]})
     assert [panel.key for panel in drawn.panels] == ["loss", "scale", "norm"]
-    assert all(panel.series[0].path for panel in drawn.panels)
+    assert all(panel.paths[0] for panel in drawn.panels)
 
 
 def test_extremes_ends_and_non_finite_values_of_a_column_are_kept():
@@ -39,7 +39,7 @@ def test_a_hundred_thousand_steps_become_few_points_and_the_peak_stays():
     told = drawn.data["tracks"][0]
     assert len(told["step"]) < 6 * COLUMNS
     assert told["loss"][told["step"].index(54_321)] == 900
-    assert len(panel(drawn, "loss").series[0].path) < 30_000
+    assert len(panel(drawn, "loss").paths[0]) < 30_000
 
 
 def test_every_skip_is_in_a_mark():
@@ -84,7 +84,7 @@ def test_values_that_are_not_finite_are_marked_and_interrupt_the_curve():
     loss = panel(curves({"": [step(n, loss=x) for n, x in enumerate(losses, 1)]}), "loss")
     assert [mark.title for mark in loss.nan] == ["step 2: loss is NaN"]
     assert [mark.title for mark in loss.inf] == ["step 4: loss is inf"]
-    assert loss.series[0].path.count("M") == 3
+    assert loss.paths[0].count("M") == 3
 
 
 def test_only_non_finite_losses_can_be_drawn():
@@ -102,7 +102,7 @@ def test_optimizers_have_their_own_curves():
     assert [track.name for track in tracks_of("", steps)] == ["SGD", "AdamW", "AdamW 2"]
     drawn = curves({"": steps})
     assert drawn.names == ["SGD", "AdamW", "AdamW 2"]
-    assert len(panel(drawn, "norm").series) == 3
+    assert len(panel(drawn, "norm").paths) == 3
 
 
 def test_two_runs_share_one_axis():

@@ -10,7 +10,13 @@ from tests.report.records import counted, sample, tensor
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.read import read_run
 from halfstep._record.run import Measured
-from halfstep._report.layers import format_fit, largest_scale, power_below, smallest_scale
+from halfstep._report.layers import (
+    SampledTensor,
+    format_fit,
+    largest_scale,
+    power_below,
+    smallest_scale,
+)
 from halfstep._report.summarize import summarize
 
 GRADIENT = "parameter_gradient"
@@ -124,8 +130,10 @@ def test_only_gradients_of_parameters_have_a_window(tmp_path):
 @pytest.mark.parametrize("magnitude", [1.0, 0.75, 2.0**-25, 1.01 * 2.0**-25, 3e-11, 123.4])
 def test_the_ends_of_a_window_are_those_of_casts(magnitude):
     statistics = counted({0: 1}, amin=magnitude, amax=magnitude)
-    lower = smallest_scale(statistics, 1.0, FORMATS["fp16"])
-    upper = largest_scale(statistics, 1.0, FORMATS["fp16"], is_overflow=False)
+    measured = Measured.of(GRADIENT, "fc.weight", "float16", statistics)
+    fit = format_fit(measured, "fp16", is_in_force=True)
+    seen = SampledTensor(1, 1.0, False, measured, fit)
+    lower, upper = smallest_scale([seen]), largest_scale([seen])
 
     def cast(scale):
         return torch.tensor(magnitude * scale, dtype=torch.float64).half().item()

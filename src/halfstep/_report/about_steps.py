@@ -181,11 +181,8 @@ def severity_of_skips(steps: StepCounts) -> Severity:
 
 def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
     """Return the modules where these skips began, with their counts, the most frequent first."""
-    found = [
-        (origin, len(set(origin.steps).intersection(later)))
-        for origin in summary.origins
-        if origin.module is not None
-    ]
+    known = (origin for origin in summary.origins if origin.module is not None)
+    found = ((origin, len(set(origin.steps).intersection(later))) for origin in known)
     return sorted((each for each in found if each[1]), key=lambda each: -each[1])
 
 
@@ -213,9 +210,8 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 
 
 def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
-    num_normal = len(summary.steps.start_up) + len(summary.steps.after_growth)
-    scale = summary.scale
-    if summary.steps.reasons.get("overflow", 0) <= num_normal or (scale and scale.stuck):
+    scale, steps = summary.scale, summary.steps
+    if steps.reasons.get("overflow", 0) <= steps.num_normal or (scale and scale.stuck):
         return  # the scale is not the cause
     if summary.lower == "bf16":
         yield (

@@ -94,16 +94,18 @@ def _better_scale(summary: Summary) -> Iterator[str | Code]:
     yield "."
 
 
-def _island(summary: Summary, worst: Layer) -> Iterator[str | Code]:
-    """Yield the advice to keep one layer in float32, where no scale is good enough."""
+def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
+    """Return the advice to keep one layer in float32, where no scale is good enough."""
     gradients = summary.gradients
-    is_curable = gradients is not None and not gradients.window.is_empty
-    call = island(worst.name.rpartition(".")[0], summary)
-    if is_curable or call is None or not summary.policies:
-        return
-    yield " Keep it in float32, "
-    yield call
-    yield ", or use bf16 where the device has it." if summary.lower == "fp16" else "."
+    if not summary.policies or (gradients is not None and not gradients.window.is_empty):
+        return ()
+    end = ", or use bf16 where the device has it." if summary.lower == "fp16" else "."
+    return _keep(worst.name.rpartition(".")[0], summary, end)
+
+
+def _keep(module: str, summary: Summary, end: str = ".") -> tuple[str | Code, ...]:
+    call = island(module, summary)
+    return () if call is None else (" Keep it in float32, ", call, end)
 
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
@@ -114,9 +116,9 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
         yield _non_finite("The weights of ", weights, cure)
     outputs = [layer for layer in summary.of_kind("output") if layer.inf or layer.nan]
     if outputs:
-        first = outputs[0]
-        call = island(first.name, summary) if first.inf and not weights else None
-        yield _non_finite("The outputs of ", outputs, *_keep(call))
+        is_curable = outputs[0].inf and not weights
+        cures = _keep(outputs[0].name, summary) if is_curable else ()
+        yield _non_finite("The outputs of ", outputs, *cures)
 
 
 def _non_finite(whose: str, bad: Sequence[Layer], *cure: str | Code) -> Sentence:
@@ -125,10 +127,6 @@ def _non_finite(whose: str, bad: Sequence[Layer], *cure: str | Code) -> Sentence
     what = f" contained {listed(counts)}, first seen in step {first.non_finite_step}"
     others = ("; later in the model, so did ", *_names(bad[1:])) if len(bad) > 1 else ()
     return say("bad", whose, Code(first.name), what, *others, ".", *cure)
-
-
-def _keep(call: Code | None) -> tuple[str | Code, ...]:
-    return () if call is None else (" Keep it in float32, ", call, ".")
 
 
 def about_range(summary: Summary) -> Iterator[Sentence]:
@@ -143,7 +141,6 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
     if near:
         headroom, layer = min(near, key=lambda each: each[0])
         others = [other for _, other in near if other is not layer]
-        call = island(layer.name, summary)
         yield say(
             "warning",
             "The outputs of ",
@@ -152,7 +149,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             f"{layer.headroom_step})",
             *((", and nearly so did those of ", *_names(others)) if others else ()),
             ".",
-            *_keep(call),
+            *_keep(layer.name, summary),
         )
     for layer in summary.of_kind("parameter"):
         outside = layer.overflow.get(layer.format, 0)

@@ -38,16 +38,12 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs side by side.
+    """The run of interest beside the run it is compared with.
 
     Attributes:
-        first: The run of interest.
-        second: The run it is compared with.
-        entries: The numbers.
         layers: At most 20 layers of both runs that differ most in underflow or headroom, the most
             different first.
-        only_first: Kind and name of layers that only the first has.
-        only_second: Kind and name of layers that only the second has.
+        only_first: Kind and name of layers that only the first has, as for the second.
         policy: How the first policy differs from the second, as text; empty if it does not.
         versions: The versions, machine, command and so on that differ: name, first, second.
     """

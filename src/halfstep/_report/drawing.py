@@ -7,17 +7,17 @@ import math
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 UNITS = 1000
 """Side length of a plot in its own units; the page stretches it to its size."""
 
-Tick = tuple[float, str]
+Tick: TypeAlias = tuple[float, str]
 """Position in percent of the side, and label."""
+Colour: TypeAlias = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Maps values to places along a side of a plot.
 
     Attributes:
@@ -90,13 +90,7 @@ def dots(points: Iterable[tuple[float, float]]) -> str:
 
 
 def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
-    """Return the outline of adjacent bars, each one unit wide.
-
-    Args:
-        heights: Of each bar, in units.
-        height: Of the drawing; the bars stand at its lower edge.
-        start: Where the first one begins.
-    """
+    """Return the outline of adjacent bars, each one unit wide, at the lower edge of a drawing."""
     pieces = [f"M{start} {height}"]
     at, run = 0, 0
     for wanted in heights:
@@ -109,8 +103,6 @@ def bars(heights: Sequence[int], height: int, start: int = 0) -> str:
     pieces.append(f"h{run}V{height}z")
     return "".join(pieces)
 
-
-Colour = tuple[int, int, int]
 
 # --- colours and images ---------------------------------------------------------------------------
 
@@ -134,11 +126,6 @@ def ramp(share: float) -> Colour:
     lightness = 0.34 + 0.56 * share
     green_red = -0.075 * math.sin(math.pi * share) ** 2
     blue_yellow = -0.115 + 0.26 * share
-    return _srgb(lightness, green_red, blue_yellow)
-
-
-def _srgb(lightness: float, green_red: float, blue_yellow: float) -> Colour:
-    """Return a colour in OKLab as 8-bit sRGB, clamped to its range."""
     long = (lightness + 0.3963377774 * green_red + 0.2158037573 * blue_yellow) ** 3
     medium = (lightness - 0.1055613458 * green_red - 0.0638541728 * blue_yellow) ** 3
     short = (lightness - 0.0894841775 * green_red - 1.2914855480 * blue_yellow) ** 3
@@ -147,11 +134,12 @@ def _srgb(lightness: float, green_red: float, blue_yellow: float) -> Colour:
         -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
         -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
     )
-    red, green, blue = map(_gamma, linear)
+    red, green, blue = map(_srgb, linear)
     return red, green, blue
 
 
-def _gamma(linear: float) -> int:
+def _srgb(linear: float) -> int:
+    """Return a linear channel as a channel of 8-bit sRGB, clamped to its range."""
     linear = min(1.0, max(0.0, linear))
     encoded = 12.92 * linear if linear <= 0.0031308 else 1.055 * linear ** (1 / 2.4) - 0.055
     return round(255 * encoded)
@@ -172,12 +160,9 @@ def css(colour: Colour) -> str:
 def png(rows: Sequence[bytes], colours: Sequence[Colour]) -> bytes:
     """Return a PNG file with one byte a pixel, an index into at most 256 colours.
 
-    Args:
-        rows: Indices, all rows equally long.
-        colours: The palette; its first colour is transparent.
+    The rows are equally long, and the first colour is transparent.
     """
     width = len(rows[0])
-    assert all(len(row) == width for row in rows)
     header = struct.pack(">IIBBBBB", width, len(rows), 8, 3, 0, 0, 0)
     lines = b"".join(b"\0" + row for row in rows)  # each line starts with its filter type: none
     return b"".join(

@@ -44,13 +44,9 @@ class FormatFit(NamedTuple):
 def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
     """Return how well one tensor of one sample fits its format.
 
-    Args:
-        measured: The tensor.
-        lower: Name of the lower precision.
-        is_in_force: Whether the run uses it. If not, the result says what it would lose.
+    If the lower precision is not in force, the result says what the tensor would lose in it.
     """
     format = FORMATS_BY_DTYPE.get(measured.dtype) or FORMATS[lower]
-    lost, is_held = measured.lost(format), False
     is_cast = measured.kind == "parameter_gradient" and measured.dtype not in FORMATS_BY_DTYPE
     if is_cast and is_in_force:
         # Values that passed through the lower precision have already lost what they lose.
@@ -60,6 +56,8 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
             and measured.amin is not None
             and measured.amin < CERTAINLY_WIDER * format.smallest_subnormal
         )
+    else:
+        lost, is_held = measured.lost(format), False
     headroom = measured.headroom(format)
     return FormatFit(format.name, headroom, lost, measured.share(lost), is_held)
 
@@ -79,12 +77,9 @@ class SampledTensor(NamedTuple):
     """One tensor of one sample.
 
     Attributes:
-        step: Number of the step.
         scale: What its gradients are multiplied by.
         is_overflow: Whether the step was skipped and a smaller scale might have saved it. Only then
             does an inf say something about the scale.
-        measured: The tensor.
-        fit: How well it fits its format.
     """
 
     step: int
@@ -102,10 +97,7 @@ def layers_and_gradients(
 ) -> tuple[tuple[Layer, ...], GradientTotals | None]:
     """Return the layers in the order of first appearance, and the gradients of all parameters.
 
-    Args:
-        samples: The samples.
-        overflows: The scales of the steps that overflowed, by step.
-        policies: The policies in force, in order.
+    ``overflows`` are the scales of the steps that overflowed, by step.
     """
     found: _ByLayer = {}
     for sample in samples:
@@ -162,12 +154,18 @@ def _gradients(
     if not gradients:
         return None
     windows = [layer.window for layer in layers if layer.window is not None]
-    limits = [(each.smallest, each.largest) for each in windows]
     # A gradient inside the network may be larger than all parameter gradients and overflow.
-    inside = (each for each in _of_kind(found, "output_gradient") if _is_fp16(each.measured))
-    limits += [(None, _limits(each)[1]) for each in inside]
-    limits += [(None, power_below(scale)) for scale in overflows.values()]
-    window = window_of(limits, is_at_least=any(each.is_at_least for each in windows))
+    inside = _of_kind(found, "output_gradient")
+    largest = [
+        *(each.largest for each in windows),
+        largest_scale(each for each in inside if each.measured.dtype == "float16"),
+        *map(power_below, overflows.values()),
+    ]
+    window = _window(
+        max((each.smallest for each in windows if each.smallest is not None), default=None),
+        min((each for each in largest if each is not None), default=None),
+        is_at_least=any(each.is_at_least for each in windows),
+    )
     scale = max(gradients, key=lambda each: each.step).scale
     best = _best(window, scale)
     measured = sum(each.measured.measured for each in gradients)
@@ -186,10 +184,6 @@ def _gradients(
 
 def _of_kind(found: _ByLayer, wanted: Kind) -> list[SampledTensor]:
     return [each for (kind, _), seen in found.items() if kind == wanted for each in seen]
-
-
-def _is_fp16(measured: Measured) -> bool:
-    return measured.dtype == "float16"
 
 
 def _flushed(statistics: Statistics, format: Format) -> int:
@@ -228,79 +222,46 @@ _SMALLEST, _LARGEST = 2.0**-126, 2.0**127
 
 
 def _window_of(gradients: Sequence[SampledTensor]) -> ScaleWindow:
-    flushed_at = [each.scale for each in gradients if each.measured.flushed]
     # Some samples of a norm contain no value small enough to tell; they count as well.
     has_passed = any(each.measured.flushed is not None for each in gradients)
     if not has_passed and any(each.fit.is_held for each in gradients):
-        return window_of((), is_at_least=False)
-    whole_at = (
-        each.scale
-        for each in gradients
-        if each.measured.amin is not None and not each.measured.flushed
-    )
+        return _window(None, None, is_at_least=False)
     # Only a sample at a larger scale shows the values that a smaller scale flushed.
-    is_at_least = bool(flushed_at) and max(flushed_at) >= max(whole_at, default=0.0)
-    return window_of(map(_limits, gradients), is_at_least=is_at_least)
+    flushed = [each.scale for each in gradients if each.measured.flushed]
+    whole = [each.scale for each in gradients if each.measured.amin and not each.measured.flushed]
+    is_at_least = bool(flushed) and max(flushed) >= max(whole, default=0.0)
+    return _window(smallest_scale(gradients), largest_scale(gradients), is_at_least=is_at_least)
 
 
-def window_of(
-    limits: Iterable[tuple[float | None, float | None]], *, is_at_least: bool
-) -> ScaleWindow:
-    """Return the scales from the largest of the lower limits to the smallest of the upper ones."""
-    lows, highs = [], []
-    for low, high in limits:
-        lows += [] if low is None else [low]
-        highs += [] if high is None else [high]
-    smallest, largest = max(lows, default=None), min(highs, default=None)
+def _window(smallest: float | None, largest: float | None, *, is_at_least: bool) -> ScaleWindow:
     is_empty = smallest is not None and largest is not None and smallest > largest
     return ScaleWindow(smallest, largest, is_at_least, is_empty)
 
 
-def _limits(seen: SampledTensor) -> tuple[float | None, float | None]:
-    """Return the smallest and the largest scale of a gradient; None is no limit."""
-    if seen.fit.is_held:
-        return None, None
-    format = FORMATS[seen.fit.format]
-    smallest = smallest_scale(seen.measured, seen.scale, format)
-    return smallest, largest_scale(seen.measured, seen.scale, format, is_overflow=seen.is_overflow)
+def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
+    """Return the smallest power of two at which none of the gradients underflows.
 
-
-def smallest_scale(statistics: Statistics, scale: float, format: Format) -> float | None:
-    """Return the smallest power of two at which none of a gradient underflows.
-
-    Args:
-        statistics: Of the gradient as in memory.
-        scale: What it is multiplied by.
-        format: The format that has to hold it.
-
-    Returns:
-        A scale; None if all entries are zero. If some were flushed, the true one may be larger.
+    It is None if all entries are zero. If some were flushed, the true one may be larger.
     """
     needed = []
-    if statistics.amin is not None:
-        needed.append(_power_above(format.flushed_below / statistics.amin * scale))
-    if statistics.flushed:
-        needed.append(_power_above(scale))
-    return max(needed, default=None)
+    for _, scale, _, measured, fit in gradients:
+        if measured.amin is not None and not fit.is_held:
+            needed.append(FORMATS[fit.format].flushed_below / measured.amin * scale)
+        if measured.flushed:
+            needed.append(scale)
+    return _power_above(max(needed)) if needed else None
 
 
-def largest_scale(
-    statistics: Statistics, scale: float, format: Format, *, is_overflow: bool
-) -> float | None:
-    """Return the largest power of two at which none of a gradient overflows; None if any will do.
-
-    Args:
-        statistics: Of the gradient as in memory.
-        scale: What it is multiplied by.
-        format: The format that has to hold it.
-        is_overflow: See :class:`SampledTensor`.
-    """
-    allowed = []
-    if statistics.amax:
-        allowed.append(_power_up_to(format.largest / statistics.amax * scale))
-    if statistics.inf and is_overflow:
-        allowed.append(power_below(scale))
-    return min(allowed, default=None)
+def largest_scale(gradients: Iterable[SampledTensor]) -> float | None:
+    """Return the largest power of two at which no gradient overflows; None if any will do."""
+    allowed, too_large = [], []
+    for _, scale, is_overflow, measured, fit in gradients:
+        if measured.amax and not fit.is_held:
+            allowed.append(FORMATS[fit.format].largest / measured.amax * scale)
+        if measured.inf and is_overflow and not fit.is_held:
+            too_large.append(scale)
+    powers = [_power_up_to(min(allowed))] if allowed else []
+    return min([*powers, *map(power_below, too_large)], default=None)
 
 
 def power_below(value: float) -> float:

@@ -66,8 +66,7 @@ def pass_line(summary: Summary, limits: Limits) -> str:
     steps = summary.steps
     parts = [things(steps.num, "step")]
     if limits.skipped is not None:
-        num_normal = len(steps.start_up) + len(steps.after_growth)
-        normal = f" and {num_normal} normal in dynamic scaling" if num_normal else ""
+        normal = f" and {steps.num_normal} normal in dynamic scaling" if steps.num_normal else ""
         parts.append(
             f"{percent(steps.share_skipped_later)} skipped{normal} "
             f"(limit {percent(limits.skipped)})"

@@ -13,12 +13,12 @@ from pathlib import PurePath
 from typing import Any, NamedTuple, TypeAlias
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 import halfstep
 from halfstep._common import numbers
 from halfstep._common.json import to_plain
-from halfstep._common.numbers import bits, count, number, percent, power, seconds
+from halfstep._common.numbers import count, number, percent, power, seconds
 from halfstep._common.text import SEVERITIES, Severity
 from halfstep._numerics.formats import FORMATS
 from halfstep._record.run import Run, Step
@@ -29,7 +29,7 @@ from halfstep._report.page_curves import curves
 from halfstep._report.page_heat import HEADROOM, KIND_TITLES, LOST, Heat, heat
 from halfstep._report.page_tables import format_limits, layer_table, precision_map
 from halfstep._report.summarize import Beginning, beginnings
-from halfstep._report.summary import GradientTotals, Layer, Summary
+from halfstep._report.summary import GradientTotals, Summary
 from halfstep._report.text import sentences
 from halfstep._trace.rows import short
 
@@ -38,28 +38,17 @@ MOST_SKIPS = 200
 _Line: TypeAlias = tuple[str, Callable[[Any], str], *tuple[str, ...]]
 """A text with gaps, how numbers are written in it, and their places in a summary."""
 
-SEVERITY_WORDS: dict[Severity, str] = {
-    "good": "Good",
-    "notice": "Note",
-    "warning": "Warning",
-    "bad": "Problem",
+SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
+    "good": ("Good", "nothing to worry about"),
+    "notice": ("Note", "fine, with notes"),
+    "warning": ("Warning", "something to look at"),
+    "bad": ("Problem", "something is wrong"),
 }
-
-_VERDICTS: dict[Severity, str] = {
-    "good": "nothing to worry about",
-    "notice": "fine, with notes",
-    "warning": "something to look at",
-    "bad": "something is wrong",
-}
+"""What a sentence of this severity is called, and a run in which it is the worst."""
 
 
 def render(summary: Summary, run: Run) -> str:
-    """Return the page of a run.
-
-    Args:
-        summary: Its numbers; all numbers on the page are these.
-        run: The run itself, for curves and heat maps.
-    """
+    """Return the page of a run: all its numbers are the summary's, the drawings are the run's."""
     said = sentences(summary)
     worst = min((sentence.severity for sentence in said), key=SEVERITIES.index)
     maps = heat(summary, run)
@@ -69,7 +58,7 @@ def render(summary: Summary, run: Run) -> str:
         summary=summary,
         sentences=said,
         severity=worst,
-        verdict=_VERDICTS[worst],
+        verdict=SEVERITY_WORDS[worst][1],
         script_name=_script_name(summary),
         command=shlex.join(summary.facts.command),
         places=[(when(place, summary), str(place.diagnosis)) for place in summary.bad_places],
@@ -92,13 +81,7 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def render_comparison(comparison: RunComparison, first: Run, second: Run) -> str:
-    """Return the page that compares two runs.
-
-    Args:
-        comparison: The numbers of both.
-        first: The run of interest.
-        second: The run it is compared with.
-    """
+    """Return the page that compares two runs."""
     names = _names(comparison)
     return _render(
         "comparison.html.jinja",
@@ -131,10 +114,6 @@ def _environment() -> Environment:
         n=numbers,
         severity_words=SEVERITY_WORDS,
         island=_island,
-        bits=_bits_cell,
-        share=_share_cell,
-        of=_share_of_cell,
-        odd=_odd_cell,
     )
     environment.filters.update(short=short, date=_date)
     return environment
@@ -153,32 +132,6 @@ def _island(data: Any) -> Markup:
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-# --- cells of tables, short since there are thousands ---------------------------------------------
-
-
-def _cell(text: str, style: str = "") -> Markup:
-    start = Markup("<td{}>").format(Markup(f" class={style}") if style else "")
-    return start + escape(text)
-
-
-def _bits_cell(headroom: float | None) -> Markup:
-    if headroom is None:
-        return _cell("-", "z")
-    return _cell(bits(headroom).removesuffix(" bits"), "b" if headroom < 0 else "")
-
-
-def _share_cell(share: float) -> Markup:
-    return _cell(percent(share)) if share else _cell("0", "z")
-
-
-def _share_of_cell(layer: Layer, num: int) -> Markup:
-    return _share_cell(num / layer.measured if layer.measured else 0.0)
-
-
-def _odd_cell(num: int) -> Markup:
-    return _cell(count(num), "b") if num else _cell("0", "z")
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -230,13 +183,7 @@ def _skipped(run: Run) -> list[tuple[Step, Beginning | None]]:
 
 
 def value_tag(key: str, value: Any, text: str) -> Markup:
-    """Return a text tagged with its exact value as JSON and with the place of that value.
-
-    Args:
-        key: Names and indices, with dots between.
-        value: The value.
-        text: The text to show.
-    """
+    """Return a text tagged with its exact value as JSON and with the place of that value."""
     exact = json.dumps(to_plain(value), allow_nan=False)
     return Markup('<data data-key="{}" value="{}">{}</data>').format(key, exact, text)
 

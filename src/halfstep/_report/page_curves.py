@@ -40,23 +40,13 @@ class Lane(NamedTuple):
     marks: list[Mark]
 
 
-class Series(NamedTuple):
-    """One curve, in units of the plot.
-
-    Attributes:
-        number: Of its track; it determines colour and dashes.
-    """
-
-    number: int
-    path: str
-
-
 class Panel(NamedTuple):
     """One diagram.
 
     Attributes:
         axis: The kind of vertical axis, in words.
         ticks: Of the vertical axis.
+        paths: The curve of each track, in units of the plot.
         nan: Where values are NaN.
         inf: Where values are inf.
     """
@@ -65,7 +55,7 @@ class Panel(NamedTuple):
     title: str
     axis: str
     ticks: list[Tick]
-    series: list[Series]
+    paths: list[str]
     nan: list[Mark]
     inf: list[Mark]
 
@@ -91,11 +81,7 @@ class Curves(NamedTuple):
 
 
 def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
-    """Return the diagrams of one run or several; None without steps.
-
-    Args:
-        runs: The steps by the name of the run.
-    """
+    """Return the diagrams of the steps of runs, by name; None without steps."""
     tracks = [track for name, steps in runs.items() if steps for track in tracks_of(name, steps)]
     if not tracks:
         return None
@@ -118,12 +104,13 @@ def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
 def _lanes(tracks: Sequence[Track], x: Axis) -> list[Lane]:
     lanes = []
     for track in tracks:
+        name = track.name if len(tracks) > 1 else ""
         skipped = [step for step in track.steps if not step.taken]
         for reason, steps in grouped(skipped, lambda step: step.reason or "unknown").items():
-            what = f"skipped: {reason}"
             shape = SHAPES.get(reason, "diamond")
-            name = track.name if len(tracks) > 1 else ""
-            lanes.append(Lane(name, reason, shape, len(steps), marks(steps, x, what)))
+            lanes.append(
+                Lane(name, reason, shape, len(steps), marks(steps, x, f"skipped: {reason}"))
+            )
     return lanes
 
 
@@ -190,23 +177,19 @@ def _panel(key: Key, tracks: Sequence[Track], x: Axis) -> Panel | None:
         title,
         {None: "", 2.0: "powers of two", 10.0: "logarithmic"}[y.base],
         y.ticks(),
-        _series(key, tracks, x, y),
+        [_path(key, track, x, y) for track in tracks],
         marks(nan, x, f"{title.lower()} is NaN"),
         marks(inf, x, f"{title.lower()} is inf"),
     )
 
 
-def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Series]:
-    series = []
-    for number, track in enumerate(tracks):
-        values: list[float | None] = [getattr(step, key) for step in track.steps]
-        points: list[tuple[int, int] | None] = []
-        for index in kept([_column(step, x) for step in track.steps], values):
-            height = y.units(values[index])
-            across = x.units(track.steps[index].step)
-            points.append(None if height is None else (across, height))
-        series.append(Series(number, line(points)))
-    return series
+def _path(key: Key, track: Track, x: Axis, y: _Vertical) -> str:
+    values = [getattr(step, key) for step in track.steps]
+    points: list[tuple[int, int] | None] = []
+    for index in kept(_columns(track, x), values):
+        height = y.units(values[index])
+        points.append(None if height is None else (x.units(track.steps[index].step), height))
+    return line(points)
 
 
 # --- what the tooltip reads -----------------------------------------------------------------------
@@ -214,7 +197,7 @@ def _series(key: Key, tracks: Sequence[Track], x: Axis, y: _Vertical) -> list[Se
 
 def _points(track: Track, x: Axis) -> dict[str, Any]:
     """Return the steps that are drawn, with all their values."""
-    columns = [_column(step, x) for step in track.steps]
+    columns = _columns(track, x)
     values = {key: [getattr(step, key) for step in track.steps] for key in TITLES}
     skips = [None if step.taken else 0.0 for step in track.steps]
     chosen = sorted({i for column in (*values.values(), skips) for i in kept(columns, column)})
@@ -269,13 +252,12 @@ def _column(step: Step, x: Axis) -> int:
     return min(COLUMNS - 1, int(COLUMNS * x.share(step.step)))
 
 
-def kept(columns: Sequence[int], values: Sequence[float | None]) -> list[int]:
-    """Return the indices of the values to draw.
+def _columns(track: Track, x: Axis) -> list[int]:
+    return [_column(step, x) for step in track.steps]
 
-    Args:
-        columns: The column of each value, in order.
-        values: The values; None where there is none.
-    """
+
+def kept(columns: Sequence[int], values: Sequence[float | None]) -> list[int]:
+    """Return the indices of the values to draw, given the column of each value, in order."""
     by_column = itertools.groupby(range(len(columns)), lambda index: columns[index])
     return sorted(index for _, alike in by_column for index in _kept_of_column(alike, values))
 

@@ -220,8 +220,7 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
 def _without_probes(used: Sequence[tuple[float, bool]]) -> Iterator[float]:
     """Yield all scales except those that fell for a single iteration after a skip.
 
-    Args:
-        used: The scale of each iteration, and whether its step was taken.
+    ``used`` has the scale of each iteration, and whether its step was taken.
     """
     for index, (scale, _) in enumerate(used):
         before, was_taken = used[max(index - 1, 0)]

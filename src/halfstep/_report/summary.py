@@ -107,6 +107,11 @@ class StepCounts:
     skipped_at_end: int
 
     @property
+    def num_normal(self) -> int:
+        """The number of iterations whose skips are part of normal dynamic scaling."""
+        return len(self.start_up) + len(self.after_growth)
+
+    @property
     def later(self) -> tuple[int, ...]:
         """The iterations whose skips are not part of normal dynamic scaling."""
         normal = {*self.start_up, *self.after_growth}
@@ -162,14 +167,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Origin:
-    """A module in which skips began.
+    """A module in which skips began, and the iterations and ranks in which they did.
 
     Attributes:
         module: Its path; None where the gradients do not show it.
         num: In how many iterations.
-        steps: The iterations.
         parameters: Names of parameters whose gradients were inf or NaN, at most 20.
-        ranks: The ranks on which they began there.
     """
 
     module: str | None
@@ -181,13 +184,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class BadPlace:
-    """An op of a module that made steps bad for one reason.
-
-    Attributes:
-        steps: The iterations.
-        ranks: The ranks that saw it.
-        diagnosis: The first diagnosis.
-    """
+    """An op of a module that made these steps bad for one reason, with the first diagnosis."""
 
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -345,7 +342,7 @@ class Summary:
         """Return the number at a place such as ``"loss.recent"``; None where a part is None."""
         value: Any = self
         for name in key.split("."):
-            value = getattr(value, name, None)
+            value = None if value is None else getattr(value, name)
         return value
 
     @property

@@ -188,14 +188,10 @@ def _comparison(
 
 
 _CURVES = (
-    ("loss: first, last, smallest", ("loss.first", "loss.last", "loss.min"), number),
-    ("norm: first, last, largest", ("norm.first", "norm.last", "norm.max"), number),
-    (
-        "scale: first, last, smallest, largest",
-        ("scale.first", "scale.last", "scale.min", "scale.max"),
-        power,
-    ),
-    ("gradient entries that underflow", ("gradients.share_lost",), percent),
+    ("loss: first, last, smallest", "loss", ("first", "last", "min"), number),
+    ("norm: first, last, largest", "norm", ("first", "last", "max"), number),
+    ("scale: first, last, smallest, largest", "scale", ("first", "last", "min", "max"), power),
+    ("gradient entries that underflow", "gradients", ("share_lost",), percent),
 )
 """Numbers that a run may lack: their name, places in the summary, and how they are written."""
 
@@ -207,9 +203,9 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     if steps.start_up:
         skipped += f", of these at the start {len(steps.start_up)}"
     yield "skipped", skipped
-    for name, keys, text in _CURVES:
-        if summary.at(keys[0]) is not None:
-            yield name, ", ".join(text(summary.at(key)) for key in keys)
+    for name, part, keys, text in _CURVES:
+        if summary.at(part) is not None:
+            yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
     yield "time per step", seconds(facts.seconds_per_step)
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
     versions = f"halfstep {facts.halfstep}, torch {facts.torch}, Python {facts.python}"

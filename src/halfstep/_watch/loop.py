@@ -62,18 +62,13 @@ def _wait_for_record(path: Path | None, say: TextIO) -> tuple[Follower, RecordUp
             if update is not None:
                 return follower, update
         if not has_said:
-            text = f"waiting for {missing(path)} ... {how_to_start(path)}"
-            print(text, file=say, flush=True)
+            print(f"waiting for {missing(path)} ... {how_to_start(path)}", file=say, flush=True)
             has_said = True
         time.sleep(REFRESH_SECONDS)
 
 
 class PlainLines:
-    """Prints what is new as plain lines.
-
-    Args:
-        every: As in :func:`halfstep._watch.text.new_lines`.
-    """
+    """Prints what is new as plain lines, see :func:`halfstep._watch.text.new_lines`."""
 
     def __init__(self, every: int | None) -> None:
         self._every = every

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from rich.cells import cell_len
@@ -19,7 +20,7 @@ from halfstep._common.numbers import number, percent, power
 from halfstep._common.text import printable
 from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Kind
-from halfstep._watch.state import Column, LiveRun, Trail, WorstTensor
+from halfstep._watch.state import Column, LiveRun, WorstTensor
 from halfstep._watch.text import (
     how_far,
     report_command,
@@ -64,27 +65,24 @@ UNICODE = Signs(BLOCKS, " · ", "→", "ellipsis")
 ASCII = Signs(ASCII_BLOCKS, " - ", "->", "crop")
 
 
+@dataclass(frozen=True)
 class Page:
-    """The state of a run, as wide as the console and no higher than the screen.
+    """The state of a run, as wide as the console and at most so many lines high.
 
-    Args:
-        live: The run.
-        now: Seconds since the epoch.
-        height: Number of lines; None for no limit.
+    ``now`` is in seconds since the epoch.
     """
 
-    def __init__(self, live: LiveRun, now: float, height: int | None = None) -> None:
-        self._run = live
-        self._now = now
-        self._height = height
+    live: LiveRun
+    now: float
+    height: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts."""
         width, signs = options.max_width, ASCII if options.ascii_only else UNICODE
-        top = [*_heading(self._run, self._now, width, signs), Text()]
-        top += _curves(self._run, width, signs)
-        left = None if self._height is None else self._height - len(top)
-        for line in [*top, *_below(self._run, width, left, signs)]:
+        top = [*_heading(self.live, self.now, width, signs), Text()]
+        top += _curves(self.live, width, signs)
+        left = sys.maxsize if self.height is None else self.height - len(top)
+        for line in [*top, *_below(self.live, width, left, signs)]:
             line.no_wrap, line.overflow = True, signs.overflow
             yield line
 
@@ -100,15 +98,11 @@ def _heading(live: LiveRun, now: float, width: int, signs: Signs) -> list[Text]:
     room = max(shortest, width - GAP - cell_len(state))
     name.truncate(max(room, 1), overflow=signs.overflow)
     return [
-        _line(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
-        _line(signs.dot.join(how_far(live))),
-        _line((signs.dot.join(what_runs(live)), "dim")),
-        _line((signs.dot.join(where_it_runs(live)), "dim")),
+        Text.assemble(name if room > 0 else "", " " * GAP if room > 0 else "", (state, colour)),
+        Text(signs.dot.join(how_far(live))),
+        Text(signs.dot.join(what_runs(live)), "dim"),
+        Text(signs.dot.join(where_it_runs(live)), "dim"),
     ]
-
-
-def _line(*parts: str | Text | tuple[str, str]) -> Text:
-    return Text.assemble(*parts)
 
 
 # --- curves ---------------------------------------------------------------------------------------
@@ -126,19 +120,16 @@ def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
         columns = trail.columns(room)
         is_missing = last is not None and all(column is None for column in columns)
         drawn = missing if is_missing else sparkline(columns, signs.blocks)
-        line = _line(f"{label:<{LABEL}}{text(value):>{VALUE}}  ")
+        line = Text(f"{label:<{LABEL}}{text(value):>{VALUE}}  ")
         line.append(f"{drawn:<{room}}", "dim" if is_missing else "cyan")
         line.highlight_regex(f"{MARK}+", "bold red")
         if width >= WIDE:
-            line.append(f"  {_range(trail, text)}", "dim")
+            extent = "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
+            line.append(f"  {extent}", "dim")
         lines.append(line)
     marks = "".join(" " if column is None else SKIP for column in live.skipped.columns(room))
     label = f"{'skips':<{LABEL}}{live.num_skipped:>{VALUE},}  "
-    return [*lines, _line(label, (marks, "yellow"))]
-
-
-def _range(trail: Trail, text: Callable[[float | None], str]) -> str:
-    return "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
+    return [*lines, Text.assemble(label, (marks, "yellow"))]
 
 
 def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
@@ -167,9 +158,8 @@ def sparkline(columns: Sequence[Column], blocks: str = BLOCKS) -> str:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def _below(live: LiveRun, width: int, height: int | None, signs: Signs) -> list[Text]:
+def _below(live: LiveRun, width: int, left: int, signs: Signs) -> list[Text]:
     """Return the diagnosis, skips, layers and notes that fit: layers are cut first, then skips."""
-    left = 10**6 if height is None else height
     diagnosed = live.diagnosed if left > 0 else None
     left -= diagnosed is not None
     notes = min(len(live.notes), MOST_NOTES, max(0, left // 4))
@@ -181,13 +171,17 @@ def _below(live: LiveRun, width: int, height: int | None, signs: Signs) -> list[
     lines: list[Text] = []
     if diagnosed is not None:
         what = what_is_wrong(diagnosed)
-        lines.append(_line((f"step {diagnosed.step:,} went bad: {what}", "red")))
+        lines.append(Text(f"step {diagnosed.step:,} went bad: {what}", "red"))
     if skips:
         lines += [Text(), *_skips(live, skips, width, signs)]
     if layers:
         lines += [Text(), *_layers(live, worst[:layers], width, signs)]
     if notes:
-        lines += [Text(), _line(("notes", "bold")), *_notes(live, notes)]
+        lines += [Text(), Text("notes", "bold")]
+        lines += [
+            Text(f"step {note.step:,}: {printable(note.text)}")
+            for note in list(live.notes)[-notes:]
+        ]
     return lines
 
 
@@ -204,34 +198,31 @@ def _skips(live: LiveRun, num: int, width: int, signs: Signs) -> list[Text]:
         for step in reversed(list(live.skips)[-num:])
     ]
     titles = ("step", "reason", "scale", "began in")
-    return [_line((title, "bold")), *_table(titles, rows, width, 3, signs)]
+    return [Text(title, "bold"), *_table(titles, rows, width, 3, signs)]
 
 
 def _layers(live: LiveRun, worst: list[WorstTensor], width: int, signs: Signs) -> list[Text]:
     assert live.sample is not None
     title = f"worst layers in step {live.sample.step:,} (headroom in bits)"
     titles = ["layer", "", "headroom", "underflow"]
-    rows = [_layer(each) for each in worst]
+    rows = []
+    for measured, fit in worst:
+        headroom, lost = fit.headroom, fit.share_lost
+        bits = "-" if headroom is None else f"{headroom:.1f}"
+        rows.append(
+            [
+                Text(printable(measured.name)),
+                Text(KINDS[measured.kind], "dim"),
+                Text(bits, _colour(headroom, bad=1.0, poor=3.0), justify="right"),
+                Text(percent(lost), _colour(-lost, bad=-0.1, poor=-0.01), justify="right"),
+            ]
+        )
     if any(each.num_non_finite for each in worst):
         titles.append("NaN, inf")
         for row, each in zip(rows, worst, strict=True):
             colour = "red" if each.num_non_finite else ""
             row.append(Text(f"{each.num_non_finite:,}", colour, justify="right"))
-    return [_line((title, "bold")), *_table(titles, rows, width, 0, signs)]
-
-
-def _layer(each: WorstTensor) -> list[Text]:
-    headroom, lost = each.fit.headroom, each.fit.share_lost
-    return [
-        Text(printable(each.measured.name)),
-        Text(KINDS[each.measured.kind], "dim"),
-        Text(
-            "-" if headroom is None else f"{headroom:.1f}",
-            _colour(headroom, bad=1.0, poor=3.0),
-            justify="right",
-        ),
-        Text(percent(lost), _colour(-lost, bad=-0.1, poor=-0.01), justify="right"),
-    ]
+    return [Text(title, "bold"), *_table(titles, rows, width, 0, signs)]
 
 
 def _colour(value: float | None, bad: float, poor: float) -> str:
@@ -240,40 +231,26 @@ def _colour(value: float | None, bad: float, poor: float) -> str:
     return "red" if value < bad else "yellow" if value < poor else ""
 
 
-def _notes(live: LiveRun, num: int) -> list[Text]:
-    return [
-        _line(f"step {note.step:,}: {printable(note.text)}") for note in list(live.notes)[-num:]
-    ]
-
-
 def _table(
-    titles: Sequence[str],
-    rows: Sequence[Sequence[Text]],
-    width: int,
-    gives_way: int,
-    signs: Signs,
+    titles: Sequence[str], rows: Sequence[Sequence[Text]], width: int, gives_way: int, signs: Signs
 ) -> list[Text]:
     """Lay out cells in columns; where the width is too small, cut the column ``gives_way``."""
-    head = [
-        Text(title, "dim", justify=cell.justify)
-        for title, cell in zip(titles, rows[0], strict=True)
-    ]
-    lines = [head, *rows]
-    widths = [max(cell.cell_len for cell in column) for column in zip(*lines, strict=True)]
+    cells = zip(titles, rows[0], strict=True)
+    table = [[Text(title, "dim", justify=cell.justify) for title, cell in cells], *rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
     too_wide = sum(widths) + GAP * (len(widths) - 1) - width
     widths[gives_way] -= min(max(0, too_wide), max(0, widths[gives_way] - SHORTEST_NAME))
-    return [_row(cells, widths, signs) for cells in lines]
-
-
-def _row(cells: Sequence[Text], widths: Sequence[int], signs: Signs) -> Text:
-    line = _line()
-    for cell, width in zip(cells, widths, strict=True):
-        padded = cell.copy()
-        padded.truncate(width, overflow=signs.overflow)
-        padded.align("right" if cell.justify == "right" else "left", width)
-        line.append_text(padded).append(" " * GAP)
-    line.rstrip()
-    return line
+    lines = []
+    for row in table:
+        line = Text()
+        for cell, room in zip(row, widths, strict=True):
+            padded = cell.copy()
+            padded.truncate(room, overflow=signs.overflow)
+            padded.align("right" if cell.justify == "right" else "left", room)
+            line.append_text(padded).append(" " * GAP)
+        line.rstrip()
+        lines.append(line)
+    return lines
 
 
 # --- the screen -----------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from halfstep._report.layers import FormatFit, fitted
 
 KEPT = 50
 """How many of the last steps, skips and notes are kept."""
-
 SILENT_SECONDS = 30.0
 SILENT_STEPS = 10
 """A run is silent after this time without an event, or that of this many steps if it is longer."""
@@ -170,11 +169,6 @@ class LiveRun:
     def last(self) -> Step | None:
         """The last step."""
         return self.recent[-1] if self.recent else None
-
-    @property
-    def duration(self) -> float:
-        """Seconds from the start to the last thing that was recorded."""
-        return self.recent[-1].time if self.recent else 0.0
 
     @property
     def seconds_per_step(self) -> float | None:

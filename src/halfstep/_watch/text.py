@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
@@ -11,9 +12,9 @@ from pathlib import Path
 from halfstep._common.numbers import bits, number, percent, power, seconds
 from halfstep._common.text import printable
 from halfstep._record.follow import RecordUpdate
-from halfstep._record.run import Culprits, Diagnosed, Step
+from halfstep._record.run import Diagnosed, Run, Step
 from halfstep._report.about_diagnoses import headline
-from halfstep._watch.state import LiveRun, WorstTensor
+from halfstep._watch.state import LiveRun
 
 NUM_WORST = 3
 DEFAULT_EVERY = 50
@@ -34,52 +35,42 @@ def new_lines(live: LiveRun, update: RecordUpdate, every: int | None) -> list[st
         every: Print the first step and every multiple of this number; None for as often as samples
             are taken.
     """
-    every = every or live.run.header.every or DEFAULT_EVERY
-    new = update.new
-    found = [(note.step, f"note {note.step}  {note.text}") for note in new.notes]
-    found += [
-        (step.step, step_line(step))
-        for step in new.steps
-        if not step.taken or step.step == 1 or step.step % every == 0
-    ]
-    found += [(culprits.step, _culprits_line(culprits)) for culprits in new.culprits]
-    found += [(each.step, _diagnosis_line(each)) for each in new.diagnoses]
+    lines = _new_lines(live, update.new, every or live.run.header.every or DEFAULT_EVERY)
+    return [printable(line) for _, line in sorted(lines, key=itemgetter(0))]
+
+
+def _new_lines(live: LiveRun, new: Run, every: int) -> Iterator[tuple[int, str]]:
+    """Yield the new lines with their steps."""
+    for note in new.notes:
+        yield note.step, f"note {note.step}  {note.text}"
+    for step in new.steps:
+        if not step.taken or step.step == 1 or step.step % every == 0:
+            yield step.step, _step_line(step)
+    for culprits in new.culprits:
+        yield (
+            culprits.step,
+            f"skip {culprits.step}  began in {culprits.began_in or 'an unknown module'}  "
+            f"parameters {culprits.num_parameters}  rank {culprits.rank}",
+        )
+    for each in new.diagnoses:
+        yield each.step, f"diagnosis {each.step}  rank {each.rank}  {what_is_wrong(each)}"
     for sample in new.samples:
-        worst = live.worst()[:NUM_WORST]
-        found += [(sample.step, _layer_line(sample.step, each)) for each in worst]
-    return [printable(line) for _, line in sorted(found, key=itemgetter(0))]
+        for measured, fit in live.worst()[:NUM_WORST]:
+            yield (
+                sample.step,
+                f"sample {sample.step}  headroom {bits(fit.headroom)}  "
+                f"underflow {percent(fit.share_lost)}  nan {measured.nan}  inf {measured.inf}  "
+                f"{measured.kind} {measured.name}",
+            )
 
 
-def step_line(step: Step) -> str:
-    """Return the line of a step."""
+def _step_line(step: Step) -> str:
     verdict = "taken"
     if not step.taken:
         verdict = f"skipped: {why_skipped(step)}, scale now {power(step.scale_after)}"
     return (
         f"step {step.step}  loss {number(step.loss)}  scale {power(step.scale)}  "
         f"norm {number(step.norm)}  {verdict}"
-    )
-
-
-def _culprits_line(culprits: Culprits) -> str:
-    module = culprits.began_in or "an unknown module"
-    return (
-        f"skip {culprits.step}  began in {module}  "
-        f"parameters {culprits.num_parameters}  rank {culprits.rank}"
-    )
-
-
-def _diagnosis_line(diagnosed: Diagnosed) -> str:
-    what = what_is_wrong(diagnosed)
-    return f"diagnosis {diagnosed.step}  rank {diagnosed.rank}  {what}"
-
-
-def _layer_line(step: int, worst: WorstTensor) -> str:
-    measured = worst.measured
-    return (
-        f"sample {step}  headroom {bits(worst.fit.headroom)}  "
-        f"underflow {percent(worst.fit.share_lost)}  nan {measured.nan}  "
-        f"inf {measured.inf}  {measured.kind} {measured.name}"
     )
 
 
@@ -120,7 +111,7 @@ def how_far(live: LiveRun) -> list[str]:
     """Return the number of the last step, the time it took to get there, and the pace."""
     if live.last is None:
         return ["no step yet"]
-    words = [f"step {live.last.step:,}", str(timedelta(seconds=int(live.duration)))]
+    words = [f"step {live.last.step:,}", str(timedelta(seconds=int(live.last.time)))]
     each = live.seconds_per_step
     if each:
         words.append(f"{1 / each:.3g} steps/s" if each < 1 else f"{seconds(each)}/step")
@@ -129,9 +120,8 @@ def how_far(live: LiveRun) -> list[str]:
 
 def run_state(live: LiveRun, now: float) -> str:
     """Return in words whether the run is running, has ended, or seems to have died."""
-    silent = live.silent_for(now)
+    error, silent = live.run.error, live.silent_for(now)
     if live.run.has_ended:
-        error = live.run.error
         on_rank = f" on rank {live.run.error_rank}" if len(live.run.ranks) > 1 else ""
         return "ended" if error is None else f"ended{on_rank} with {printable(error)}"
     if silent is not None:
