@@ -14,15 +14,14 @@ from torch import nn
 
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
-from halfstep._common.patches import Patches
-from halfstep._common.top_level_calls import Outermost, not_compiled
+from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._run.amp_script import ScriptState
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
-class Forward:
+class Forward(TopLevelCalls):
     """Runs top-level calls under autocast.
 
     Args:
@@ -35,16 +34,12 @@ class Forward:
     def __init__(
         self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
     ) -> None:
+        super().__init__()
         self._dtype = dtype
         self._policy = policy
         self._script = script
-        self._outermost = Outermost(self)
         self._contexts: dict[str, autocast] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def install(self, patches: Patches) -> None:
-        """Wrap calls of modules and of loss functions."""
-        self._outermost.install(patches)
 
     @property
     def is_on(self) -> bool:
@@ -85,7 +80,7 @@ class Forward:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        with self._outermost.inside(), context:
+        with self.inside(), context:
             return function(*args, **kwargs)
 
     @compiler.do_not_compile_alone
