@@ -221,9 +221,10 @@ class BlameTracker(OpObserver):
         """Return the values of a tensor as an op read them; None if the result ignores them."""
         if not any(tensor is written for written in call.written):
             return tensor
-        given = by_name(call.func, call.args, call.kwargs)
-        if call.name in _BATCH_NORMS and given.get("training", True):
-            return None  # running statistics, on which the result does not depend
+        if call.name in _BATCH_NORMS:
+            given = by_name(call.func, call.args, call.kwargs)
+            if given.get("training", True):
+                return None  # running statistics, on which the result does not depend
         if call.name in _OVERWRITE or "out" in overload_of(call.func):
             return None
         if self.undo.was_made(tensor):

@@ -59,6 +59,7 @@ class RunningModules:
         for path, module in model.named_modules():
             names = (each for each in (name, without_wrappers(path)) if each)
             self._names.setdefault(module, ".".join(names))
+        self._owners.clear()
 
     def knows(self, module: nn.Module) -> bool:
         """Return whether a module is followed."""
