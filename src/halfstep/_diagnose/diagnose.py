@@ -49,7 +49,8 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
     Sync: one for each op.
 
     Example:
-        >>> import halfstep
+        >>> import halfstep, torch
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         >>> _ = nn.init.constant_(model[1].weight, 5e4)
         >>> x = torch.ones(2, 4)
