@@ -56,3 +56,18 @@ def like(container: Any, items: Iterable[Any]) -> Any:
         is_named = hasattr(container, "_fields")
         return type(container)(*items) if is_named else type(container)(items)
     return items
+
+
+def mapped_plain(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value with ``function`` applied to all that is no container.
+
+    Containers are tuples, named tuples, lists and dictionaries. An object of a class derived from
+    one is no container: it may not be possible to make it anew.
+    """
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped_plain(function, item) for item in value))
+    if type(value) in (list, tuple):
+        return type(value)(mapped_plain(function, item) for item in value)
+    if type(value) is dict:
+        return {key: mapped_plain(function, item) for key, item in value.items()}
+    return function(value)

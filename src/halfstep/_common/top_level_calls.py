@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,69 +28,53 @@ not_compiled = partial(compiler.do_not_compile_alone, nor_below=False)
 """For what torch.compile must not begin a graph with, though it may in what that calls."""
 
 
-class Caller(Protocol):
-    """What is around the calls."""
-
-    @property
-    def is_on(self) -> bool:
-        """False lets everything be called as it is."""
-
-    def call_module(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call a module that no other one has called: ``original(module, *args, **kwargs)``."""
-
-    def call_loss(
-        self,
-        name: str,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Call a loss function of PyTorch that no module has called."""
-
-
 class _Thread(threading.local):
     is_inside = False
 
 
-class Outermost:
-    """Puts a caller around modules and loss functions.
+class TopLevelCalls:
+    """What is around modules and loss functions that are not called :meth:`inside` of others."""
 
-    Args:
-        caller: What is to be around them, while it is not :meth:`inside` of another one.
-    """
+    def __init__(self) -> None:
+        self._inside = _Thread()
 
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-        self._thread = _Thread()
+    @property
+    def is_on(self) -> bool:
+        """False lets everything be called as it is."""
+        raise NotImplementedError
+
+    def call_module(
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a module that no other one has called: ``original(module, *args, **kwargs)``."""
+        raise NotImplementedError
+
+    def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a loss function of PyTorch that no module has called."""
+        raise NotImplementedError
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Let what is called in the block in this thread be called as it is."""
-        before, self._thread.is_inside = self._thread.is_inside, True
+        before, self._inside.is_inside = self._inside.is_inside, True
         try:
             yield
         finally:
-            self._thread.is_inside = before
+            self._inside.is_inside = before
 
     def install(self, patches: Patches) -> None:
         """Put it around the calls until ``patches`` are undone."""
         # Around __call__ and not as a hook: an error and Ctrl-C are seen too, and what
         # torch.compile compiles lies inside.
-        original, caller, thread = nn.Module.__call__, self._caller, self._thread
+        original, thread = nn.Module.__call__, self._inside
 
         @not_compiled
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Every module of a model comes by here, so nothing else is asked of the inner ones.
             # In a graph all of this is a constant: it is compiled as if we were not there.
-            if torch.compiler.is_compiling() or thread.is_inside or not caller.is_on:
+            if torch.compiler.is_compiling() or thread.is_inside or not self.is_on:
                 return original(module, *args, **kwargs)
-            return caller.call_module(original, module, args, kwargs)
+            return self.call_module(original, module, args, kwargs)
 
         patches.put(nn.Module, "__call__", call)
         for name in LOSSES:
@@ -100,12 +84,10 @@ class Outermost:
             )
 
     def _around_loss(self, name: str) -> Callable[..., Any]:
-        thread, caller = self._thread, self._caller
-
         @not_compiled
         def loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or thread.is_inside or not caller.is_on:
+            if torch.compiler.is_compiling() or self._inside.is_inside or not self.is_on:
                 return original(*args, **kwargs)
-            return caller.call_loss(name, original, args, kwargs)
+            return self.call_loss(name, original, args, kwargs)
 
         return loss

@@ -1,4 +1,4 @@
-"""Blame for values that are not finite: the op that made them, or a tensor that was bad before.
+"""Blame for values that are not finite, and the search for it: an op, or a tensor bad before it.
 
 The outputs of an op are blamed on the op if all its inputs were finite. Otherwise they have the
 blame of the bad input. So a bad value is traced back to its origin, and infinities that do no harm
@@ -10,19 +10,23 @@ An infinity made on purpose, such as that of a mask, is not a fault; a NaN made 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
-from halfstep._diagnose.undo import UndoLog
+from halfstep._diagnose.replay import Replayer, StepRun
+from halfstep._diagnose.variant import Variant
 from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
-from halfstep._pytorch import storages
-from halfstep._pytorch.dispatch import overload_of, schema_of
-from halfstep._trace.ops import makes_no_values
+from halfstep._pytorch.dispatch import overload_of
+from halfstep._pytorch.storages import ByMemory
+from halfstep._trace.ops import by_name, makes_no_values
 from halfstep._trace.places import OpPlace
 from halfstep._trace.rows import Phase
 
@@ -58,16 +62,13 @@ GradientPlace = tuple[str, int, str | None, str]
 
 @dataclass(frozen=True)
 class Blame:
-    """Origin of values that are not finite.
+    """Origin of values that are not finite: an op, or a tensor and the op that read it first.
 
     Attributes:
-        number: The number of the op in the replay, ``OUTSIDE`` for a tensor from before it,
+        number: The number of the op, ``OUTSIDE`` for a tensor from before the replay,
             ``ELSEWHERE`` for a tensor from another rank.
-        op: The name of the op; for a tensor from outside, of the op that read it first.
-        place: The place of the op.
-        phase: The phase in which it ran.
-        reader: The number of the op, or of the op that read a tensor from outside first.
-        key: Identifies that op in other replays; None if there is no op.
+        reader: The number of the op in any case.
+        key: Identifies the op in other replays; None if there is no op.
         of: In the backward pass, the key of the op whose gradient it computes.
         is_meant: Whether the values are infinities made on purpose.
         tensor: The tensor from outside.
@@ -83,12 +84,18 @@ class Blame:
     is_meant: bool = False
     tensor: Tensor | None = None
 
+    @property
+    def where(self) -> tuple[str, str, Phase]:
+        """The op, its module and the phase: the same in other replays."""
+        return self.place.op or self.op, self.place.module, self.phase
+
+
+def _of_call(call: OpCall, number: int) -> Blame:
+    return Blame(number, call.name, call.place, call.phase, call.number, call.key, call.of)
+
 
 class BlameTracker(OpObserver):
     """Observer that checks the outputs of every op and tracks the blame for bad values.
-
-    Args:
-        undo: The undo log, which has the values of tensors before they were written to.
 
     Attributes:
         has_end: Whether there was a loss or a result by which the step is judged.
@@ -98,22 +105,16 @@ class BlameTracker(OpObserver):
     Sync: one for every op.
     """
 
-    def __init__(self, undo: UndoLog) -> None:
-        self._undo = undo
-        self._blames: dict[int, tuple[object, Blame]] = {}
+    def __init__(self) -> None:
+        self._blames: ByMemory[Blame] = ByMemory()
         self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
-        self._keys: list[OpKey] = []
         self._first: Blame | None = None
         self._losses: list[Blame] = []
         self._results: list[Blame] = []
         self._has_loss = self.has_end = False
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
         self._sent: Blame
-        self._awaited: dict[int, object] = {}
-
-    def before(self, call: OpCall) -> None:
-        """Note the key of the op; an op of the backward pass may belong to it."""
-        self._keys.append(call.key)
+        self._awaited: ByMemory[bool] = ByMemory()
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Blame the outputs of an op on the op, or on its inputs."""
@@ -135,11 +136,9 @@ class BlameTracker(OpObserver):
 
     def before_collective(self, call: OpCall) -> None:
         """Blame the result on bad tensors that this rank sends, otherwise on another rank."""
-        self._keys.append(call.key)
         own = [tensor for tensor in _sent_by(call) if badness(tensor) is not None]
-        causes = [self._get(tensor) or self._outside(tensor, call) for tensor in own]
-        known = self._known(call)
-        other = Blame(ELSEWHERE, call.name, call.place, call.phase, call.number, *known)
+        causes = [self._blames.get(tensor) or self._outside(tensor, call) for tensor in own]
+        other = _of_call(call, ELSEWHERE)
         self._sent = min(causes, key=lambda blame: blame.number, default=other)
 
     def after_collective(self, call: OpCall, outputs: list[Tensor]) -> None:
@@ -147,28 +146,26 @@ class BlameTracker(OpObserver):
         if call.name not in _WAITS:
             for tensor in outputs:
                 self._put(tensor, self._sent)
-                reference = storages.memory_of(tensor)
-                if reference is not None:
-                    self._awaited[reference.cdata] = reference
+                self._awaited.put(tensor, True)
 
     def see_loss(self, loss: Tensor) -> None:
         """Note a loss that is not finite."""
         self._has_loss = self.has_end = True
         if not is_finite(loss):
-            self._losses.append(self._get(loss) or self._outside(loss, None))
+            self._losses.append(self._blames.get(loss) or self._outside(loss, None))
 
     def see_result(self, result: Tensor) -> None:
         """Note a result that is not finite. It counts if there is no loss."""
         self.has_end = True
         if not is_finite(result):
-            blame = self._get(result) or self._outside(result, None)
+            blame = self._blames.get(result) or self._outside(result, None)
             if not blame.is_meant:
                 self._results.append(blame)
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Note a gradient that is not finite."""
         if not is_finite(gradient):
-            blame = self._get(gradient) or self._outside(gradient, None)
+            blame = self._blames.get(gradient) or self._outside(gradient, None)
             self._gradients.setdefault(id(leaf), (leaf, blame))
 
     @property
@@ -182,12 +179,9 @@ class BlameTracker(OpObserver):
         return [leaf for leaf, _ in self._gradients.values()]
 
     def root(self, *, has_failed: bool = False) -> Blame | None:
-        """Return the blame for a loss or, if all losses are finite, for a gradient.
+        """Return the blame for a loss or, if all losses are finite, for a gradient, or None.
 
-        None if the step is finite.
-
-        Args:
-            has_failed: Whether the step has raised an error: then the first bad op is blamed.
+        If the step has failed before there was any of these, return that of the first bad op.
         """
         ends = self._losses or [blame for _, blame in self._gradients.values()]
         if not self._has_loss:
@@ -201,7 +195,7 @@ class BlameTracker(OpObserver):
     # --- origins ----------------------------------------------------------------------------------
 
     def _blame(self, call: OpCall, bad: list[Tensor]) -> Blame:
-        own = Blame(call.number, call.name, call.place, call.phase, call.number, *self._known(call))
+        own = _of_call(call, call.number)
         causes: list[Blame] = []
         worst: dict[Blame, int] = {}
         for tensor in call.given:
@@ -209,7 +203,7 @@ class BlameTracker(OpObserver):
             how_bad = None if values is None else badness(values)
             if how_bad is None:
                 continue
-            cause = self._get(tensor) or self._outside(tensor, call, values)
+            cause = self._blames.get(tensor) or self._outside(tensor, call, values)
             causes.append(cause)
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
@@ -227,34 +221,27 @@ class BlameTracker(OpObserver):
         """Return the values of a tensor as an op read them; None if the result ignores them."""
         if not any(tensor is written for written in call.written):
             return tensor
-        if call.name in _BATCH_NORMS and _is_training(call):
-            return None  # running statistics, on which the result does not depend
+        if call.name in _BATCH_NORMS:
+            given = by_name(call.func, call.args, call.kwargs)
+            if given.get("training", True):
+                return None  # running statistics, on which the result does not depend
         if call.name in _OVERWRITE or "out" in overload_of(call.func):
             return None
-        if self._undo.was_made(tensor):
-            return tensor if self._get(tensor) is not None else None
-        return self._undo.before(tensor)
+        if self.undo.was_made(tensor):
+            return tensor if tensor in self._blames else None
+        return self.undo.before(tensor)
 
     def _outside(self, tensor: Tensor, call: OpCall | None, values: Tensor | None = None) -> Blame:
         is_meant = is_mask(tensor if values is None else values)
         if call is None:
-            return Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE, None, None, is_meant, tensor)
-        if call.name == "copy_" and self._is_awaited(call.written[0]):
-            received = self._get(call.written[0])
-            if received is not None:
-                return received  # the values came through memory of the process group
-        known = self._known(call)
-        return Blame(
-            OUTSIDE, call.name, call.place, call.phase, call.number, *known, is_meant, tensor
-        )
-
-    def _is_awaited(self, tensor: Tensor) -> bool:
-        reference = storages.memory_of(tensor)
-        return reference is not None and reference.cdata in self._awaited
-
-    def _known(self, call: OpCall) -> tuple[OpKey, OpKey | None]:
-        of = call.place.number if call.phase == "backward" else -1
-        return call.key, self._keys[of] if 0 <= of < len(self._keys) else None
+            blame = Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE)
+        else:
+            if call.name == "copy_" and call.written[0] in self._awaited:
+                received = self._blames.get(call.written[0])
+                if received is not None:
+                    return received  # the values came through memory of the process group
+            blame = _of_call(call, OUTSIDE)
+        return replace(blame, is_meant=is_meant, tensor=tensor)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -268,11 +255,8 @@ class BlameTracker(OpObserver):
             self._note_gradient(tensor, call, amax)
         if not all(map(math.isfinite, found)):
             return False
-        if self._blames:
-            memory = storages.memory_of(tensor)
-            known = memory is not None and memory.cdata in self._blames
-            if known and _is_all_of_its_memory(tensor):
-                del self._blames[memory.cdata]
+        if tensor in self._blames and _is_all_of_its_memory(tensor):
+            self._blames.drop(tensor)
         return True
 
     def _note_gradient(self, tensor: Tensor, call: OpCall, amax: float) -> None:
@@ -280,32 +264,18 @@ class BlameTracker(OpObserver):
         before = self.gradients.get(place, (tensor.dtype, 0.0))[1]
         self.gradients[place] = (tensor.dtype, max(before, amax) if math.isfinite(amax) else before)
 
-    def _get(self, tensor: Tensor) -> Blame | None:
-        memory = storages.memory_of(tensor)
-        found = None if memory is None else self._blames.get(memory.cdata)
-        return None if found is None else found[1]
-
     def _put(self, tensor: Tensor, blame: Blame) -> None:
-        reference = storages.memory_of(tensor)
-        if reference is None:
-            return
-        known = self._blames.get(reference.cdata)
-        if known is None or _is_all_of_its_memory(tensor) or blame.number < known[1].number:
-            self._blames[reference.cdata] = (reference, blame)
+        known = self._blames.get(tensor)
+        if known is None or _is_all_of_its_memory(tensor) or blame.number < known.number:
+            self._blames.put(tensor, blame)
 
 
 def _sent_by(call: OpCall) -> list[Tensor]:
     """Return the tensors that a collective sends; its output buffers need not have values."""
     if call.name in _NOTHING_SENT:
         return []
-    names = [argument.name for argument in schema_of(call.func).arguments]
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    given = by_name(call.func, call.args, call.kwargs)
     return list(tensors_in([value for name, value in given.items() if "output" not in name]))
-
-
-def _is_training(call: OpCall) -> bool:
-    names = [argument.name for argument in schema_of(call.func).arguments]
-    return bool((dict(zip(names, call.args, strict=False)) | call.kwargs).get("training", True))
 
 
 def _is_fill_with_inf(call: OpCall) -> bool:
@@ -315,3 +285,61 @@ def _is_fill_with_inf(call: OpCall) -> bool:
 
 def _is_all_of_its_memory(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+NO_END = (
+    "the step was judged by its ops alone: it called no backward and returned no tensor (a loss in "
+    "an object of your own is not seen)"
+)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Result of a replay that looks for the op to blame.
+
+    Attributes:
+        run: The run of the step.
+        blame: The blame, None if the step is finite.
+        ends: What is not finite at the end: the loss, or gradients of parameters.
+        is_scaling: Whether the op to blame multiplies the loss by the scale.
+        gradients: The dtypes and largest magnitudes in the backward pass.
+    """
+
+    run: StepRun
+    blame: Blame | None
+    ends: tuple[str, ...]
+    is_scaling: bool
+    gradients: Mapping[GradientPlace, tuple[torch.dtype, float]]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the replay came to its end, and nothing was bad."""
+        return self.blame is None and self.run.error is None
+
+
+def scan(
+    replayer: Replayer, variant: Variant, around: AbstractContextManager[object] | None = None
+) -> Scan:
+    """Replay the step, in a context if one is given, and find the op to blame."""
+    tracker = BlameTracker()
+    with replayer.run(variant, tracker, around) as run:
+        if run.error is None and not tracker.has_end:
+            replayer.notes.append(NO_END)
+        blame = tracker.root(has_failed=run.error is not None or not tracker.has_end)
+        gradients = _names_of(tracker.bad_leaves, replayer.model)
+        return Scan(
+            run=run,
+            blame=blame,
+            ends=("loss",) if tracker.is_loss_bad else gradients,
+            is_scaling=blame is not None and any(blame.number in ops for ops in run.scaling),
+            gradients=tracker.gradients,
+        )
+
+
+def _names_of(leaves: list[Tensor], model: nn.Module | None) -> tuple[str, ...]:
+    """Return the names of parameters, and the shapes of other leaves."""
+    named = () if model is None else model.named_parameters()
+    known = {id(param): without_wrappers(name) for name, param in named}
+    return tuple(known.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}") for leaf in leaves)

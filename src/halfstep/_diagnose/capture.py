@@ -12,20 +12,22 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.region import Region, Settings, current_settings
-from halfstep._common.nested import tensors_in
-from halfstep._common.patches import Patches
+from halfstep._common.nested import mapped_plain, tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
-from halfstep._common.top_level_calls import Outermost, not_compiled
+from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._diagnose.diagnosis import Line
 from halfstep._diagnose.user_code import CALLED_AGAIN, user_line
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, compiler, modes
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scaler import GradScaler
 
 # Nodes of autograd whose results have the entries of their inputs in the same order.
 _SAME_ENTRIES = (
@@ -47,14 +49,7 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True)
 class EarlierOutput:
-    """Placeholder of an argument that an earlier call has returned.
-
-    Attributes:
-        call: The number of the call.
-        index: The index of the tensor among its results.
-        shape: The shape of the argument.
-        dtype: Its dtype.
-    """
+    """Placeholder of an argument: a tensor by its index among the results of an earlier call."""
 
     call: int
     index: int
@@ -67,15 +62,11 @@ class KeptCall:
     """Call of a model or of a loss function.
 
     Attributes:
-        function: The module or function.
         args: Its arguments, with :class:`EarlierOutput` for tensors that earlier calls returned.
-        kwargs: Its keyword arguments, likewise.
         given: The other tensors, with their versions.
         settings: The settings of autocast around it.
-        line: The line of the user's code that called it.
         random: The states of random generators; None for a loss, which needs none.
         buffers: The buffers of the model, with their values.
-        is_training: Whether it was in training mode.
         links: The links of its results; a tensor may be gone when they are needed.
         seeds: The gradients of its results without dimensions, once they have arrived.
     """
@@ -96,7 +87,7 @@ class KeptCall:
 def call_again(
     calls: Sequence[KeptCall],
     roots: Sequence[tuple[int, int]],
-    scale: Callable[[Tensor], Tensor],
+    scaler: GradScaler | None,
     at: float,
 ) -> object:
     """Repeat all calls and go backward from the losses; return the results of the calls.
@@ -104,7 +95,7 @@ def call_again(
     Args:
         calls: The calls, in order.
         roots: The outputs that went into ``backward``, for those without a gradient.
-        scale: Multiplies a loss as the scaler of the run does.
+        scaler: Multiplies a loss as the scaler of the run does; None for losses without a scale.
         at: The scale of the gradients that have arrived.
     """
     made: list[list[Tensor]] = []
@@ -113,7 +104,7 @@ def call_again(
         module.zero_grad()
     for number, call in enumerate(calls):
         if losses and is_model(call.function):  # the next batch of accumulation
-            _backward(scale, losses)
+            _backward(scaler, losses)
         made.append(list(tensors_in([_again(call, made)])))
         for index, output in enumerate(made[-1]):
             seed = call.seeds.get(index)
@@ -124,25 +115,14 @@ def call_again(
             elif (number, index) in roots:
                 losses.append(output)
     if losses:
-        _backward(scale, losses)
+        _backward(scaler, losses)
     return made
 
 
-class SeedHook:
-    """Hook that keeps the gradient of a scalar that a call has returned."""
-
-    def __init__(self, call: KeptCall, index: int) -> None:
-        self._call, self._index = call, index
-
-    def __call__(self, gradient: Tensor) -> None:
-        """Keep the gradient."""
-        self._call.seeds[self._index] = gradient
-
-
-def _backward(scale: Callable[[Tensor], Tensor], losses: list[Tensor]) -> None:
+def _backward(scaler: GradScaler | None, losses: list[Tensor]) -> None:
     total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
     losses.clear()
-    torch.autograd.backward(scale(total))
+    torch.autograd.backward(total if scaler is None else scaler.scale(total))
 
 
 def is_model(function: object) -> TypeGuard[nn.Module]:
@@ -160,7 +140,10 @@ def _again(call: KeptCall, made: list[list[Tensor]]) -> Any:
             buffer.copy_(values)
     if isinstance(call.function, nn.Module) and call.function.training != call.is_training:
         call.function.train(call.is_training)
-    args, kwargs = _filled((call.args, call.kwargs), made)
+    args, kwargs = mapped_plain(
+        lambda value: _output(value, made) if isinstance(value, EarlierOutput) else value,
+        (call.args, call.kwargs),
+    )
     with ExitStack() as stack:
         for settings in call.settings:
             stack.enter_context(Region(settings))
@@ -170,19 +153,11 @@ def _again(call: KeptCall, made: list[list[Tensor]]) -> Any:
 CALLED_AGAIN.add(_again.__code__)
 
 
-def _filled(value: Any, made: list[list[Tensor]]) -> Any:
-    if isinstance(value, EarlierOutput):
-        output = made[value.call][value.index]
-        is_cast = output.dtype is not value.dtype and value.dtype is torch.float32
-        output = output.float() if is_cast else output
-        return output if tuple(output.shape) == value.shape else output.reshape(value.shape)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_filled(item, made) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(_filled(item, made) for item in value)
-    if type(value) is dict:
-        return {key: _filled(item, made) for key, item in value.items()}
-    return value
+def _output(earlier: EarlierOutput, made: list[list[Tensor]]) -> Tensor:
+    output = made[earlier.call][earlier.index]
+    is_cast = output.dtype is not earlier.dtype and earlier.dtype is torch.float32
+    output = output.float() if is_cast else output
+    return output if tuple(output.shape) == earlier.shape else output.reshape(earlier.shape)
 
 
 def same_entries(tensor: Tensor) -> Iterator[Link]:
@@ -198,7 +173,7 @@ MOST_CALLS = 256
 """The most calls of an iteration that are kept."""
 
 
-class Capture:
+class Capture(TopLevelCalls):
     """Keeps the calls of an iteration.
 
     Args:
@@ -209,6 +184,7 @@ class Capture:
     """
 
     def __init__(self, is_here: Callable[[], bool]) -> None:
+        super().__init__()
         self._is_here = is_here
         self.gap: str | None = None
         self._calls: list[KeptCall] = []
@@ -217,11 +193,6 @@ class Capture:
         self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._outermost = Outermost(self)
-
-    def install(self, patches: Patches) -> None:
-        """Keep calls until ``patches`` are undone."""
-        self._outermost.install(patches)
 
     @property
     def is_on(self) -> bool:
@@ -242,11 +213,7 @@ class Capture:
 
     @not_compiled
     def call_module(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Call a module, and keep the call."""
         if not _counts():
@@ -255,28 +222,24 @@ class Capture:
         call.random = RandomStates(accelerators())
         call.is_training = module.training
         call.buffers = [(buffer, self._kept(buffer)) for buffer in self._buffers_of(module)]
-        with self._outermost.inside():
+        with self.inside():
             return self._after(call, original(module, *args, **kwargs))
 
     @not_compiled
-    def call_loss(
-        self,
-        name: str,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a loss function, and keep the call."""
         if not _counts():
             return original(*args, **kwargs)
         call = self._before(original, args, kwargs)
-        with self._outermost.inside():
+        with self.inside():
             return self._after(call, original(*args, **kwargs))
 
     @compiler.do_not_compile_alone
     def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
         given: list[tuple[Tensor, int]] = []
-        kept_args, kept_kwargs = self._linked((args, kwargs), given)
+        kept_args, kept_kwargs = mapped_plain(
+            lambda value: self._linked(value, given), (args, kwargs)
+        )
         devices = dict.fromkeys(tensor.device.type for tensor in tensors_in((args, kwargs)))
         settings = [current_settings(device) for device in devices if _has_autocast(device)]
         call = KeptCall(function, kept_args, kept_kwargs, given, settings, user_line())
@@ -291,7 +254,7 @@ class Capture:
         for index, tensor in enumerate(tensors_in((result,))):
             call.links.append(autograd.made_as(tensor))
             if tensor.requires_grad and tensor.ndim == 0:
-                tensor.register_hook(SeedHook(call, index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(call.seeds.__setitem__, index))  # type: ignore[no-untyped-call]
         return result
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
@@ -315,30 +278,17 @@ class Capture:
         return known[2]
 
     def _linked(self, value: Any, given: list[tuple[Tensor, int]]) -> Any:
-        """Return arguments with an :class:`EarlierOutput` for each tensor of an earlier call."""
-        if isinstance(value, Tensor):
-            found = self._made_by(value)
-            if found is not None:
-                return found
-            if value.grad_fn is not None:
-                self.gap = "computations between a model and a loss cannot be replayed"
-                return value.detach()
-            if not value.is_inference():
-                given.append((value, value._version))
-            return value
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self._linked(item, given) for item in value))
-        if type(value) in (list, tuple):
-            return type(value)(self._linked(item, given) for item in value)
-        if type(value) is dict:
-            return {key: self._linked(item, given) for key, item in value.items()}
-        # Other containers are the user's own and cannot be rebuilt from their items.
-        for tensor in tensors_in([value]):
+        """Return an :class:`EarlierOutput` for a tensor of an earlier call, or the value."""
+        found = self._made_by(value) if isinstance(value, Tensor) else None
+        if found is not None:
+            return found
+        for tensor in tensors_in([value]):  # also those in a container of the user's own
             if tensor.grad_fn is not None:
                 self.gap = "computations between a model and a loss cannot be replayed"
             elif not tensor.is_inference():
                 given.append((tensor, tensor._version))
-        return value
+        is_computed = isinstance(value, Tensor) and value.grad_fn is not None
+        return value.detach() if is_computed else value
 
     def _made_by(self, tensor: Tensor) -> EarlierOutput | None:
         """Return the earlier output that is a tensor, or has the same entries in the same order."""
@@ -357,16 +307,14 @@ class Capture:
 
     # --- repetition -------------------------------------------------------------------------------
 
-    def step(self, scale: Callable[[Tensor], Tensor], at: float) -> Callable[[], object]:
-        """Return a function that repeats the calls and goes backward from the losses.
-
-        Args:
-            scale: Multiplies a loss as the scaler of the run does.
-            at: The scale of the gradients that have arrived.
-        """
+    def step(self, scale: float | None) -> Callable[[], object]:
+        """Return a function that does :func:`call_again` at a scale, with a scaler of its own."""
         calls, roots = self._calls, list(self._roots)
-
-        return lambda: call_again(calls, roots, scale, at)
+        scaler: GradScaler | None = None
+        if scale is not None:
+            scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
+        at = 1.0 if scale is None else scale
+        return lambda: call_again(calls, roots, scaler, at)
 
     def why_not(self) -> str | None:
         """Return why the iteration cannot be replayed, None if it can.

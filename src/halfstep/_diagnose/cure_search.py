@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,24 +18,22 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
-from halfstep._diagnose.blame import Blame
+from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure, Line
-from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision
-from halfstep._diagnose.replay import ReplayVariant
+from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.user_code import user_line
+from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS
+from halfstep._trace.places import OpPlace
 
 Change = Callable[[list[Any]], None]
 """Changes the list of arguments of a call in place."""
 
 
 class Edit(NamedTuple):
-    """Edit of a line that keeps a function away from values where it is not defined.
+    """Edit of a line that keeps functions of PyTorch away from values where they are not defined.
 
-    Attributes:
-        text: The new code; ``...`` stands for the old expression.
-        functions: The names of the functions of PyTorch whose arguments it changes.
-        change: Changes the arguments.
+    In its text, ``...`` stands for the old expression.
     """
 
     text: str
@@ -101,12 +98,7 @@ def edit_for(bad: BadOp) -> Edit | None:
 
 
 class EditMode(TorchFunctionMode):
-    """Carries out an edit while it is active.
-
-    Args:
-        edit: The edit.
-        line: The line to edit.
-    """
+    """Carries out an edit of a line while it is active."""
 
     def __init__(self, edit: Edit, line: Line) -> None:
         super().__init__()
@@ -119,10 +111,7 @@ class EditMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self._edit.functions:
             line = user_line()
-            if line is not None and (line.file, line.number) == (
-                self._line.file,
-                self._line.number,
-            ):
+            if line and (line.file, line.number) == (self._line.file, self._line.number):
                 changed = list(args)
                 self._edit.change(changed)
                 args = tuple(changed)
@@ -137,60 +126,58 @@ SMALLEST_SCALE = 1.0
 """The smallest loss scale that is tried."""
 _SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
 
-Replayed = Callable[[ReplayVariant, AbstractContextManager[object]], "Blame | None"]
-"""Replays the step and returns the blame, None if it is finite."""
 
-
-@dataclass(frozen=True)
 class CureTrial:
-    """Step for which cures are tried.
+    """Replays of a bad step with one change after another.
 
-    Attributes:
-        replayed: Replays the step.
-        model: The model; None if none was called.
-        entered: The autocast regions that the step entered.
-        scale: The scale of its loss; None without one.
+    Args:
+        replayer: Replays the step.
+        run: A run of the step without changes.
     """
 
-    replayed: Replayed
-    model: nn.Module | None
-    entered: list[EnteredAutocast]
-    scale: float | None
+    def __init__(self, replayer: Replayer, run: StepRun) -> None:
+        self._replayer = replayer
+        self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
 
-    def is_finite(self, variant: ReplayVariant) -> bool:
-        """Return whether a replay is finite."""
-        return self.replayed(variant, nullcontext()) is None
+    def blame(
+        self, variant: Variant, around: AbstractContextManager[object] | None = None
+    ) -> Blame | None:
+        """Return the blame of a replay, None if it is finite."""
+        found = scan(self._replayer, variant, around)
+        error = found.run.error
+        if error is not None and found.blame is None:
+            self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
+            return Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
+        return found.blame
 
 
-def smaller_scale(trial: CureTrial, bad: BadOp, largest: float | None) -> float | None:
+def smaller_scale(
+    trial: CureTrial, scale: float, bad: BadOp, largest: float | None
+) -> float | None:
     """Return a smaller scale of at least 1, a power of two, at which the step is finite, or None.
 
     Args:
         trial: The step.
+        scale: The scale at which it is not finite.
         bad: The op that overflows.
         largest: The largest magnitude, in float32, of the float16 values of the backward pass.
     """
-    assert trial.scale is not None
     limit = bad.limit or FORMATS["fp16"].largest
     needed = max(filter(None, (largest, bad.needs)), default=16 * limit)
-    scale = power_below(trial.scale * min(limit / needed / 2, 0.5))  # one bit of headroom
-    for candidate in (scale, scale / 16, scale / 256, SMALLEST_SCALE):
-        if candidate >= SMALLEST_SCALE and _is_finite_at(trial, candidate):
+    first = power_below(scale * min(limit / needed / 2, 0.5))  # one bit of headroom
+    for candidate in (first, first / 16, first / 256, SMALLEST_SCALE):
+        if candidate >= SMALLEST_SCALE and trial.blame(Variant(scale=candidate)) is None:
             return candidate
     return None
 
 
-def _is_finite_at(trial: CureTrial, scale: float) -> bool:
-    return trial.is_finite(ReplayVariant(scale=scale))
-
-
-def of_scale(scale: float) -> Cure:
-    """Return the cure of a smaller scale that was finite in a replay."""
+def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
+    """Return the cure of a smaller scale."""
     text = (
         f"halfstep.GradScaler(init_scale={_scale_text(scale)}, max_scale={_scale_text(scale)})  "
         f"# in a run: scaler.update(new_scale={_scale_text(scale)})"
     )
-    return Cure("scale", text, is_finite=True, scale=scale)
+    return Cure("scale", text, is_finite, scale=scale)
 
 
 def of_range(trial: CureTrial, blame: Blame, bad: BadOp) -> Cure:
@@ -199,46 +186,42 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp) -> Cure:
         what = bad.forward_op or bad.op
         return Cure("code", f"compute {what} there in float32: pass x.float()")
     entered = trial.entered[0]
-    base = entered.policy or preset("standard")
-    cure = _of_rules(trial, blame, base)
+    cure = _of_rules(trial, blame, entered.policy or preset("standard"))
     if cure is not None:
         return cure
-    if entered.dtype is not torch.bfloat16 and trial.is_finite(
-        ReplayVariant(Precision(torch.bfloat16), trial.scale)
-    ):
+    in_bf16, in_float32 = (
+        Variant(dtype, scale=trial.scale) for dtype in (torch.bfloat16, torch.float32)
+    )
+    if entered.dtype is not torch.bfloat16 and trial.blame(in_bf16) is None:
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         return Cure("dtype", text, is_finite=True, dtype="bfloat16")
-    if not trial.is_finite(ReplayVariant(Precision(torch.float32), trial.scale)):
-        return Cure(
-            "code", "autocast did not choose this dtype: cast to another one with x.float()"
-        )
-    text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
-    return Cure("dtype", text, is_finite=True, dtype="float32")
+    if trial.blame(in_float32) is None:
+        text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
+        return Cure("dtype", text, is_finite=True, dtype="float32")
+    return Cure("code", "autocast did not choose this dtype: cast to another one with x.float()")
 
 
 def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     """Add a rule for each op that goes bad, the narrowest rule first."""
     rules: list[str] = []
     for _ in range(MOST_RULES):
-        found = blame
         for rule in _rules_for(blame, trial.model):
             policy = _with_rules(base, [*rules, rule])
             if policy is None or rule in rules:
                 continue
-            after = _replayed_with(trial, policy)
+            after = trial.blame(Variant(policy=policy, scale=trial.scale))
             if after is None:
-                return _of_policy(policy)
+                return _of_policy(policy, is_finite=True)
             if after.phase == "backward" and blame.phase != "backward":
                 scale = _scale_with(trial, policy)
                 if scale is not None:
-                    return _of_policy(policy, scale)
-            if not is_same_place(after, blame):
+                    return _of_policy(policy, scale, is_finite=True)
+            if after.where != blame.where:  # one rule is not enough
                 rules.append(rule)
-                found = after
+                blame = after
                 break
-        if found is blame:
+        else:
             return None
-        blame = found
     return None
 
 
@@ -261,62 +244,41 @@ def _with_rules(base: Policy, rules: list[str]) -> Policy | None:
         return None
 
 
-def _replayed_with(trial: CureTrial, policy: Policy) -> Blame | None:
-    variant = ReplayVariant(Precision(policy=policy), trial.scale)
-    return trial.replayed(variant, nullcontext())
-
-
-def is_same_place(one: Blame, other: Blame) -> bool:
-    """Return whether two replays went bad at the same op of the same module."""
-
-    def place(blame: Blame) -> tuple[object, ...]:
-        return (blame.place.op or blame.op, blame.place.module, blame.phase)
-
-    return place(one) == place(other)
-
-
 def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
     """Return a scale at which a step under a policy is finite, None if there is none."""
     if trial.scale is None:
         return None
     for factor in _SCALE_FACTORS:
         scale = max(trial.scale * factor, SMALLEST_SCALE)
-        if trial.is_finite(ReplayVariant(Precision(policy=policy), scale)):
+        if trial.blame(Variant(policy=policy, scale=scale)) is None:
             return scale
     return None
 
 
-def _of_policy(policy: Policy, scale: float | None = None) -> Cure:
+def _of_policy(policy: Policy, scale: float | None = None, *, is_finite: bool | None) -> Cure:
     module = ", module=model" if policy.module_rules else ""
     text = f'halfstep.autocast(..., policy="{policy}"{module})'
     if scale is not None:
         text += f"  # at a scale of {_scale_text(scale)}; a GradScaler backs off to it by itself"
-    return Cure("policy", text, is_finite=True, policy=str(policy), scale=scale)
+    return Cure("policy", text, is_finite, policy=str(policy), scale=scale)
 
 
-def of_maths(trial: CureTrial, bad: BadOp) -> Cure | None:
+def of_maths(bad: BadOp, trial: CureTrial | None = None) -> Cure | None:
     """Return the cure of an edit that keeps an op away from values where it is not defined."""
     edit, line = edit_for(bad), bad.forward_line or bad.line
-    if edit is None or line is None:
-        return edit_of(bad)
-    variant = ReplayVariant(UNCHANGED, trial.scale)
-    is_finite = trial.replayed(variant, EditMode(edit, line)) is None
-    return Cure("code", edit.text, is_finite=is_finite)
-
-
-def edit_of(bad: BadOp) -> Cure | None:
-    """Return the cure of that edit, without a replay."""
-    edit = edit_for(bad)
-    return None if edit is None else Cure("code", edit.text)
+    if edit is None:
+        return None
+    is_finite: bool | None = None
+    if trial is not None and line is not None:
+        is_finite = trial.blame(Variant(scale=trial.scale), EditMode(edit, line)) is None
+    return Cure("code", edit.text, is_finite)
 
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
     """Return the cure of a rule for an op that needs a wider dtype, without a replay."""
-    for rule in _rules_for(blame, model):
-        policy = _with_rules(preset("standard"), [rule])
-        if policy is not None:
-            return replace(_of_policy(policy), is_finite=None)
-    return None
+    policies = (_with_rules(preset("standard"), [rule]) for rule in _rules_for(blame, model))
+    policy = next(filter(None, policies), None)
+    return None if policy is None else _of_policy(policy, is_finite=None)
 
 
 def power_below(scale: float) -> float:

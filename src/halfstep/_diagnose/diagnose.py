@@ -1,34 +1,26 @@
-"""Diagnosis of a step: replays it to find the op, the module, the line, the cause and the cure."""
+"""Diagnosis of a step: replay it, search for the op to blame, inspect that, judge, and cure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from halfstep._autocast.modules import without_wrappers
+from halfstep._autocast.kernels import observed_by
 from halfstep._common.machine import rank
-from halfstep._diagnose import across_ranks, cure_search
-from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker, GradientPlace
-from halfstep._diagnose.cure_search import CureTrial
-from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Flush, Verdict
-from halfstep._diagnose.inspect_op import FlushCounter, OpInspection
-from halfstep._diagnose.precision import EnteredAutocast, Precision
-from halfstep._diagnose.replay import Replayer, ReplayVariant
+from halfstep._diagnose import across_ranks
+from halfstep._diagnose.blame import OUTSIDE, scan
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.inspect_op import find_underflow, inspect
+from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_code import owners_in
+from halfstep._diagnose.variant import Variant
+from halfstep._diagnose.verdict import judge, judge_data
 from halfstep._pytorch import compiler
-from halfstep._trace.places import OpPlace
 from halfstep.errors import RanksError
 
 COMPILED = "compiled code was replayed as it is written, in eager mode"
-
-NO_END = (
-    "the step was judged by its ops alone: it called no backward and returned no tensor (a loss in "
-    "an object of your own is not seen)"
-)
 
 
 def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -> Diagnosis:
@@ -57,7 +49,8 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
     Sync: one for each op.
 
     Example:
-        >>> import halfstep
+        >>> import halfstep, torch
+        >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         >>> _ = nn.init.constant_(model[1].weight, 5e4)
         >>> x = torch.ones(2, 4)
@@ -96,7 +89,7 @@ def diagnosis_of(
         with_underflow: Whether a finite step is replayed again to find underflow.
     """
     replayer = Replayer(step, model)
-    with replayer.ready():
+    with observed_by(replayer.observe):
         found = _found(replayer, with_underflow)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
@@ -111,186 +104,27 @@ def diagnosis_of(
 
 
 def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
-    scan = _scan(replayer, ReplayVariant())
-    if isinstance(scan.error, RanksError):  # the rest of the step was not seen
-        raise scan.error
-    if scan.blame is None:
-        if scan.error is not None:
-            raise scan.error
-        found = Diagnosis("none", scale=scan.scale)
-        underflow = _underflow(replayer, scan.scale) if with_underflow else ()
-        return replace(found, underflow=underflow)
-    if scan.error is not None:
+    found = scan(replayer, Variant())
+    blame, scale, error = found.blame, found.run.scale, found.run.error
+    if isinstance(error, RanksError):  # the rest of the step was not seen
+        raise error
+    if blame is None:
+        if error is not None:
+            raise error
+        underflow = find_underflow(replayer, scale) if with_underflow else ()
+        return Diagnosis("none", scale=scale, underflow=underflow)
+    if error is not None:
         replayer.notes.append(
-            f"the step ended with {type(scan.error).__name__}: {scan.error}; the first value "
+            f"the step ended with {type(error).__name__}: {error}; the first value "
             "that was not finite is named"
         )
-    inspection = _inspect(replayer, scan)
-    bad = inspection.bad_op()
-    found = Diagnosis("unknown", bad, ends=scan.ends, scale=scan.scale)
-    if scan.blame.number == OUTSIDE:
-        return _of_data(replace(found, tensor=inspection.tensor))
-    verdict, cure = _judge(replayer, scan, scan.blame, bad)
-    underflow = ()
+    inspection = inspect(replayer, blame, scale)
+    bad, tensor = inspection.bad, inspection.tensor
+    if blame.number == OUTSIDE:
+        verdict, cure = judge_data(bad, tensor)
+        return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
+    verdict, cure = judge(replayer, found, blame, bad)
+    diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)
     if verdict == "scale" and cure is not None:
-        underflow = _underflow(replayer, cure.scale)
-    return replace(found, verdict=verdict, cure=cure, underflow=underflow)
-
-
-# --- replays --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scan:
-    """Result of a replay that looks for the op to blame.
-
-    Attributes:
-        blame: The blame, None if the step is finite.
-        ends: What is not finite at the end: the loss, or gradients of parameters.
-        scale: The scale of the loss, None without one.
-        entered: The autocast regions that the step entered.
-        error: The error that it raised.
-        is_scaling: Whether the op to blame multiplies the loss by the scale.
-        gradients: The dtypes and largest magnitudes in the backward pass (see
-            :class:`BlameTracker`).
-    """
-
-    blame: Blame | None
-    ends: tuple[str, ...]
-    scale: float | None
-    entered: list[EnteredAutocast]
-    error: Exception | None
-    is_scaling: bool
-    gradients: Mapping[GradientPlace, tuple[torch.dtype, float]]
-
-
-def _scan(
-    replayer: Replayer,
-    variant: ReplayVariant,
-    around: AbstractContextManager[object] | None = None,
-) -> Scan:
-    """Replay the step, in a context if one is given, and find the op to blame."""
-    with replayer.run(variant, BlameTracker, around) as (run, tracker):
-        gradients = _names_of(tracker.bad_leaves, replayer.model)
-        blame = tracker.root(has_failed=run.error is not None or not tracker.has_end)
-        if run.error is None and not tracker.has_end:
-            replayer.notes.append(NO_END)
-        return Scan(
-            blame=blame,
-            ends=("loss",) if tracker.is_loss_bad else gradients,
-            scale=run.scale,
-            entered=run.entered,
-            error=run.error,
-            is_scaling=blame is not None and any(blame.number in ops for ops in run.scaling),
-            gradients=tracker.gradients,
-        )
-
-
-def _inspect(replayer: Replayer, scan: Scan) -> OpInspection:
-    assert scan.blame is not None
-    inspection = OpInspection(scan.blame, replayer.model)
-    with replayer.run(ReplayVariant(scale=scan.scale), lambda _: inspection) as (run, _):
-        if not inspection.has_seen:
-            error = f" ({type(run.error).__name__}: {run.error})" if run.error else ""
-            replayer.notes.append(f"a second replay did not reach this op{error}")
-        return inspection
-
-
-def _underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]:
-    counter = FlushCounter(scale)
-    with replayer.run(ReplayVariant(scale=scale), lambda _: counter) as (run, _):
-        if run.error is not None:
-            error = f"{type(run.error).__name__}: {run.error}"
-            replayer.notes.append(f"the replay for underflow ended with {error}")
-        return counter.found()
-
-
-def _blame_in(
-    replayer: Replayer, variant: ReplayVariant, around: AbstractContextManager[object]
-) -> Blame | None:
-    """Return the blame of a replay, None if it is finite."""
-    scan = _scan(replayer, variant, around)
-    if scan.error is not None and scan.blame is None:
-        replayer.notes.append(f"a replay ended with {type(scan.error).__name__}: {scan.error}")
-        return Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
-    return scan.blame
-
-
-# --- cause and cure -------------------------------------------------------------------------------
-
-
-def _judge(replayer: Replayer, scan: Scan, blame: Blame, bad: BadOp) -> tuple[Verdict, Cure | None]:
-    def replayed(variant: ReplayVariant, around: AbstractContextManager[object]) -> Blame | None:
-        return _blame_in(replayer, variant, around)
-
-    trial = CureTrial(replayed, replayer.model, scan.entered, scan.scale)
-    wide: Scan | None = None
-    if scan.entered:
-        wide = _scan(replayer, ReplayVariant(Precision(torch.float32), scan.scale))
-    is_wide_finite = wide is not None and wide.blame is None and wide.error is None
-    may_be_scale = scan.is_scaling or (
-        blame.phase == "backward" and (is_wide_finite or wide is None)
-    )
-    if scan.scale is not None and may_be_scale:
-        largest = _largest_gradient(scan, wide) if wide is not None else None
-        smaller = cure_search.smaller_scale(trial, bad, largest)
-        if smaller is not None:
-            return "scale", cure_search.of_scale(smaller)
-    if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
-        return "range", cure_search.of_range(trial, blame, bad)
-    return "maths", cure_search.of_maths(trial, bad)
-
-
-def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
-    """Return whether an op is finite in a wider dtype, though no replay is finite."""
-    if not bad.is_beyond_its_dtype:
-        return False
-    if wide is None:
-        replayer.notes.append("no autocast was entered: judged by the op alone")
-        return True
-    if wide.blame is None:
-        replayer.notes.append(
-            "the step could not be replayed in float32 "
-            f"({type(wide.error).__name__}: {wide.error}): judged by the op alone"
-        )
-        return True
-    if cure_search.is_same_place(wide.blame, blame):  # a cast by hand lowers in every replay
-        return True
-    place = wide.blame.place.module or "the model's own forward"
-    replayer.notes.append(f"in float32 the step goes bad too, later: {wide.blame.op} in {place}")
-    return True
-
-
-def _largest_gradient(scan: Scan, wide: Scan) -> float | None:
-    """Return the largest magnitude in float32 of the gradients that are float16 in the step."""
-    return max(
-        (
-            amax
-            for place, (_, amax) in wide.gradients.items()
-            if scan.gradients.get(place, (None,))[0] is torch.float16
-        ),
-        default=None,
-    )
-
-
-def _of_data(found: Diagnosis) -> Diagnosis:
-    """Return the diagnosis of a tensor that was bad before the step, with its cure."""
-    assert found.bad is not None
-    is_named = any(operand.name == found.tensor for operand in found.bad.inputs)
-    if found.tensor is not None and found.tensor.endswith(".grad"):
-        text = "call zero_grad() first: this gradient is left from an earlier step"
-    elif is_named:
-        text = (
-            f"load a checkpoint from before {found.tensor} went bad; "
-            f"{found.tensor}.isfinite() shows which entries"
-        )
-    else:
-        text = f"leave this batch out: {found.tensor} is not finite; check where it is made"
-    return replace(found, verdict="data", cure=Cure("data", text))
-
-
-def _names_of(leaves: list[Tensor], model: nn.Module | None) -> tuple[str, ...]:
-    """Return the names of parameters, and the shapes of other leaves."""
-    named = () if model is None else model.named_parameters()
-    known = {id(param): without_wrappers(name) for name, param in named}
-    return tuple(known.get(id(leaf), f"a leaf of shape {tuple(leaf.shape)}") for leaf in leaves)
+        diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))
+    return diagnosis

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.modules import without_wrappers
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import mapped_plain, tensors_in
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
-from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
+from halfstep._diagnose.observer import OpCall, OpObserver
+from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_code import called_by_user, user_line
+from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch import distributed, storages
@@ -37,67 +39,49 @@ _OPAQUE = {"workspace", "reserve", "reserveSpace", "weight_buf"}
 class OpInspection(OpObserver):
     """Observer of the op that is to blame, and of the op whose gradient it computes.
 
-    Args:
-        blame: The blame.
-        model: The model, for the names of parameters.
-
     Attributes:
+        bad: The description of the op.
         has_seen: Whether the op ran, if there is one.
         tensor: The name of the tensor from outside.
     """
 
     def __init__(self, blame: Blame, model: nn.Module | None) -> None:
-        self._key, self._of = blame.key, blame.of
-        self._blame, self._names = blame, names_in(model)
-        self._lines: dict[OpKey | None, Line | None] = {}
-        self._forward_op: str | None = None
-        self._inputs: tuple[Operand, ...] = ()
-        self._output: Operand | None = None
-        self._needs: float | None = None
+        self._blame, self._name_of = blame, names_in(model)
+        self.bad = described(blame)
         self.has_seen = blame.key is None
         self.tensor: str | None = None
 
     def before(self, call: OpCall) -> None:
         """Describe the inputs of the op, and compute it in float64."""
-        if call.key not in (self._key, self._of):
-            return
-        self._lines[call.key] = user_line()
-        if call.key == self._of:
-            self._forward_op = call.name
-        if call.key == self._key:
+        if call.key == self._blame.of:
+            self.bad = replace(self.bad, forward_op=call.name, forward_line=user_line())
+        if call.key == self._blame.key:
             self.has_seen = True
-            self._inputs = tuple(self._operand(t) for t in call.given if t.is_floating_point())
-            self._needs = needs(call)
+            self.bad = replace(with_inputs(self.bad, call, self._name_of), needs=needs(call))
             if self._blame.tensor is not None:
-                self.tensor = name_of_bad(call, self._inputs, self._blame.tensor)
+                self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Describe its bad output."""
-        if call.key == self._key:
-            bad = [t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all())]
-            self._output = self._operand(bad[0]) if bad else None
-
-    def bad_op(self) -> BadOp:
-        """Return the description of the op."""
-        line, forward_line = self._lines.get(self._key), self._lines.get(self._of)
-        bad = described(self._blame, line, self._inputs, self._output, self._needs)
-        if self._blame.phase == "backward":
-            bad = replace(bad, forward_op=self._forward_op, forward_line=forward_line)
-        return bad
-
-    def _operand(self, tensor: Tensor) -> Operand:
-        return operand(tensor, self._names(tensor))
+        if call.key == self._blame.key:
+            bad = (t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all()))
+            output = next(bad, None)
+            if output is not None:
+                self.bad = with_output(self.bad, operand(output, self._name_of(output)))
 
 
-def described(
-    blame: Blame,
-    line: Line | None,
-    inputs: tuple[Operand, ...],
-    output: Operand | None,
-    needs: float | None,
-) -> BadOp:
-    """Return the description of the op to blame."""
-    limit = None if output is None else torch.finfo(getattr(torch, output.dtype)).max
+def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
+    """Replay the step and inspect the op to blame."""
+    inspection = OpInspection(blame, replayer.model)
+    with replayer.run(Variant(scale=scale), inspection) as run:
+        if not inspection.has_seen:
+            error = f" ({type(run.error).__name__}: {run.error})" if run.error else ""
+            replayer.notes.append(f"a second replay did not reach this op{error}")
+        return inspection
+
+
+def described(blame: Blame) -> BadOp:
+    """Return the description of the op to blame, still without its lines and values."""
     place = blame.place
     return BadOp(
         op=blame.op,
@@ -106,14 +90,25 @@ def described(
         call=place.call,
         phase=blame.phase,
         rule=place.rule,
-        line=line,
+        line=None,
         forward_op=None,
         forward_line=None,
-        inputs=inputs,
-        output=output,
-        needs=needs,
-        limit=limit,
+        inputs=(),
+        output=None,
+        needs=None,
+        limit=None,
     )
+
+
+def with_inputs(bad: BadOp, call: OpCall, name_of: Callable[[Tensor], str]) -> BadOp:
+    """Return a description with the inputs of a call, and the line of the user's that runs."""
+    inputs = tuple(operand(t, name_of(t)) for t in call.given if t.is_floating_point())
+    return replace(bad, line=user_line(), inputs=inputs)
+
+
+def with_output(bad: BadOp, output: Operand) -> BadOp:
+    """Return a description with an output, and the limit of its dtype."""
+    return replace(bad, output=output, limit=torch.finfo(getattr(torch, output.dtype)).max)
 
 
 def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
@@ -167,21 +162,17 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
     """
     if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
         raise RuntimeError(f"{call.name} reads memory whose layout depends on the dtype")
-    args = [_widened(value, dtype) for value in call.args]
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor):  # a copy, since the op may write to it
+            is_float = value.is_floating_point()
+            return value.detach().to(dtype, copy=True) if is_float else value.clone()
+        return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
+
+    args, kwargs = mapped_plain(widened, ([*call.args], call.kwargs))
     if call.name in _HALF_TO_FLOAT:
         args[2] = False
-    return call.func(*args, **{key: _widened(v, dtype) for key, v in call.kwargs.items()})
-
-
-def _widened(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        # A copy, since the op may write to it.
-        return value.detach().to(dtype, copy=True) if value.is_floating_point() else value.clone()
-    if isinstance(value, torch.dtype):
-        return dtype if value.is_floating_point else value
-    if isinstance(value, (list, tuple)):
-        return [_widened(each, dtype) for each in value]
-    return value
+    return call.func(*args, **kwargs)
 
 
 def _amax(tensor: Tensor) -> float | None:
@@ -238,13 +229,6 @@ _LARGEST_SCALE = 2.0**24
 _Key = tuple[str, str, Phase, str, Line | None]
 
 
-@dataclass
-class _Counts:
-    values: int = 0
-    flushed: int = 0
-    at_scales: dict[float, int] = field(default_factory=dict)
-
-
 class FlushCounter(OpObserver):
     """Observer that counts the values that each op flushes to zero.
 
@@ -257,7 +241,8 @@ class FlushCounter(OpObserver):
     def __init__(self, scale: float | None) -> None:
         factors = () if scale is None else SCALE_FACTORS
         self._scales = {f * scale: f for f in factors if scale and 1 <= f * scale <= _LARGEST_SCALE}
-        self._counts: dict[_Key, _Counts] = {}
+        # Values, flushed ones, and in the backward pass those that each other scale flushes.
+        self._counts: dict[_Key, list[int]] = {}
         self._lines: dict[int, Line | None] = {}
         self._wide: list[Tensor] | None = None
 
@@ -272,36 +257,40 @@ class FlushCounter(OpObserver):
         wide, self._wide = self._wide, None
         if wide is None or len(wide) != len(outputs):
             return
-        number = call.place.number if call.phase == "backward" else call.number
-        line = self._lines.get(number)
+        is_backward = call.phase == "backward"
+        line = self._lines.get(call.place.number if is_backward else call.number)
         for result, exact in zip(outputs, wide, strict=True):
             format = FORMATS_BY_DTYPE.get(dtype_name(result.dtype))
             if format is None or result.shape != exact.shape:
                 continue
-            key = (call.name, call.place.module, call.phase, dtype_name(result.dtype), line)
-            counts = self._counts.setdefault(key, _Counts())
-            is_value = exact != 0
-            scaled = self._scales if call.phase == "backward" else {}
             magnitudes = exact.abs()
-            found = [is_value.sum(), ((result == 0) & is_value).sum()]
-            found += [
-                ((magnitudes <= format.flushed_below / factor) & is_value).sum()
-                for factor in scaled.values()
-            ]
-            values, flushed, *others = torch.stack(found).tolist()
-            counts.values += values
-            counts.flushed += flushed
-            for scale, count in zip(scaled, others, strict=True):
-                counts.at_scales[scale] = counts.at_scales.get(scale, 0) + count
+            is_value = magnitudes != 0
+            counts = [is_value.sum(), ((result == 0) & is_value).sum()]
+            for factor in self._scales.values() if is_backward else ():
+                counts.append(((magnitudes <= format.flushed_below / factor) & is_value).sum())
+            key = (call.name, call.place.module, call.phase, dtype_name(result.dtype), line)
+            before = self._counts.get(key, [0] * len(counts))
+            found = torch.stack(counts).tolist()
+            self._counts[key] = [sum(pair) for pair in zip(before, found, strict=True)]
 
     def found(self) -> tuple[Flush, ...]:
         """Return the ops that flush values, the largest shares first."""
         flushes = [
-            Flush(*key, counts.values, counts.flushed, tuple(counts.at_scales.items()))
-            for key, counts in self._counts.items()
-            if counts.flushed
+            Flush(*key, values, flushed, tuple(zip(self._scales, at_scales, strict=False)))
+            for key, (values, flushed, *at_scales) in self._counts.items()
+            if flushed
         ]
         return tuple(sorted(flushes, key=lambda flush: -flush.share))
+
+
+def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]:
+    """Replay the step and return the ops that flush values."""
+    counter = FlushCounter(scale)
+    with replayer.run(Variant(scale=scale), counter) as run:
+        if run.error is not None:
+            error = f"{type(run.error).__name__}: {run.error}"
+            replayer.notes.append(f"the replay for underflow ended with {error}")
+        return counter.found()
 
 
 def _in_float32(call: OpCall) -> list[Tensor] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from halfstep._autocast.kernels import PolicyOnDevice
-from halfstep._autocast.modules import replicated, without_wrappers
+from halfstep._autocast.modules import replicated
 from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose import across_ranks
@@ -40,18 +40,14 @@ class OpCall:
     Attributes:
         number: The number of the op in the replay, from 0.
         key: Identifies the op in other replays, which may have more or fewer ops.
-        func: The op.
-        name: Its name, ``"addmm"``.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        given: The tensors among both.
+        of: In the backward pass, the key of the op whose gradient it computes.
+        given: The tensors among its arguments.
         written: The tensors among them that it writes to.
-        place: The place that it belongs to.
-        phase: The phase in which it runs.
     """
 
     number: int
     key: OpKey
+    of: OpKey | None
     func: Any
     name: str
     args: tuple[Any, ...]
@@ -63,7 +59,14 @@ class OpCall:
 
 
 class OpObserver:
-    """Observer of the ops of a replay. Ops that it calls itself are not observed."""
+    """Observer of the ops of a replay. Ops that it calls itself are not observed.
+
+    Attributes:
+        undo: The undo log of the replay, which has the values of tensors before they were written
+            to; set when the replay begins.
+    """
+
+    undo: UndoLog
 
     def before(self, call: OpCall) -> None:
         """Observe an op before it runs."""
@@ -92,10 +95,6 @@ class FoundModules(RunningModules):
 
     If no model is given, it is the first module with parameters that is called outside of others.
     The names of other modules begin with their class.
-
-    Args:
-        model: The model, if it is known.
-        undo: The undo log, in which modules are noted.
 
     Attributes:
         outermost: The model as it is called, None before its first call.
@@ -136,26 +135,22 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         undo: The undo log, in which writes are noted.
         observer: The observer.
         is_alone: Whether other ranks do not run the same ops, so that collectives are refused.
-
-    Attributes:
-        num_ops: The number of ops that have run.
     """
 
     def __init__(
         self, modules: FoundModules, undo: UndoLog, observer: OpObserver, *, is_alone: bool = False
     ) -> None:
-        super().__init__(OpPlaces(modules, self._name_of))
-        self._modules, self._undo, self.observer = modules, undo, observer
+        super().__init__(OpPlaces(modules))
+        self._undo, self.observer = undo, observer
+        observer.undo = undo
         self._is_alone = is_alone
-        self.num_ops = 0
+        self._keys: list[OpKey] = []
         self._counts: Counter[tuple[str, Phase, str, int, str | None]] = Counter()
-        self._names: dict[int, str] = {}
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Show the ops of this thread and of its backward passes while the block runs."""
-        with self._modules.followed(), self:
-            yield
+    @property
+    def num_ops(self) -> int:
+        """The number of ops that have run."""
+        return len(self._keys)
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
@@ -184,7 +179,6 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         is_collective = func.namespace in _COLLECTIVES
         if is_collective and self._is_alone:
             raise across_ranks.waits_for_others(f"{name} is called in it")
-        self.num_ops += 1
         is_cast = casts_to(func, args, kwargs) is not None
         place, phase = self._places.place(name, number, is_cast=is_cast)
         written = list(tensors_in(written_to(func, args, kwargs)))
@@ -194,7 +188,9 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         alike = (name, phase, place.module, place.call, place.op)
         key = (*alike, self._counts[alike])
         self._counts[alike] += 1
-        call = OpCall(number, key, func, name, args, kwargs, given, written, place, phase)
+        self._keys.append(key)
+        of = self._keys[place.number] if phase == "backward" and place.number >= 0 else None
+        call = OpCall(number, key, of, func, name, args, kwargs, given, written, place, phase)
         if is_collective or name in _FOR_COLLECTIVES:
             before, after = self.observer.before_collective, self.observer.after_collective
         else:
@@ -205,10 +201,3 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         self._undo.note_made(outputs, given)
         after(call, outputs or written)
         return result
-
-    def _name_of(self, leaf: Tensor) -> str:
-        model = self._modules.model
-        if not self._names and model is not None:
-            named = model.named_parameters()
-            self._names = {id(param): without_wrappers(name) for name, param in named}
-        return self._names.get(id(leaf), "")

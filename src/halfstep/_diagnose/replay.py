@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,33 +16,19 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from halfstep._autocast.kernels import PolicyOnDevice, observed_by
+from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.rule import Rule
-from halfstep._common.force_eager import eager
 from halfstep._common.nested import tensors_in
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps
 from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
-from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision, autocast_as
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
+from halfstep._diagnose.variant import EnteredAutocast, Variant, autocast_as
 from halfstep._pytorch import amp, autograd, distributed, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew, unobserved
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.gradients import parameters
-
-
-@dataclass(frozen=True)
-class ReplayVariant:
-    """Changes of a replay against the step.
-
-    Attributes:
-        precision: The precision of autocast.
-        scale: The scale of all losses; None for that of the step.
-    """
-
-    precision: Precision = UNCHANGED
-    scale: float | None = None
 
 
 @dataclass
@@ -51,8 +37,6 @@ class StepRun:
 
     Attributes:
         scale: The scale of the losses, None if they were not scaled.
-        entered: The autocast regions that the step entered.
-        error: The error that the step raised.
         scaling: The numbers of the ops that multiplied losses by the scale.
     """
 
@@ -62,9 +46,6 @@ class StepRun:
     scaling: list[range] = field(default_factory=list)
 
 
-_Observer = TypeVar("_Observer", bound=OpObserver)
-
-
 class Replayer:
     """Runs a step several times.
 
@@ -72,13 +53,8 @@ class Replayer:
     and all else that PyTorch or the modules hold. Optimizers and schedules do not step; closures
     of optimizers are called once.
 
-    Args:
-        step: Runs the step.
-        model: The model, if it is known.
-
     Attributes:
         model: The model whose names are used; known after the first replay at the latest.
-        num_replays: How often the step was run.
         notes: Remarks about the replays, for the diagnosis.
     """
 
@@ -95,31 +71,20 @@ class Replayer:
         """The time since this object was made."""
         return time.perf_counter() - self._begun
 
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Observe the rules of all replays in this block."""
-        with observed_by(self._observe):
-            yield
-
-    def _observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> AbstractContextManager[None]:
+    def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> AbstractContextManager[None]:
+        """Observe the rule of an op, if it runs in a replay."""
         return nullcontext() if self._mode is None else self._mode.observe(op, rule, policy)
 
     @contextmanager
     def run(
         self,
-        variant: ReplayVariant,
-        make_observer: Callable[[UndoLog], _Observer],
+        variant: Variant,
+        observer: OpObserver,
         around: AbstractContextManager[object] | None = None,
-    ) -> Iterator[tuple[StepRun, _Observer]]:
-        """Run the step. In the block its results can be read; then everything is restored.
+    ) -> Iterator[StepRun]:
+        """Run the step, in a context if one is given, and show its ops to an observer.
 
-        Args:
-            variant: The changes of this replay.
-            make_observer: Makes the observer of its ops.
-            around: A context for the step.
-
-        Yields:
-            The facts about the run, and the observer.
+        In the block its results can be read; then everything is restored.
         """
         self.num_replays += 1
         undo, patches, run = UndoLog(), Patches(), StepRun()
@@ -132,16 +97,13 @@ class Replayer:
                     undo.note_model(owner)
             outer.enter_context(replaying())
             modules = FoundModules(self._outermost, undo)
-            observer = make_observer(undo)
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
-                watch_backward(patches, observer, undo)
-                _suspend_optimizers(patches, observer, undo)
+                watch_backward(patches, observer)
+                _suspend_optimizers(patches, observer)
                 stack.enter_context(_scaled(patches, mode, run, variant.scale))
-                stack.enter_context(eager(has_global_hooks=True))
-                precision = autocast_as(variant.precision, self.model, patches)
-                run.entered = stack.enter_context(precision)
+                run.entered = stack.enter_context(autocast_as(variant, self.model, patches))
                 stack.enter_context(mode.active())
                 try:
                     with around or nullcontext():
@@ -153,7 +115,7 @@ class Replayer:
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
             self._mode = None
-            yield run, observer
+            yield run
 
 
 class _Thread(threading.local):
@@ -191,12 +153,12 @@ def _here(around: Around) -> Around:
     return only_here
 
 
-def watch_backward(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
+def watch_backward(patches: Patches, observer: OpObserver) -> None:
     """Show an observer the losses that start backward passes, and the gradients at their end."""
 
     def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         leaves = autograd.leaves_of(list(tensors_in([tensors])))
-        undo.note_grads(leaves)
+        observer.undo.note_grads(leaves)
         _see_losses(observer, [tensors])
         original(tensors, *args, **kwargs)
         _see_gradients(observer, ((leaf, leaf.grad) for leaf in leaves))
@@ -225,7 +187,7 @@ def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | 
                 observer.see_gradient(leaf, distributed.local_part(gradient.detach()))
 
 
-def _suspend_optimizers(patches: Patches, observer: OpObserver, undo: UndoLog) -> None:
+def _suspend_optimizers(patches: Patches, observer: OpObserver) -> None:
     """Keep optimizers and schedules from stepping, and keep gradients that are zeroed."""
 
     def step(original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +201,7 @@ def _suspend_optimizers(patches: Patches, observer: OpObserver, undo: UndoLog) -
         return None
 
     def zero_grad(original: Callable[..., None], owner: Any, *args: Any, **kwargs: Any) -> None:
-        undo.note_grads(_parameters(owner))
+        observer.undo.note_grads(_parameters(owner))
         original(owner, *args, **kwargs)
 
     watch_steps(patches, _here(step), lambda _: None)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._pytorch import autograd, distributed, storages
+from halfstep._pytorch.storages import ByMemory
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 _KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
@@ -44,8 +45,8 @@ class UndoLog:
     """
 
     def __init__(self) -> None:
-        self._saved: dict[int, _Saved] = {}
-        self._born: dict[int, object] = {}
+        self._saved: ByMemory[_Saved] = ByMemory()
+        self._born: ByMemory[bool] = ByMemory()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._modules: set[nn.Module] = set()
         self._data: dict[int, tuple[Tensor, Tensor, bool]] = {}
@@ -57,33 +58,27 @@ class UndoLog:
 
     def note_write(self, tensor: Tensor) -> None:
         """Keep the memory of a tensor that an op is about to write to."""
-        reference = storages.memory_of(tensor)
-        if reference is None or reference.cdata in self._born or reference.cdata in self._saved:
+        if tensor in self._born or tensor in self._saved or storages.memory_of(tensor) is None:
             return
-        self._saved[reference.cdata] = _Saved(tensor)
+        self._saved.put(tensor, _Saved(tensor))
 
     def note_made(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
-        """Note the outputs of an op that do not share the memory of its inputs.
-
-        Memory that the replay has made need not be kept.
-        """
-        references = [reference for tensor in outputs if (reference := storages.memory_of(tensor))]
-        if all(reference.cdata in self._born for reference in references):
-            return
-        before = {reference.cdata for tensor in given if (reference := storages.memory_of(tensor))}
-        for reference in references:
-            if reference.cdata not in before:
-                self._born.setdefault(reference.cdata, reference)
+        """Note outputs of an op in new memory, which need not be kept."""
+        new = [tensor for tensor in outputs if tensor not in self._born]
+        before: ByMemory[bool] = ByMemory()
+        for tensor in given if new else ():
+            before.put(tensor, True)
+        for tensor in new:
+            if tensor not in before:
+                self._born.put(tensor, True)
 
     def was_made(self, tensor: Tensor) -> bool:
         """Return whether the replay has made the memory of a tensor."""
-        reference = storages.memory_of(tensor)
-        return reference is not None and reference.cdata in self._born
+        return tensor in self._born
 
     def before(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor before it was first written to; None if it never was."""
-        reference = storages.memory_of(tensor)
-        kept = None if reference is None else self._saved.get(reference.cdata)
+        kept = self._saved.get(tensor)
         if kept is None:
             return None
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -155,7 +150,7 @@ class UndoLog:
                 stack.callback(saved.restore)
             for tensor, data, requires_grad in self._data.values():
                 stack.callback(_restore_data, tensor, data, requires_grad)
-        self._saved, self._born = {}, {}
+        self._saved, self._born = ByMemory(), ByMemory()
 
 
 class _Saved:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -32,7 +31,6 @@ from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes, optim
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.rules import Static
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
@@ -114,12 +112,7 @@ class Watch:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -248,18 +241,8 @@ class Watch:
 
     def _replayed(self, model: nn.Module, scale: float | None) -> Diagnosis | None:
         """Return the diagnosis of a replay, None if it was finite or failed."""
-        at = 1.0 if scale is None else scale
-        multiply: Callable[[Tensor], Tensor] = _unchanged
-        if scale is not None:
-            scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
-
-            def multiply(loss: Tensor) -> Tensor:  # looked up at each call, since replays patch it
-                scaled: Tensor = scaler.scale(loss)
-                return scaled
-
         try:
-            step = self._capture.step(multiply, at)
-            found = diagnosis_of(step, model, with_underflow=False)
+            found = diagnosis_of(self._capture.step(scale), model, with_underflow=False)
         except RanksError:
             self._capture.gap = "the model or the loss waits for other ranks"
             return None
@@ -314,10 +297,6 @@ def _are_finite(losses: Sequence[Tensor]) -> bool:
 def _place(found: Diagnosis) -> tuple[object, ...]:
     bad = found.bad
     return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
-
-
-def _unchanged(loss: Tensor) -> Tensor:
-    return loss
 
 
 def _warn(found: Diagnosis, step: int) -> None:

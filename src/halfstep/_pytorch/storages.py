@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.multiprocessing.reductions
@@ -52,6 +52,44 @@ def memory_of(tensor: torch.Tensor) -> Any:
     except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
         return None
     return torch.multiprocessing.reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+_Value = TypeVar("_Value")
+
+
+class ByMemory(Generic[_Value]):
+    """Values, none of them None, by the memory of tensors, which views share.
+
+    It keeps no memory alive. A tensor without memory of its own has no value.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[object, _Value]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return self.get(tensor) is not None
+
+    def get(self, tensor: torch.Tensor) -> _Value | None:
+        """Return the value for the memory of a tensor."""
+        reference = memory_of(tensor) if self._items else None
+        found = None if reference is None else self._items.get(reference.cdata)
+        return None if found is None else found[1]
+
+    def put(self, tensor: torch.Tensor, value: _Value) -> None:
+        """Set the value for the memory of a tensor."""
+        reference = memory_of(tensor)
+        if reference is not None:
+            self._items[reference.cdata] = (reference, value)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Forget the value for the memory of a tensor, if there is one."""
+        reference = memory_of(tensor) if self._items else None
+        if reference is not None:
+            self._items.pop(reference.cdata, None)
+
+    def values(self) -> Iterator[_Value]:
+        """Yield all values, in the order in which memories came."""
+        return (value for _, value in self._items.values())
 
 
 def stream_of(tensor: torch.Tensor) -> int:

@@ -15,30 +15,25 @@ from torch import nn
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import mapped
-from halfstep._common.patches import Patches
-from halfstep._common.top_level_calls import Outermost, not_compiled
+from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._run.amp_script import ScriptState
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
-class Forward:
+class Forward(TopLevelCalls):
     """Runs top-level calls under autocast; rules for modules apply to the first one that runs."""
 
     def __init__(
         self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
     ) -> None:
+        super().__init__()
         self._dtype = dtype
         self._policy = policy
         self._script = script
-        self._outermost = Outermost(self)
         self._contexts: dict[str, autocast] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-    def install(self, patches: Patches) -> None:
-        """Wrap calls of modules and of loss functions."""
-        self._outermost.install(patches)
 
     @property
     def is_on(self) -> bool:
@@ -57,9 +52,7 @@ class Forward:
         context = self._context_of(module)
         if context is None:
             return original(module, *args, **kwargs)
-        with self._outermost.inside(), context:
-            result = original(module, *args, **kwargs)
-        return in_float32(result, self._dtype)
+        return in_float32(self._under(context, original, module, *args, **kwargs), self._dtype)
 
     @not_compiled
     def call_loss(
@@ -70,8 +63,19 @@ class Forward:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a loss function under autocast if it receives lower precision."""
-        with self._outermost.inside(), self._context_of_loss(name, [*args, *kwargs.values()]):
-            return original(*args, **kwargs)
+        context = self._context_of_loss(name, [*args, *kwargs.values()])
+        return self._under(context, original, *args, **kwargs)
+
+    @not_compiled
+    def _under(
+        self,
+        context: AbstractContextManager[object],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with self.inside(), context:
+            return function(*args, **kwargs)
 
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:

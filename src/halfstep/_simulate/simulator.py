@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.kernels import PolicyOnDevice, observed_by
-from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.rule import Rule
 from halfstep._pytorch.modes import dispatch_modes
@@ -38,10 +37,7 @@ class Simulator(OpMode):  # type: ignore[no-untyped-call]
     ) -> None:
         self.policy = policy
         self.modules = RunningModules(model)
-        names: dict[Tensor, str] = {
-            leaf: without_wrappers(name) for name, leaf in model.named_parameters()
-        }
-        self.places = OpPlaces(self.modules, lambda leaf: names.get(leaf, ""))
+        self.places = OpPlaces(self.modules)
         self._arithmetic, self._counts = arithmetic, counts
         self._numbers = count()
         super().__init__(self.places)

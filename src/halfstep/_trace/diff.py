@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfstep._trace.rows import Phase, Row, grouped
 from halfstep._trace.text import (
@@ -51,11 +51,6 @@ class OpTotal:
             seconds=sum(row.seconds + row.cast_seconds for row in rows),
         )
 
-    @property
-    def without_time(self) -> tuple[object, ...]:
-        """All fields but the time."""
-        return self.num, self.compute, self.rules, self.num_casts, self.cast_bytes
-
 
 @dataclass(frozen=True)
 class TraceDifference:
@@ -78,7 +73,7 @@ class TraceDifference:
     @property
     def only_time(self) -> bool:
         """Whether only the time differs."""
-        return self.before.without_time == self.after.without_time
+        return replace(self.before, seconds=0.0) == replace(self.after, seconds=0.0)
 
     @property
     def seconds_apart(self) -> float:

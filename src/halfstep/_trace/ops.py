@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep._autocast import scopes
+from halfstep._common.force_eager import eager
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, compiler, dispatch, modes
@@ -21,16 +23,12 @@ from halfstep._trace.rows import Value
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 # They write to buffers of batch norm; their schemas (PyTorch 2.13) do not say so.
-_BUFFERS = ("running_mean", "running_var")
-_WRITE_UNSAID = dict.fromkeys(
-    (
-        "native_batch_norm",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "batch_norm_gather_stats",
-        "batch_norm_gather_stats_with_counts",
-    ),
-    _BUFFERS,
+_WRITE_BUFFERS = (
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "batch_norm_gather_stats",
+    "batch_norm_gather_stats_with_counts",
 )
 
 
@@ -58,15 +56,22 @@ def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | 
     return dtype_name(to) if is_cast else None
 
 
+def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an op by their names in its schema."""
+    names = (argument.name for argument in schema_of(func).arguments)
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an op writes to."""
-    hidden = _WRITE_UNSAID.get(op_name(func), ())
-    if not (hidden or schema_of(func).is_mutable):
+    schema, writes_buffers = schema_of(func), op_name(func) in _WRITE_BUFFERS
+    if not (writes_buffers or schema.is_mutable):
         return []
-    arguments = schema_of(func).arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [given[name] for name in (*written, *hidden) if name in given]
+    infos = ((argument.name, argument.alias_info) for argument in schema.arguments)
+    written = [name for name, info in infos if info is not None and info.is_write]
+    given = by_name(func, args, kwargs)
+    buffers = ("running_mean", "running_var") if writes_buffers else ()
+    return [given[name] for name in (*written, *buffers) if name in given]
 
 
 def makes_no_values(func: Any) -> bool:
@@ -98,28 +103,27 @@ class _Thread(threading.local):
 
 
 class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that calls :meth:`run` for every op that computes, and not for composites.
-
-    Args:
-        places: The places of ops, with the rules that are running.
-    """
+    """Dispatch mode that calls :meth:`run` for every op that computes, and not for composites."""
 
     def __init__(self, places: OpPlaces) -> None:
         super().__init__()
         self._places = places
         self._decomposing = _Thread()
 
+    @contextmanager
+    def active(self, *, has_global_hooks: bool = True) -> Iterator[None]:
+        """See the ops of this thread, and of its backward passes, while the block runs.
+
+        Args:
+            has_global_hooks: As for :func:`eager`, by which compiled code runs.
+        """
+        with eager(has_global_hooks=has_global_hooks), self._places.modules.followed(), self:
+            yield
+
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op and return its result.
-
-        Args:
-            func: The op.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            given: The tensors among both.
-        """
+        """Run an op and return its result; ``given`` are the tensors among its arguments."""
         raise NotImplementedError
 
     @compiler.keep_out_of_graphs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,13 +30,7 @@ from halfstep._trace.rows import Cast, Phase
 
 
 class ModuleCall(NamedTuple):
-    """Call of a module that has not returned yet.
-
-    Attributes:
-        module: The path of the module.
-        number: The number of the call, from 0.
-        in_backward: Whether it was called in a backward pass, to recompute something.
-    """
+    """Call of a module that has not returned yet; in a backward pass it recomputes something."""
 
     module: str
     number: int
@@ -53,26 +47,31 @@ class RunningModules:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._names: dict[nn.Module, str] = {}
+        self._owners: dict[Tensor, str] = {}
         if model is not None:
             self.add(model)
         self._counts: Counter[nn.Module] = Counter()
         self._stack = _Stack()
 
     def add(self, model: nn.Module, name: str = "") -> None:
-        """Follow the modules of another model too.
-
-        Args:
-            model: The model.
-            name: Its own name, and the prefix of the names of its modules.
-        """
+        """Follow the modules of another model too, whose names begin with ``name``."""
         # A module with several names gets the first.
         for path, module in model.named_modules():
             names = (each for each in (name, without_wrappers(path)) if each)
             self._names.setdefault(module, ".".join(names))
+        self._owners.clear()
 
     def knows(self, module: nn.Module) -> bool:
         """Return whether a module is followed."""
         return module in self._names
+
+    def owner_of(self, param: Tensor) -> str:
+        """Return the path of the module that a parameter belongs to, empty if it is unknown."""
+        if not self._owners:
+            for module, name in self._names.items():
+                for each in module.parameters(recurse=False):
+                    self._owners.setdefault(each, name)
+        return self._owners.get(param, "")
 
     @property
     def have_run(self) -> bool:
@@ -120,8 +119,6 @@ class RuledOp:
     """Op that runs by a rule.
 
     Attributes:
-        op: Its name.
-        rule: The rule.
         switches: The lower precision, and whether casts of weights are kept.
         casts: The casts for the next op in it that computes something.
     """
@@ -136,9 +133,6 @@ class OpPlace(NamedTuple):
     """Module, call and rule that an op belongs to.
 
     Attributes:
-        module: The path of its module.
-        call: The number of the call of that module.
-        rule: The text of the rule that decided.
         op: The op that the rule was looked up for.
         cast: The number of the cast, if the op is one.
         number: For a node of autograd, the number of the op that it was made for.
@@ -174,16 +168,10 @@ class ThreadState(threading.local):
 
 
 class OpPlaces:
-    """Follows modules, rules and nodes of autograd, thread by thread.
+    """Follows modules, rules and nodes of autograd, thread by thread."""
 
-    Args:
-        modules: The running modules.
-        name_of: Returns the name of a parameter, empty if it has none.
-    """
-
-    def __init__(self, modules: RunningModules, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, modules: RunningModules) -> None:
         self.modules = modules
-        self._name_of = name_of
         self._thread = ThreadState()
         self._nodes = self._thread.nodes  # of the thread that runs the forward pass
 
@@ -211,13 +199,7 @@ class OpPlaces:
         return task >= 0 and task not in self._thread.records
 
     def place(self, op: str, number: int, *, is_cast: bool) -> tuple[OpPlace, Phase]:
-        """Return the place of an op, and note it for the nodes of autograd made for that op.
-
-        Args:
-            op: The name of the op.
-            number: The number of the op among all.
-            is_cast: Whether the op casts.
-        """
+        """Return the place of an op, and note it for the nodes of autograd made for that op."""
         here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
@@ -253,7 +235,7 @@ class OpPlaces:
             return OpPlace(place.module, place.call), "recompute"
         into = autograd.accumulated_into()
         if into is not None:
-            return OpPlace(self._name_of(into).rpartition(".")[0]), "backward"
+            return OpPlace(self.modules.owner_of(into)), "backward"
         if op in ("add", "add_"):  # autograd's sum of gradients, by no rule
             place = place._replace(rule=None, op=None)
         return place, "backward"

@@ -96,9 +96,6 @@ class Prediction:
 
     Unknown behaviour stays as it was: an op whose output has another dtype than its widest input
     keeps that dtype, and a tensor that was cast once, or never, is cast as often.
-
-    Args:
-        rows: The trace.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -245,13 +242,7 @@ class Saving(NamedTuple):
 
 
 class Savings:
-    """Changes that are predicted to save bytes in a trace.
-
-    Args:
-        flow: Its dataflow.
-        prediction: The prediction of its casts with other rules.
-        policy: The text of the policy it ran under, to which rules are added.
-    """
+    """Changes that are predicted to save bytes in a trace, as rules added to its policy."""
 
     def __init__(self, flow: Dataflow, prediction: Prediction, policy: str) -> None:
         self._flow, self._prediction, self._policy = flow, prediction, policy

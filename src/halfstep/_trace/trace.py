@@ -6,14 +6,12 @@ import platform
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 import torch
 from torch import nn
 
 from halfstep._autocast.kernels import observed_by
-from halfstep._common.force_eager import eager
 from halfstep._pytorch import compiler
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row
@@ -76,19 +74,12 @@ class trace(Recording):
         tracer = Tracer(self._model)
         with ExitStack() as stack:
             stack.enter_context(observed_by(tracer.observe))
-            stack.enter_context(tracer.modules.followed())
-            stack.enter_context(eager(has_global_hooks=self._is_compiled))
-            stack.enter_context(tracer)
+            stack.enter_context(tracer.active(has_global_hooks=self._is_compiled))
             self._stack = stack.pop_all()
         self._model, self._tracer, self._thread = None, tracer, threading.get_ident()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if threading.get_ident() != self._thread:
             raise CallOrderError(
                 "a trace was left in a thread that did not enter it, and is still running; leave "

@@ -24,7 +24,8 @@ from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
-from halfstep._pytorch import autograd, storages
+from halfstep._pytorch import autograd
+from halfstep._pytorch.storages import ByMemory
 from halfstep._trace.ops import (
     OpMode,
     autocast_of_caller,
@@ -42,8 +43,7 @@ class StorageIds:
     """Numbers and names of the storages of tensors. It keeps no tensor alive."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._numbers: dict[int, int] = {}
-        self._references: list[object] = []
+        self._numbers: ByMemory[int] = ByMemory()
         self._count = count()
         self._names: dict[int, str] = {}
         self._models: dict[int, int] = {}
@@ -53,13 +53,10 @@ class StorageIds:
 
     def number(self, tensor: Tensor) -> int:
         """Return the number of the storage of a tensor; a new number if it has no storage."""
-        reference = storages.memory_of(tensor)
-        if reference is None:
-            return next(self._count)
-        found = self._numbers.get(reference.cdata)
+        found = self._numbers.get(tensor)
         if found is None:
-            found = self._numbers[reference.cdata] = next(self._count)
-            self._references.append(reference)
+            found = next(self._count)
+            self._numbers.put(tensor, found)
         return found
 
     def name(self, number: int, name: str) -> None:
@@ -97,37 +94,34 @@ class Clock:
     """Times of ops by their numbers: from the host clock on the CPU, from events on CUDA."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._marks: dict[int, tuple[Any, Any]] = {}
 
     @contextmanager
     def timed(self, number: int, device: str) -> Iterator[None]:
         """Time a block that runs on a device type. Sync: none."""
-        if device == "cuda":
-            begin, end = self._events[number] = _event(), _event()
-            begin.record()
-            try:
-                yield
-            finally:
-                end.record()
-        else:
-            begun = time.perf_counter()
-            try:
-                yield
-            finally:
-                self._seconds[number] = time.perf_counter() - begun
+        mark = _recorded_event if device == "cuda" else time.perf_counter
+        begin = mark()
+        try:
+            yield
+        finally:
+            self._marks[number] = (begin, mark())
 
     def read(self) -> dict[int, float]:
-        """Return all times in seconds. Sync: waits for every event not read yet."""
-        for number, (begin, end) in self._events.items():
-            end.synchronize()
-            self._seconds[number] = begin.elapsed_time(end) / 1e3
-        self._events.clear()
-        return self._seconds
+        """Return all times in seconds. Sync: waits for every event."""
+        return {number: _seconds_between(*marks) for number, marks in self._marks.items()}
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class _Thread(threading.local):
@@ -155,7 +149,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self._clock = Clock()
         self._numbers = count()
         self._by_hand: set[int] = set()
-        super().__init__(OpPlaces(self.modules, lambda leaf: self._ids.value(leaf).name))
+        super().__init__(OpPlaces(self.modules))
         self._thread = _Thread()
 
     def rows(self) -> tuple[Row, ...]:
@@ -163,15 +157,11 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self._write_by_hand(self._thread.casts)
         self._thread.casts = []
         seconds = self._clock.read()
-
-        def timed(cast: Cast) -> Cast:
-            return replace(cast, seconds=seconds[cast.number])
-
         return tuple(
             replace(
                 row,
                 seconds=seconds.get(row.number, 0.0),
-                casts=tuple(map(timed, row.casts)),
+                casts=tuple(replace(cast, seconds=seconds[cast.number]) for cast in row.casts),
             )
             for row in self._rows
         )

@@ -1,4 +1,4 @@
-"""Precision of a replay: replaces the settings of every autocast region that the step enters."""
+"""Variant of a replay: settings in place of those of every autocast region that the step enters."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from halfstep._pytorch import amp
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Dtype and policy of autocast in a replay.
+class Variant:
+    """Changes of a replay against the step; None for what the step itself does.
 
     Attributes:
-        dtype: The lower precision; float32 for no autocast, None for that of the step.
-        policy: The policy; None for that of the step.
+        dtype: The lower precision of autocast; float32 for no autocast.
+        policy: The policy of autocast.
+        scale: The scale of all losses.
     """
 
     dtype: torch.dtype | None = None
     policy: Policy | None = None
+    scale: float | None = None
 
     def settings(self, asked: Settings) -> Settings:
-        """Return the settings of this precision for a region of the step."""
+        """Return the settings of this variant for a region of the step."""
         # Without a cache: cached casts of weights would be missing among the ops of a replay.
         switches = asked.switches._replace(cache=False)
         if not switches.enabled:
@@ -45,19 +47,9 @@ class Precision:
         return Settings(switches, kernels.prepare(self.policy, switches.device), inherit=False)
 
 
-UNCHANGED = Precision()
-"""The precision of the step itself."""
-
-
 @dataclass(frozen=True)
 class EnteredAutocast:
-    """Autocast region that a step has entered.
-
-    Attributes:
-        device: The device type.
-        dtype: The lower precision.
-        policy: The policy; None for that of plain ``torch.autocast``.
-    """
+    """Autocast region that a step has entered; its policy is None for plain ``torch.autocast``."""
 
     device: str
     dtype: torch.dtype
@@ -66,12 +58,12 @@ class EnteredAutocast:
 
 @contextmanager
 def autocast_as(
-    precision: Precision, model: nn.Module | None, patches: Patches
+    variant: Variant, model: nn.Module | None, patches: Patches
 ) -> Iterator[list[EnteredAutocast]]:
-    """Apply a precision to every autocast region that is entered in the block.
+    """Apply a variant to every autocast region that is entered in the block.
 
     Args:
-        precision: The precision.
+        variant: The variant.
         model: The model that rules for modules refer to.
         patches: Patches of methods of ``torch.autocast``, which the caller undoes.
 
@@ -81,55 +73,51 @@ def autocast_as(
     entered: list[EnteredAutocast] = []
 
     def change(asked: Settings) -> Settings:
-        if asked.switches.enabled:
-            policy = None
-            if asked.policy is not None:
-                policy = kernels.prepared(asked.policy).policy
-            found = EnteredAutocast(asked.switches.device, asked.switches.dtype, policy)
+        switches = asked.switches
+        if switches.enabled:
+            policy = None if asked.policy is None else kernels.prepared(asked.policy).policy
+            found = EnteredAutocast(switches.device, switches.dtype, policy)
             if found not in entered:
                 entered.append(found)
-        return precision.settings(asked)
+        return variant.settings(asked)
 
     with ExitStack() as stack:
-        if precision.policy is not None and precision.policy.module_rules:
-            stack.enter_context(_named(model, precision.policy))
+        if variant.policy is not None and variant.policy.module_rules:
+            stack.enter_context(_named(model, variant.policy))
         stack.enter_context(changed(change))
-        _follow_torch_autocast(patches, precision, change)
+        is_changed = variant.dtype is not None or variant.policy is not None
+        _follow_torch_autocast(patches, change, is_changed=is_changed)
         yield entered
 
 
 @contextmanager
 def _named(model: nn.Module | None, policy: Policy) -> Iterator[None]:
     """Name the modules of a model for which a policy has rules, in the block."""
-    found: dict[nn.Module, str | None] = {}
+    paths: dict[nn.Module, str] = {}
     if model is not None:
         for rule in policy.module_rules:
             for module in matching(model, rule.module or "", f"policy rule {rule}").values():
-                found[module] = getattr(module, "_path", "") if _is_wrapped(module) else None
+                paths[module] = module._path if isinstance(module, Wrapped) else ""
     try:
         name_modules(model, policy)
         yield
     finally:
-        for module, path in found.items():
-            if _is_wrapped(module):
-                module._path = path or ""  # type: ignore[assignment]
+        for module, path in paths.items():
+            if isinstance(module, Wrapped):
+                module._path = path
                 unwrap(module)
 
 
-def _is_wrapped(module: nn.Module) -> bool:
-    return isinstance(module, Wrapped)
-
-
 def _follow_torch_autocast(
-    patches: Patches, precision: Precision, entered: Callable[[Settings], Settings]
+    patches: Patches, change: Callable[[Settings], Settings], *, is_changed: bool
 ) -> None:
-    """Observe plain ``torch.autocast``, and change it unless the precision is that of the step."""
+    """Observe plain ``torch.autocast``, and replace it if a variant changes autocast."""
     regions: dict[int, list[Region]] = {}
 
     def enter(original: Any, context: Any) -> Any:
         switches = amp.switches_of(context)
-        if precision == UNCHANGED:
-            entered(Settings(switches, None, inherit=False))
+        if not is_changed:
+            change(Settings(switches, None, inherit=False))
             return original(context)
         number = kernels.prepare(preset("torch"), switches.device) if switches.enabled else None
         region = Region(Settings(switches, number, inherit=False))
@@ -138,7 +126,7 @@ def _follow_torch_autocast(
         return context
 
     def leave(original: Any, context: Any, *error: Any) -> Any:
-        if precision == UNCHANGED:
+        if not is_changed:
             return original(context, *error)
         regions[id(context)].pop().__exit__(*error)
         return None
