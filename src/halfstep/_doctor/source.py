@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep._doctor import about_losses, about_models, about_order, about_regions
+from halfstep._doctor import about_iterations, about_models, about_regions
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.read_names import Function
 from halfstep._doctor.read_program import Program
 
-_RULES = (about_order, about_regions, about_models, about_losses)
+_RULES = (about_iterations, about_regions, about_models)
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
 """A file without any of these words is not checked."""
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
