@@ -17,16 +17,10 @@ _BACKENDS: Any = torch.backends  # its attributes are made on access
 
 @dataclass(frozen=True)
 class Flag:
-    """One switch.
+    """One switch."""
 
-    Attributes:
-        name: The expression that reads it.
-        value: What it is now, as text.
-        meaning: Its effect.
-    """
-
-    name: str
-    value: str
+    name: str  # the expression that reads it
+    value: str  # what it is now, as text
     meaning: str
 
     @property
@@ -102,10 +96,7 @@ def findings(
 ) -> Iterator[Finding]:
     """Yield findings about the switches, for a training on a device.
 
-    Args:
-        device_type: ``"cpu"``, ``"cuda"``, ...
-        dtype: The lower precision, None if it is not known.
-        capability: Of a CUDA device.
+    ``dtype`` is the lower precision, None if it is not known; ``capability`` that of a CUDA device.
     """
     values = {flag.name: flag.value for flag in read_flags()}
     sums = {torch.float16: _FP16_SUMS, torch.bfloat16: _BF16_SUMS}.get(dtype) if dtype else None

@@ -38,12 +38,7 @@ _TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), 
 
 @dataclass(frozen=True)
 class Advice:
-    """A precision and the reason for it.
-
-    Attributes:
-        precision: ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp32"``.
-        reason: One sentence.
-    """
+    """A precision and the reason for it, in one sentence."""
 
     precision: Precision
     reason: str
@@ -51,20 +46,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """A device and its measured speeds.
+    """A device, its measured speeds, and the switches of PyTorch."""
 
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
-        name: Of the processor or GPU.
-        units: Its units for lower precision.
-        speeds: The measured speeds.
-        advice: The precision to use.
-        flags: The switches of PyTorch.
-    """
-
-    device: str
-    name: str
-    units: tuple[str, ...]
+    device: str  # "cpu" or "cuda"
+    name: str  # of the processor or GPU
+    units: tuple[str, ...]  # for lower precision
     speeds: Speeds
     advice: Advice
     flags: tuple[Flag, ...]
@@ -149,15 +135,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Speeds:
-    """Measured speeds.
+    """Measured speeds by ``"matmul"`` and ``"conv"``, then by name of the dtype."""
 
-    Attributes:
-        gflops: 1e9 operations a second, by ``"matmul"`` and ``"conv"``, then by name of the dtype.
-        ratios: Speeds relative to fp32: medians over pairs that were measured in turn.
-    """
-
-    gflops: dict[str, dict[str, float]]
-    ratios: dict[str, dict[str, float]]
+    gflops: dict[str, dict[str, float]]  # 1e9 operations a second
+    ratios: dict[str, dict[str, float]]  # to fp32: medians over pairs measured in turn
 
 
 def measure_speeds(
