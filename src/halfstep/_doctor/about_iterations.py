@@ -242,35 +242,20 @@ def _reduces_by_sum(program: Program, call: ast.Call, scope: NameScope) -> bool:
     return is_sum and program.values.qualified(call.func, scope).startswith("torch.nn.")
 
 
-def _is_loss(site: Site, reaching: dict[str, bool]) -> bool:
+def _is_loss(site: Site, reaching: set[str]) -> bool:
     """Return whether a backward pass starts from this value, or from a sum with it."""
-    path = _path(site.statement, site.call)
-    if any(_may_shrink(node) for node in path):
+    around = [n for n in ast.walk(site.statement) if any(c is site.call for c in ast.walk(n))]
+    if any(_may_shrink(node) for node in around):
         return False
-    inner = [node for node in path if isinstance(node, ast.Call) and node is not site.call]
+    calls = [node for node in around if isinstance(node, ast.Call) and node is not site.call]
     if isinstance(site.statement, ast.Expr):  # .sum().backward(), scale(... .sum()).backward()
-        methods = [n.func.attr for n in inner if isinstance(n.func, ast.Attribute)]
-        return "backward" in methods and set(methods) <= {"backward", "scale"}
-    return not inner and any(reaching.get(name, False) for name in _targets(site.statement))
+        methods = {call.func.attr for call in calls if isinstance(call.func, ast.Attribute)}
+        return "backward" in methods and methods <= {"backward", "scale"}
+    return not calls and not reaching.isdisjoint(_assigned(site.statement))
 
 
-def _path(statement: ast.stmt, call: ast.Call) -> list[ast.AST]:
-    """Return the nodes from a statement down to a call."""
-
-    def down(node: ast.AST) -> list[ast.AST] | None:
-        if node is call:
-            return [node]
-        for child in ast.iter_child_nodes(node):
-            below = down(child)
-            if below is not None:
-                return [node, *below]
-        return None
-
-    return down(statement) or []
-
-
-def _reaching(program: Program, root: Root) -> dict[str, bool]:
-    """Return the variables that backward passes start from; False for those that may be divided."""
+def _reaching(program: Program, root: Root) -> set[str]:
+    """Return the variables that backward passes start from, without those that may be divided."""
     shrunk, reaching = set[str](), set[str]()
     for site in root.sites:
         if program.is_backward(site) and site.has_grad:
@@ -285,13 +270,13 @@ def _reaching(program: Program, root: Root) -> dict[str, bool]:
         found = {
             name
             for node in assignments
-            if reaching & set(_targets(node)) and node.value is not None
+            if reaching & _assigned(node) and node.value is not None
             for name in _added(node.value)
         }
         if found <= reaching:
             break
         reaching |= found
-    return {name: name not in shrunk for name in reaching}
+    return reaching - shrunk
 
 
 def _may_shrink(node: ast.AST) -> bool:
@@ -322,10 +307,10 @@ def _names(node: ast.AST) -> set[str]:
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
-def _targets(statement: ast.AST) -> Iterator[str]:
+def _assigned(statement: ast.AST) -> set[str]:
     match statement:
         case ast.Assign(targets=targets):
-            for target in targets:
-                yield from _names(target)
+            return {name for target in targets for name in _names(target)}
         case ast.AnnAssign(target=target) | ast.AugAssign(target=target):
-            yield from _names(target)
+            return _names(target)
+    return set()

@@ -16,7 +16,10 @@ from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
 
-_LOST_BELOW = {torch.float16: 2**11, torch.bfloat16: 2**8}
+_LOST = {
+    torch.float16: ("half-parameters", 2**11, ", and no scaler unscales such gradients"),
+    torch.bfloat16: ("bf16-parameters", 2**8, ""),
+}
 """An update is lost if the weight is larger by this factor: half a unit in the last place."""
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
 
@@ -110,19 +113,17 @@ def _only_dtype(training: Training) -> torch.dtype | None:
 
 
 def _low_parameters(training: Training) -> Iterator[Finding]:
-    for id, dtype in (("half-parameters", torch.float16), ("bf16-parameters", torch.bfloat16)):
+    for dtype, (id, factor, more) in _LOST.items():
         for optimizer in training.optimizers:
             low = [param for param in parameters(optimizer) if param.dtype == dtype]
             if not low:
                 continue
             names = training.names(low, optimizer)
             kind = dtype_name(dtype)
-            more = ", and no scaler unscales such gradients" if dtype == torch.float16 else ""
             yield Finding(
                 id,
                 f"{type(optimizer).__name__} updates {len(low)} parameters in {kind} "
-                f"({_listed(names)}): updates below 1/{_LOST_BELOW[dtype]} of a weight are "
-                f"lost{more}",
+                f"({_listed(names)}): updates below 1/{factor} of a weight are lost{more}",
                 "keep the parameters in float32 and let autocast lower what an op takes",
                 f"model.float()\nwith halfstep.autocast(dtype=torch.{kind}):\n    ...",
                 tuple(names),

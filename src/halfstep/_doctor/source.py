@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,17 +116,14 @@ def _check(
         return []
     found = (finding for rule in _RULES for finding in rule.findings(program))
     lines = source.splitlines()
-    return list(
-        dict.fromkeys(
-            replace(finding, file=file) for finding in found if not _is_allowed(finding, lines)
-        )
-    )
+    kept = (replace(each, file=file) for each in found if not _is_allowed(each, lines))
+    return list(dict.fromkeys(kept))
 
 
-def _is_allowed(finding: Finding, lines: Iterable[str]) -> bool:
+def _is_allowed(finding: Finding, lines: list[str]) -> bool:
     """Return whether the line has a comment ``# halfstep: allow``, with this id or none."""
-    line = [*lines][finding.line - 1 : finding.line]
-    allowed = _ALLOWED.search(line[0]) if line else None
+    line = "".join(lines[finding.line - 1 : finding.line])
+    allowed = _ALLOWED.search(line)
     if allowed is None:
         return False
     ids = re.findall(r"[\w-]+", allowed[1])
