@@ -72,11 +72,7 @@ def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> M
 
 
 def advise(ratios: Mapping[str, Mapping[str, float]]) -> Advice:
-    """Return the precision to train in.
-
-    Args:
-        ratios: Speeds as multiples of fp32's, of ``"matmul"`` and perhaps ``"conv"``.
-    """
+    """Return the precision to train in, from the ratios of :class:`Speeds`."""
     matmul = ratios["matmul"]
     bf16, fp16, tf32 = matmul["bf16"], matmul["fp16"], matmul.get("tf32", 0.0)
     if bf16 >= WORTH_IT and bf16 >= AS_GOOD * fp16:
@@ -173,11 +169,9 @@ def measure_speeds(
 
 
 def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
-    """Return speeds from durations.
+    """Return speeds from the seconds that each work takes, for each round.
 
-    Args:
-        works: Kind, name of the dtype and number of operations.
-        rounds: Seconds of each, for each round.
+    A work has a kind, the name of a dtype, and a number of operations.
     """
     gflops: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, float]] = {}

@@ -66,11 +66,7 @@ class _Sum(NamedTuple):
 
 
 class RoundingCounts:
-    """Running counts, to which several threads add.
-
-    Args:
-        format: The format to which values are rounded.
-    """
+    """Running counts of values that are rounded to a format, to which several threads add."""
 
     def __init__(self, format: Format) -> None:
         self._format = format

@@ -46,11 +46,6 @@ def autocast_forward(devices: list[str], dtype: torch.dtype, policy: Policy) -> 
     """Enter autocast for the forward passes of a block, even with a dtype the device lacks.
 
     Casts of weights are not cached, so that each is counted and none outlives the block.
-
-    Args:
-        devices: The device types.
-        dtype: The lower precision.
-        policy: The policy.
     """
     with ExitStack() as stack:
         for device in devices:

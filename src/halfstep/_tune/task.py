@@ -25,11 +25,7 @@ LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """Model and the function of its loss.
-
-    Args:
-        model: The model, with float32 parameters.
-        loss_fn: ``loss_fn(model, batch)``; None to call the model with the batch.
+    """Model with float32 parameters, and the function of its loss.
 
     Raises:
         TypeError: ``model`` is not a module, or ``loss_fn`` not a function.
@@ -37,7 +33,7 @@ class Task:
     """
 
     model: nn.Module
-    loss_fn: LossFn | None = None
+    loss_fn: LossFn | None = None  # None to call the model with the batch
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -123,25 +119,18 @@ SEED = 0
 
 @contextmanager
 def restored(
-    model: nn.Module, others: Iterable[Tensor], device: str
+    model: nn.Module, batch: Iterable[Tensor], device: str
 ) -> Iterator[Callable[[], None]]:
-    """Keep a model, other tensors and the random numbers unchanged by the block.
+    """Keep a model, the tensors of a batch and the random numbers unchanged by the block.
 
     Of the model are kept parameters, buffers, gradients, and the attributes of its modules; the
-    contents of lists and dictionaries among these are not.
-
-    Args:
-        model: The model.
-        others: Other tensors that the model may write to, those of the batch.
-        device: The type of the device whose random numbers are seeded, besides the CPU's.
-
-    Yields:
-        A function that restores all of it without gradients, and seeds the random numbers, so that
-        a pass starts from the same state. Sync: one for each tensor.
+    contents of lists and dictionaries among these are not. Yields a function that restores all of
+    it without gradients, and seeds the random numbers of the CPU and of a type of device, so that
+    a pass starts from the same state. Sync: one for each tensor.
     """
     held = [each for module in model.modules() for each in (vars(module), *registers_of(module))]
     attributes = [(each, dict(each)) for each in held]
-    tensors = list({id(tensor): tensor for tensor in [*tensors_in(held), *others]}.values())
+    tensors = list({id(tensor): tensor for tensor in [*tensors_in(held), *batch]}.values())
     values = [_Value(tensor) for tensor in tensors]
     gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
 
