@@ -13,6 +13,19 @@ from halfstep._doctor.read_program import Program, Root, Site
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
 _RESTORES = ("float", "double")
+_LOST = {
+    "float16": (
+        "half-parameters",
+        "updates below 1/2048 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
+        "unscales such gradients",
+        "",
+    ),
+    "bfloat16": (
+        "bf16-parameters",
+        "updates below 1/256 of a weight are lost, which stops learning at small rates",
+        ", if the memory allows it",
+    ),
+}
 _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 
 
@@ -20,8 +33,8 @@ _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
 class _Built:
     """An optimizer made from the parameters of a model."""
 
-    at: int
     site: Site
+    later: tuple[Site, ...]
     model: str
     name: str
 
@@ -41,7 +54,7 @@ def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
         name = _target(site.statement)
         for node in (*site.call.args, *(keyword.value for keyword in site.call.keywords)):
             for model in _models(program, node, site.scope):
-                yield _Built(at, site, model, name or "the optimizer")
+                yield _Built(site, root.sites[at + 1 :], model, name or "the optimizer")
 
 
 def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]:
@@ -60,8 +73,8 @@ def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]
 
 def _is_same_run(site: Site, built: _Built) -> bool:
     """Return whether a name means the same at both: in one call of one function and one arm."""
-    is_named = bool(built.model)
-    return is_named and site.calls == built.site.calls and not site.excludes(built.site)
+    is_same_call = site.around("call") == built.site.around("call")
+    return bool(built.model) and is_same_call and not site.excludes(built.site)
 
 
 def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
@@ -74,31 +87,16 @@ def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
     if lowered is None or not lowered[1]:
         return
     site, dtype = lowered
-    what, names = ast.unparse(site.call), (built.model, built.name)
-    if dtype == "float16":
-        yield Finding(
-            "half-parameters",
-            f"`{what}` makes the parameters float16, and `{built.name}` updates them there: "
-            "updates below 1/2048 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
-            "unscales such gradients",
-            "keep the parameters in float32 and let autocast lower what an op takes",
-            f"with halfstep.autocast(dtype=torch.float16):\n    ...  # {built.model} stays in "
-            "float32",
-            names,
-            line=site.line,
-        )
-    else:
-        yield Finding(
-            "bf16-parameters",
-            f"`{what}` makes the parameters bfloat16, and `{built.name}` updates them there: "
-            "updates below 1/256 of a weight are lost, which stops learning at small rates",
-            "keep the parameters in float32 and let autocast lower what an op takes, if the memory "
-            "allows it",
-            f"with halfstep.autocast(dtype=torch.bfloat16):\n    ...  # {built.model} stays in "
-            "float32",
-            names,
-            line=site.line,
-        )
+    id, lost, proviso = _LOST[dtype]
+    yield Finding(
+        id,
+        f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and `{built.name}` updates them "
+        f"there: {lost}",
+        f"keep the parameters in float32 and let autocast lower what an op takes{proviso}",
+        f"with halfstep.autocast(dtype=torch.{dtype}):\n    ...  # {built.model} stays in float32",
+        (built.model, built.name),
+        line=site.line,
+    )
 
 
 def _lowers_to(program: Program, site: Site) -> str | None:
@@ -115,18 +113,21 @@ def _lowers_to(program: Program, site: Site) -> str | None:
 
 
 def _moved(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
-    later = list(enumerate(root.sites))[built.at + 1 :]
-    for at, site in later:
+    for at, site in enumerate(built.later, 1):
         is_move = site.method in _MOVES and _lowers_to(program, site) is None
         is_of_name = not isinstance(site.owner, ast.Call)  # else it is a new model
-        if not is_move or not is_of_name or _model(site) != built.model:
+        is_once = len(site.around("loop")) <= len(built.site.around("loop"))
+        if not (is_move and is_of_name and is_once and _model(site) == built.model):
             continue
-        if not _is_same_run(site, built) or len(site.loops) > len(built.site.loops):
-            continue
-        steps = (each for n, each in later if n > at and _steps(program, each))
+        steps = (
+            each
+            for each in built.later[at:]
+            if program.is_scaler_step(each) or program.is_optimizer_step(each)
+        )
         # Another method trains the model made in __init__.
         is_made_for_later = getattr(root.node, "name", "") == "__init__"
-        if is_made_for_later or any(not step.excludes(site) for step in steps):
+        is_trained = is_made_for_later or any(not step.excludes(site) for step in steps)
+        if is_trained and _is_same_run(site, built):
             yield Finding(
                 "optimizer-before-move",
                 f"`{ast.unparse(site.call)}` comes after `{built.name}` was made of "
@@ -134,19 +135,11 @@ def _moved(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
                 "parameters (XLA, meta, wrappers) it trains the old ones, and state that it has "
                 "already loaded stays on the old device",
                 "move the model first, then make the optimizer",
-                f"{ast.unparse(site.call)}\n{_statement(built)}",
+                f"{ast.unparse(site.call)}\n{ast.unparse(built.site.statement)}",
                 (built.name, built.model),
                 line=site.line,
             )
             return
-
-
-def _steps(program: Program, site: Site) -> bool:
-    return program.is_scaler_step(site) or program.is_optimizer_step(site)
-
-
-def _statement(built: _Built) -> str:
-    return ast.unparse(built.site.statement)
 
 
 def _model(site: Site) -> str:

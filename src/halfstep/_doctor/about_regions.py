@@ -34,7 +34,7 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
         if not around.is_decorator and caller is None:
             yield Finding(
                 "backward-in-autocast",
-                f"`{what}` runs inside the autocast of line {_line(around)}: backward ops follow "
+                f"`{what}` runs inside the autocast of line {around.line}: backward ops follow "
                 "the dtypes of the forward pass by themselves, and autocast around them lowers "
                 "what your own backward functions compute in float32",
                 "end autocast before backward: indent that call one level less",
@@ -43,10 +43,12 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
             )
         else:
             whose = "decorator" if around.is_decorator else "autocast"
+            function = caller.function if caller is not None else None
             yield Finding(
                 "autocast-around-backward",
-                f"`{what}` runs under the {whose} of line {_line(around)}, which is around all of "
-                f"{_function(caller)}, not only the forward pass",
+                f"`{what}` runs under the {whose} of line {around.line}, which is around all of "
+                f"{f'`{function.name}`' if function else 'the function'}, not only the forward "
+                "pass",
                 "put autocast around the forward pass and the loss only",
                 "with autocast(...):\n    loss = ...  # the forward pass and the loss\n"
                 "...  # backward out here",
@@ -55,50 +57,40 @@ def _backward_inside(program: Program) -> Iterator[Finding]:
             )
 
 
-def _function(caller: Around | None) -> str:
-    if caller is not None and caller.function is not None:
-        return f"`{caller.function.name}`"
-    return "the function"
-
-
 def _casts_in_loops(program: Program) -> Iterator[Finding]:
     seen: set[ast.AST] = set()
-    trained_in = {
-        loop for site in program.sites if program.is_backward(site) for loop in site.loops
-    }
+    backwards = [site for site in program.sites if program.is_backward(site)]
+    trained_in = {loop for site in backwards for loop in site.around("loop")}
     for site in program.sites:
-        at = [n for n, around in enumerate(site.inside) if around.kind == "autocast"]
-        if len(at) != 1 or site.has_grad or site.autocast is None:
+        if site.autocast is None or not site.autocast.is_torch or site.has_grad:
             continue
-        around = site.inside[at[0]]
-        loops = [n for n, each in enumerate(site.inside) if each.kind == "loop"]
-        is_entered_in_loop = bool(loops) and loops[-1] < at[0]
-        if not site.autocast.is_torch or not is_entered_in_loop or around.node in seen:
+        # The innermost is the autocast: the loop around it enters it in every pass.
+        nested = [each for each in site.inside if each.kind in ("loop", "autocast")]
+        if len(nested) < 2 or [each.kind for each in nested].count("autocast") > 1:
             continue
-        if site.inside[loops[-1]].node in trained_in:  # the weights change in each pass
+        loop, around = nested[-2:]
+        if around.kind != "autocast" or around.node in seen:
             continue
-        if _is_of_torch(program, site) or _has_loop(site, around):
+        if loop.node in trained_in:  # the weights change in each pass
+            continue
+        if _uses_no_weights(program, site) or _has_loop(site, around):
             continue
         seen.add(around.node)
         yield Finding(
             "weights-cast-in-loop",
             f"`torch.autocast` is entered in every pass of the loop in line "
-            f"{_line(site.inside[loops[-1]])}, without gradients: it drops the casts of the "
+            f"{loop.line}, without gradients: it drops the casts of the "
             "weights each time it ends, and makes them again",
             "enter it once, around the loop; or hold the casts: with halfstep.hold_casts(model):",
             "from halfstep import autocast",
-            line=_line(around),
+            line=around.line,
         )
 
 
-def _is_of_torch(program: Program, site: Site) -> bool:
+def _uses_no_weights(program: Program, site: Site) -> bool:
+    """Return whether a call uses no weights, like ``model(x).argmax()``, a method of a result."""
     name = program.values.qualified(site.call.func, site.scope)
-    return name.startswith("torch.") or bool(site.method and _is_chain(site.owner))
-
-
-def _is_chain(owner: ast.expr) -> bool:
-    """Return whether a method is called on a result: ``model(x).argmax()`` uses no weights."""
-    return isinstance(owner, ast.Call)
+    return name.startswith("torch.") or bool(site.method and isinstance(site.owner, ast.Call))
 
 
 def _has_loop(site: Site, around: Around) -> bool:
@@ -119,15 +111,13 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
     if not any(program.is_optimizer_step(site) for site in program.sites):
         return
     backwards = [site for site in program.sites if _is_plain_backward(program, site)]
-    if not backwards:
-        return
-    for root in program.roots:
+    for root in program.roots if backwards else ():
         trains = any(site in backwards for site in root.sites)
         for site in root.sites:
-            around = site.inside[site.autocast_at] if site.autocast_at >= 0 else None
-            if around is None or site.autocast is None or not site.has_grad:
+            if site.autocast is None or site.autocast.dtype != "float16" or not site.has_grad:
                 continue
-            if site.autocast.dtype == "float16" and (trains or around.is_decorator):
+            around = site.inside[site.autocast_at]
+            if trains or around.is_decorator:
                 yield Finding(
                     "fp16-without-scaler",
                     "autocast to float16 trains without a scaler: gradients below 6e-8 silently "
@@ -135,7 +125,7 @@ def _without_scaler(program: Program) -> Iterator[Finding]:
                     "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
                     "from halfstep import GradScaler\nscaler = GradScaler()\n"
                     "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()",
-                    line=_line(around),
+                    line=around.line,
                 )
 
 
@@ -165,7 +155,3 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 (name,),
                 line=scaler.line or min(site.line for site in program.sites if site.autocast),
             )
-
-
-def _line(around: Around) -> int:
-    return int(getattr(around.node, "lineno", 0))

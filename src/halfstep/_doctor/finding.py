@@ -46,9 +46,6 @@ CATALOG: dict[str, Severity] = {
 """
 
 
-_PAGE = "docs/doctor.md"
-
-
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong, or worth knowing.
@@ -87,7 +84,7 @@ class Finding:
     @property
     def docs(self) -> str:
         """The section of the docs that explains it."""
-        return f"{_PAGE}#{self.id}"
+        return f"docs/doctor.md#{self.id}"
 
     @property
     def place(self) -> str:
@@ -96,8 +93,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, with severity and docs."""
-        what = {"severity": self.severity, "docs": self.docs}
-        return {**asdict(self), "names": list(self.names), **what}
+        own = asdict(self) | {"names": list(self.names)}
+        return {**own, "severity": self.severity, "docs": self.docs}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:

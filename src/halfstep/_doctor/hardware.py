@@ -38,12 +38,7 @@ _TENSOR_CORES = (((7, 0), "fp16"), ((8, 0), "bf16"), ((8, 0), "tf32"), ((8, 9), 
 
 @dataclass(frozen=True)
 class Advice:
-    """A precision and the reason for it.
-
-    Attributes:
-        precision: ``"bf16"``, ``"fp16"``, ``"tf32"`` or ``"fp32"``.
-        reason: One sentence.
-    """
+    """A precision and the reason for it, in one sentence."""
 
     precision: Precision
     reason: str
@@ -51,20 +46,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class MachineReport:
-    """A device and its measured speeds.
+    """A device, its measured speeds, and the switches of PyTorch."""
 
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
-        name: Of the processor or GPU.
-        units: Its units for lower precision.
-        speeds: The measured speeds.
-        advice: The precision to use.
-        flags: The switches of PyTorch.
-    """
-
-    device: str
-    name: str
-    units: tuple[str, ...]
+    device: str  # "cpu" or "cuda"
+    name: str  # of the processor or GPU
+    units: tuple[str, ...]  # for lower precision
     speeds: Speeds
     advice: Advice
     flags: tuple[Flag, ...]
@@ -81,22 +67,12 @@ def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> M
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     speeds = measure_speeds(device, on_round=on_round)
-    return MachineReport(
-        device,
-        device_name(device),
-        _units(device),
-        speeds,
-        advise(speeds.ratios),
-        tuple(read_flags()),
-    )
+    advice, flags = advise(speeds.ratios), tuple(read_flags())
+    return MachineReport(device, device_name(device), _units(device), speeds, advice, flags)
 
 
 def advise(ratios: Mapping[str, Mapping[str, float]]) -> Advice:
-    """Return the precision to train in.
-
-    Args:
-        ratios: Speeds as multiples of fp32's, of ``"matmul"`` and perhaps ``"conv"``.
-    """
+    """Return the precision to train in, from the ratios of :class:`Speeds`."""
     matmul = ratios["matmul"]
     bf16, fp16, tf32 = matmul["bf16"], matmul["fp16"], matmul.get("tf32", 0.0)
     if bf16 >= WORTH_IT and bf16 >= AS_GOOD * fp16:
@@ -118,14 +94,12 @@ def _conv(ratios: Mapping[str, Mapping[str, float]], name: str) -> str:
 
 def _units(device: str) -> tuple[str, ...]:
     if device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        return units_of_capability(capability)
+        return units_of_capability(torch.cuda.get_device_capability())
     known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    flags = {name for name, has in known.items() if has is True}
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-    vector = torch.backends.cpu.get_cpu_capability()
-    return (f"{vector} in use", *units_of_flags(flags | set(text.split())))
+    flags = {name for name, has in known.items() if has is True} | set(text.split())
+    return (f"{torch.backends.cpu.get_cpu_capability()} in use", *units_of_flags(flags))
 
 
 def units_of_flags(flags: set[str]) -> tuple[str, ...]:
@@ -157,23 +131,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Speeds:
-    """Measured speeds.
+    """Measured speeds by ``"matmul"`` and ``"conv"``, then by name of the dtype."""
 
-    Attributes:
-        gflops: 1e9 operations a second, by ``"matmul"`` and ``"conv"``, then by name of the dtype.
-        ratios: Speeds relative to fp32: medians over pairs that were measured in turn.
-    """
-
-    gflops: dict[str, dict[str, float]]
-    ratios: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class _Work:
-    kind: str
-    name: str
-    run: Callable[[], object]
-    operations: float
+    gflops: dict[str, dict[str, float]]  # 1e9 operations a second
+    ratios: dict[str, dict[str, float]]  # to fp32: medians over pairs measured in turn
 
 
 def measure_speeds(
@@ -194,25 +155,23 @@ def measure_speeds(
     """
     works = [work for kind in kinds for work in _works(kind, device)]
     with torch.no_grad():
-        for work in works:
-            _duration(work.run, device)  # the first call sets up the kernel
+        for *_, run in works:
+            _duration(run, device)  # the first call sets up the kernel
         rounds: list[list[float]] = []
         began = time.perf_counter()
         while len(rounds) < MOST_ROUNDS:
-            rounds.append([_duration(work.run, device) for work in works])
+            rounds.append([_duration(run, device) for *_, run in works])
             gone = (time.perf_counter() - began) / seconds
             on_round(min(max(gone, len(rounds) / MOST_ROUNDS), 1.0))
             if gone >= 1 and len(rounds) >= FEWEST_ROUNDS:
                 break
-    return speeds_of([(work.kind, work.name, work.operations) for work in works], rounds)
+    return speeds_of([work[:3] for work in works], rounds)
 
 
 def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) -> Speeds:
-    """Return speeds from durations.
+    """Return speeds from the seconds that each work takes, for each round.
 
-    Args:
-        works: Kind, name of the dtype and number of operations.
-        rounds: Seconds of each, for each round.
+    A work has a kind, the name of a dtype, and a number of operations.
     """
     gflops: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, float]] = {}
@@ -226,12 +185,14 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
     return Speeds(gflops, ratios)
 
 
-def _works(kind: str, device: str) -> Iterator[_Work]:
-    names = [*DTYPES, "tf32"] if device == "cuda" else list(DTYPES)
-    for name in names:
-        dtype = DTYPES.get(name, torch.float32)
-        run, operations = (_matmul if kind == "matmul" else _convolution)(device, dtype)
-        yield _Work(kind, name, partial(_with_tf32, run, name == "tf32"), operations)
+def _works(kind: str, device: str) -> Iterator[tuple[str, str, float, Callable[[], object]]]:
+    """Yield the kind, the name of the dtype, the number of operations and the function to time."""
+    make = _matmul if kind == "matmul" else _convolution
+    for name in [*DTYPES, "tf32"] if device == "cuda" else DTYPES:
+        run, operations = make(device, DTYPES.get(name, torch.float32))
+        if device == "cuda":
+            run = partial(_with_precision, "tf32" if name == "tf32" else "ieee", run)
+        yield kind, name, operations, run
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
@@ -255,10 +216,8 @@ def _duration(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - started
 
 
-def _with_tf32(run: Callable[[], object], allowed: bool) -> object:
-    if not torch.cuda.is_available():
-        return run()
-    with _fp32_precision("tf32" if allowed else "ieee"):
+def _with_precision(precision: str, run: Callable[[], object]) -> object:
+    with _fp32_precision(precision):
         return run()
 
 

@@ -11,36 +11,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep._doctor.finding import Finding
-from halfstep._numerics.formats import FORMATS
+from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
 
-_LOST_BELOW = {torch.float16: 2**11, torch.bfloat16: 2**8}
+_LOST = {
+    torch.float16: ("half-parameters", 2**11, ", and no scaler unscales such gradients"),
+    torch.bfloat16: ("bf16-parameters", 2**8, ""),
+}
 """An update is lost if the weight is larger by this factor: half a unit in the last place."""
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
-_FP16 = FORMATS["fp16"]
 
 
 @dataclass(frozen=True)
 class Training:
-    """The known objects of a training.
-
-    Attributes:
-        model: The module that is trained.
-        optimizers: All optimizers; none if unknown.
-        scaler: Ours or PyTorch's.
-        schedulers: Schedules of learning rates.
-        dtype: The lower precision of autocast; None if unknown.
-        makes_scaler: Whether its function may make a scaler itself.
-    """
+    """The known objects of a training."""
 
     model: nn.Module | None = None
     optimizers: tuple[Optimizer, ...] = ()
-    scaler: Any = None
-    schedulers: tuple[Any, ...] = ()
-    dtype: torch.dtype | None = None
-    makes_scaler: bool = False
+    scaler: Any = None  # ours or PyTorch's
+    schedulers: tuple[Any, ...] = ()  # of learning rates
+    dtype: torch.dtype | None = None  # the lower precision of autocast, if it is known
+    makes_scaler: bool = False  # whether its function may make a scaler itself
 
     def names(self, params: Iterable[Tensor], optimizer: Optimizer | None = None) -> list[str]:
         """Return the names of parameters."""
@@ -91,7 +84,8 @@ def _scalers(training: Training) -> Iterator[Finding]:
             "scale the loss; or use bfloat16, which needs no scaler, where it is fast",
             "scaler = halfstep.GradScaler()",
         )
-    if dtype == torch.bfloat16 and training.scales and not _is_guard(training.scaler):
+    is_guard = isinstance(training.scaler, GradScaler) and isinstance(training.scaler._rule, Static)
+    if dtype == torch.bfloat16 and training.scales and not is_guard:
         yield Finding(
             "scaler-with-bf16",
             "a scaler in a training in bfloat16, which has the range of float32: nothing "
@@ -115,27 +109,21 @@ def _only_dtype(training: Training) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _is_guard(scaler: Any) -> bool:
-    return isinstance(scaler, GradScaler) and isinstance(scaler._rule, Static)
-
-
 # --- parameters in lower precision ----------------------------------------------------------------
 
 
 def _low_parameters(training: Training) -> Iterator[Finding]:
-    for id, dtype in (("half-parameters", torch.float16), ("bf16-parameters", torch.bfloat16)):
+    for dtype, (id, factor, more) in _LOST.items():
         for optimizer in training.optimizers:
             low = [param for param in parameters(optimizer) if param.dtype == dtype]
             if not low:
                 continue
             names = training.names(low, optimizer)
-            kind = str(dtype).removeprefix("torch.")
-            more = ", and no scaler unscales such gradients" if dtype == torch.float16 else ""
+            kind = dtype_name(dtype)
             yield Finding(
                 id,
                 f"{type(optimizer).__name__} updates {len(low)} parameters in {kind} "
-                f"({_listed(names)}): updates below 1/{_LOST_BELOW[dtype]} of a weight are "
-                f"lost{more}",
+                f"({_listed(names)}): updates below 1/{factor} of a weight are lost{more}",
                 "keep the parameters in float32 and let autocast lower what an op takes",
                 f"model.float()\nwith halfstep.autocast(dtype=torch.{kind}):\n    ...",
                 tuple(names),
@@ -189,7 +177,7 @@ def _eps_of_modules(training: Training) -> Iterator[Finding]:
 
 
 def _is_lost(eps: object) -> TypeGuard[float]:
-    return isinstance(eps, float) and 0 < eps < _FP16.smallest_subnormal
+    return isinstance(eps, float) and 0 < eps < FORMATS["fp16"].smallest_subnormal
 
 
 def _in_fp16(eps: float) -> float:

@@ -5,83 +5,64 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
-from typing import Any, TypeAlias
-
-import torch
+from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-Bindings: TypeAlias = "dict[str, list[tuple[ast.expr, NameScope] | None]]"
+Written: TypeAlias = "tuple[ast.expr, NameScope]"
+"""An expression, and the names that are visible there."""
+Bindings: TypeAlias = "dict[str, list[Written | None]]"
+"""The expressions bound to names; None for unknown ones, as parameters and targets of loops."""
 
 
 @dataclass(eq=False)
 class NameScope:
-    """The names of a file or a function.
-
-    Attributes:
-        node: The file or the function.
-        parent: The scope around it.
-        class_name: The class around the function; empty if there is none.
-        bindings: The expressions bound to each name, with their scopes; None for unknown ones, as
-            parameters and the targets of loops.
-        functions: The functions that are defined in it.
-    """
+    """The names of a file or a function."""
 
     node: ast.Module | Function
     parent: NameScope | None
-    class_name: str = ""
+    class_name: str = ""  # of the class around the function
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 
-    def lookup(self, name: str) -> list[tuple[ast.expr, NameScope] | None]:
+    def lookup(self, name: str) -> list[Written | None]:
         """Return the possible bindings of a name that is used here."""
-        scope: NameScope | None = self
-        while scope is not None:
-            if name in scope.bindings:
-                return scope.bindings[name]
-            scope = scope.parent
-        return []
+        return next((s.bindings[name] for s in self._outward() if name in s.bindings), [])
 
     def function(self, name: str) -> Function | None:
         """Return the function that a name used here refers to."""
+        for scope in self._outward():
+            if name in scope.functions or name in scope.bindings:
+                return scope.functions.get(name)
+        return None
+
+    def _outward(self) -> Iterator[NameScope]:
         scope: NameScope | None = self
         while scope is not None:
-            if name in scope.functions:
-                return scope.functions[name]
-            if name in scope.bindings:
-                return None
+            yield scope
             scope = scope.parent
-        return None
 
 
 class FileNames:
-    """All names of a file.
-
-    Args:
-        tree: The file.
-
-    Attributes:
-        imports: The full names of imported names: ``{"F": "torch.nn.functional"}``.
-        scopes: Of the file and of each function.
-        attributes: The bindings of ``self.scaler`` and other attributes.
-        methods: By class and name.
-    """
+    """All names of a file."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.imports: dict[str, str] = {}
-        self.scopes: dict[ast.AST, NameScope] = {}
-        self.attributes: Bindings = {}
-        self.methods: dict[tuple[str, str], Function] = {}
+        self.imports: dict[str, str] = {}  # full names: {"F": "torch.nn.functional"}
+        self.scopes: dict[ast.AST, NameScope] = {}  # of the file and of each function
+        self.attributes: Bindings = {}  # of self.scaler and other attributes
+        self.methods: dict[tuple[str, str], Function] = {}  # by class and name
         self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
         for statement in tree.body:
             self._visit(statement)
         self._bind_parameters(tree)
 
-    def method(self, call: ast.expr, scope: NameScope) -> Function | None:
-        """Return the method of this class that ``self.name`` refers to."""
-        if isinstance(call, ast.Attribute) and dotted(call.value) == "self":
-            return self.methods.get((scope.class_name, call.attr))
+    def called(self, call: ast.Call, scope: NameScope) -> Function | None:
+        """Return the function of this file that a call runs."""
+        match call.func:
+            case ast.Name(id=name):
+                return scope.function(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                return self.methods.get((scope.class_name, name))
         return None
 
     # --- collecting -------------------------------------------------------------------------------
@@ -163,43 +144,26 @@ class FileNames:
     def _bind_parameters(self, tree: ast.Module) -> None:
         """Bind the arguments of functions that are called once; others stay unknown."""
         calls: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
-        for call, scope in self._all_calls(tree):
-            called = self._called(call, scope)
-            if called is not None:
-                calls.setdefault(called, []).append((call, scope))
-        for node, scope in self.scopes.items():
-            if isinstance(node, ast.Module):
-                continue
-            uses = calls.get(node, [])  # type: ignore[call-overload]
-            known = _passed(node, *uses[0]) if len(uses) == 1 else {}  # type: ignore[arg-type]
-            for name in _parameter_names(node.args):  # type: ignore[attr-defined]
-                scope.bindings.setdefault(name, []).append(known.get(name))
 
-    def _called(self, call: ast.Call, scope: NameScope) -> Function | None:
-        if isinstance(call.func, ast.Name):
-            return scope.function(call.func.id)
-        return self.method(call.func, scope)
-
-    def _all_calls(self, tree: ast.Module) -> Iterator[tuple[ast.Call, NameScope]]:
-        def below(node: ast.AST, scope: NameScope) -> Iterator[tuple[ast.Call, NameScope]]:
+        def find_calls(node: ast.AST, scope: NameScope) -> None:
             for child in ast.iter_child_nodes(node):
                 inner = self.scopes.get(child, scope)
-                if isinstance(child, ast.Call):
-                    yield child, inner
-                yield from below(child, inner)
+                if isinstance(child, ast.Call) and (called := self.called(child, inner)):
+                    calls.setdefault(called, []).append((child, inner))
+                find_calls(child, inner)
 
-        return below(tree, self.scopes[tree])
+        find_calls(tree, self.scopes[tree])
+        for scope in self.scopes.values():
+            if isinstance(scope.node, ast.Module):
+                continue
+            uses = calls.get(scope.node, [])
+            known = _passed(scope.node, *uses[0]) if len(uses) == 1 else {}
+            for arg in ast.iter_child_nodes(scope.node.args):
+                if isinstance(arg, ast.arg):
+                    scope.bindings.setdefault(arg.arg, []).append(known.get(arg.arg))
 
 
-def _parameter_names(args: ast.arguments) -> list[str]:
-    plain = [*args.posonlyargs, *args.args, *args.kwonlyargs]
-    rest = [arg for arg in (args.vararg, args.kwarg) if arg is not None]
-    return [arg.arg for arg in (*plain, *rest)]
-
-
-def _passed(
-    function: Function, call: ast.Call, scope: NameScope
-) -> Mapping[str, tuple[ast.expr, NameScope]]:
+def _passed(function: Function, call: ast.Call, scope: NameScope) -> Mapping[str, Written]:
     """Return the argument of each parameter in a call, as far as the source shows it."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         return {}
@@ -228,154 +192,3 @@ def dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
         return f"{before}.{node.attr}"
     return ""
-
-
-# --- values ---------------------------------------------------------------------------------------
-
-
-Written: TypeAlias = "tuple[ast.expr, NameScope]"
-_MISSING: Any = object()
-
-
-class Values:
-    """Follows the expressions of a file to their possible values.
-
-    Args:
-        tree: The file.
-        known: Objects that names of the file stand for in a running program.
-    """
-
-    def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
-        self.names = FileNames(tree)
-        self._known = known
-
-    def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
-        """Return the expressions that ``node`` may stand for; None for an unknown one."""
-        return list(self._follow(node, scope, frozenset()))
-
-    def _follow(
-        self, node: ast.expr, scope: NameScope, seen: frozenset[tuple[str, NameScope]]
-    ) -> Iterator[Written | None]:
-        match node:
-            case ast.IfExp(body=body, orelse=orelse):
-                yield from self._follow(body, scope, seen)
-                yield from self._follow(orelse, scope, seen)
-            case ast.BoolOp(values=values):
-                for value in values:
-                    yield from self._follow(value, scope, seen)
-            case ast.NamedExpr(value=value):
-                yield from self._follow(value, scope, seen)
-            case ast.Name() | ast.Attribute():
-                yield from self._follow_name(node, scope, seen)
-            case _:
-                yield node, scope
-
-    def _follow_name(
-        self,
-        node: ast.Name | ast.Attribute,
-        scope: NameScope,
-        seen: frozenset[tuple[str, NameScope]],
-    ) -> Iterator[Written | None]:
-        text = dotted(node)
-        first = text.partition(".")[0]
-        is_local = first != "self" and first in scope.bindings and scope.parent is not None
-        if not is_local and self.object(node) is not None:
-            yield node, scope  # its current value, whatever the file assigns
-            return
-        bound = (
-            scope.lookup(text)
-            if isinstance(node, ast.Name)
-            else self.names.attributes.get(text, [])
-        )
-        if not bound:
-            yield node, scope
-        elif (text, scope) not in seen:
-            for each in bound:
-                if each is None:
-                    yield None
-                else:
-                    yield from self._follow(*each, seen | {(text, scope)})
-
-    def object(self, node: ast.expr) -> object:
-        """Return the object that a name stands for; None if unknown."""
-        if not self._known:
-            return None
-        first, *rest = dotted(node).split(".")
-        found = self._known.get(first, _MISSING)
-        for attribute in rest:
-            if found is _MISSING:
-                return None
-            held = vars(found) if hasattr(found, "__dict__") else {}
-            found = held.get(attribute, _MISSING)
-        return None if found is _MISSING else found
-
-    def qualified(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the full name of an expression, ``torch.cuda.amp.autocast``; empty if unknown."""
-        names = {self._qualified_as_written(*each) for each in self.candidates(node, scope) if each}
-        return names.pop() if len(names) == 1 else ""
-
-    def _qualified_as_written(self, node: ast.expr, scope: NameScope) -> str:
-        first, *rest = dotted(node).split(".")
-        if first in self.names.imports:
-            return ".".join([self.names.imports[first], *rest])
-        known = self.object(node)
-        if isinstance(known, ModuleType):
-            return known.__name__
-        if isinstance(known, type | FunctionType):
-            return f"{known.__module__}.{known.__qualname__}"
-        module = self._known.get(first)
-        if isinstance(module, ModuleType):
-            return ".".join([module.__name__, *rest])
-        return ""
-
-    def dtype(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the name of a dtype, ``"float16"``; empty if uncertain."""
-        found = {
-            self._dtype_as_written(*each) if each else "" for each in self.candidates(node, scope)
-        }
-        return found.pop() if len(found) == 1 else ""
-
-    def _dtype_as_written(self, node: ast.expr, scope: NameScope) -> str:
-        known = self.object(node)
-        if isinstance(known, torch.dtype):
-            return str(known).removeprefix("torch.")
-        name = self._qualified_as_written(node, scope)
-        dtype = getattr(torch, name.removeprefix("torch."), None) if name else None
-        return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else ""
-
-    def constant(self, node: ast.expr, scope: NameScope) -> Any:
-        """Return the value of a literal; None if uncertain."""
-        found = [
-            _literal(each[0], self.object(each[0])) if each else _MISSING
-            for each in self.candidates(node, scope)
-        ]
-        first = found[0] if found else _MISSING
-        is_certain = first is not _MISSING and all(value == first for value in found)
-        return first if is_certain else None
-
-    def local(self, call: ast.Call, scope: NameScope) -> Function | None:
-        """Return the function of this file that a call runs."""
-        if isinstance(call.func, ast.Name):
-            return scope.function(call.func.id)
-        return self.names.method(call.func, scope)
-
-
-def _literal(node: ast.expr, known: object) -> Any:
-    if isinstance(known, bool | int | float | str):
-        return known
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError, RecursionError):
-        return _MISSING
-
-
-def argument(call: ast.Call, name: str, position: int) -> ast.expr | None:
-    """Return the argument of a call with a name or at a position (-1: by name only)."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if 0 <= position < len(call.args) and not any(
-        isinstance(arg, ast.Starred) for arg in call.args[: position + 1]
-    ):
-        return call.args[position]
-    return None

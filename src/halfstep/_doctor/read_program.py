@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Literal, TypeAlias
 
-from halfstep._doctor.read_meaning import Meaning, SourceAutocast, SourceScaler
-from halfstep._doctor.read_names import Function, NameScope, Values, dotted, words_of
+from halfstep._doctor.read_names import Function, NameScope, dotted, words_of
+from halfstep._doctor.read_values import Meaning, SourceAutocast, SourceScaler, Values
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_grad_norm")
 _CLIP_OWNERS = ("accelerator", "fabric", "strategy", "engine", "trainer")
@@ -18,12 +18,7 @@ _CLIP_OWNERS = ("accelerator", "fabric", "strategy", "engine", "trainer")
 
 @dataclass(frozen=True)
 class Root:
-    """The top level of a file, or a function, with all calls that it leads to.
-
-    Attributes:
-        node: The file or the function.
-        sites: The calls, in order.
-    """
+    """The top level of a file, or a function, with all calls that it leads to, in order."""
 
     node: ast.Module | Function
     sites: tuple[Site, ...]
@@ -53,11 +48,10 @@ class Program:
     @cached_property
     def roots(self) -> list[Root]:
         """The parts of the file to check."""
-        walk = Walk(self.meaning)
+        walk = _Walk(self.meaning)
         scopes = self.values.names.scopes
-        nodes = [scope.node for scope in scopes.values()]
-        chosen = nodes if self._function is None else [self._function]
-        return [Root(node, tuple(walk.of(node))) for node in chosen]
+        chosen = [self._function] if self._function else [s.node for s in scopes.values()]
+        return [Root(node, tuple(islice(walk.body(node, ()), MOST_SITES))) for node in chosen]
 
     @property
     def sites(self) -> Iterator[Site]:
@@ -152,43 +146,34 @@ MOST_SITES = 5000
 
 @dataclass(frozen=True)
 class Around:
-    """One construct around a call.
+    """One construct around a call."""
 
-    Attributes:
-        kind: An autocast; a switch of gradient recording; a loop; an arm of an ``if``; a call of a
-            function of the same file.
-        node: Its node: a condition, a loop, a call.
-        autocast: For an autocast, its properties.
-        grad: For a gradient switch, whether gradients are recorded.
-        arm: For an arm, the condition and the number of the arm.
-        is_decorator: Whether it surrounds a whole function.
-        function: For a call, the function.
-    """
-
-    kind: AroundKind
+    kind: AroundKind  # an arm is that of an ``if``; a call is that of a function of the same file
     node: ast.AST
     autocast: SourceAutocast | None = None
-    grad: bool = True
-    arm: tuple[str, int] = ("", 0)
-    is_decorator: bool = False
-    function: Function | None = None
+    grad: bool = True  # whether gradients are recorded
+    arm: tuple[str, int] = ("", 0)  # the condition, and the number of the arm
+    is_decorator: bool = False  # it surrounds a whole function
+    function: Function | None = None  # that is called
+
+    @property
+    def line(self) -> int:
+        """Its line in the file."""
+        return int(getattr(self.node, "lineno", 0))
+
+
+_Inside: TypeAlias = tuple[Around, ...]
+"""The constructs around a call, the outermost first."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A call and its surroundings.
-
-    Attributes:
-        call: The call.
-        scope: The names that are visible there.
-        statement: The statement that contains it.
-        inside: The constructs around it, the outermost first.
-    """
+    """A call and its surroundings."""
 
     call: ast.Call
-    scope: NameScope
-    statement: ast.stmt
-    inside: tuple[Around, ...]
+    scope: NameScope  # the names that are visible there
+    statement: ast.stmt  # that contains it
+    inside: _Inside
 
     @property
     def line(self) -> int:
@@ -223,15 +208,9 @@ class Site:
         """Whether gradients are recorded."""
         return all([around.grad for around in self.inside if around.kind == "grad"][-1:])
 
-    @property
-    def loops(self) -> tuple[ast.AST, ...]:
-        """The loops around it."""
-        return tuple(around.node for around in self.inside if around.kind == "loop")
-
-    @property
-    def calls(self) -> tuple[ast.AST, ...]:
-        """The calls of the file's functions that lead to it: one call of one function."""
-        return tuple(around.node for around in self.inside if around.kind == "call")
+    def around(self, kind: AroundKind) -> list[ast.AST]:
+        """Return the nodes of one kind around it: the loops, or the calls that lead to it."""
+        return [around.node for around in self.inside if around.kind == kind]
 
     @property
     def arms(self) -> dict[str, int]:
@@ -244,54 +223,40 @@ class Site:
         return any(theirs.get(test, arm) != arm for test, arm in self.arms.items())
 
 
-class Walk:
-    """Lists the calls of a file or a function.
-
-    Args:
-        meaning: Recognizes autocasts.
-    """
+class _Walk:
+    """Lists the calls of a file or a function, and of the functions that it calls, in order."""
 
     def __init__(self, meaning: Meaning) -> None:
         self._meaning = meaning
-        self._values = meaning.values
+        self._names = meaning.values.names
 
-    def of(self, root: ast.Module | Function) -> list[Site]:
-        """Return the calls of a root, and of the functions that it calls, in order."""
-        return list(islice(self._body(root, ()), MOST_SITES))
-
-    def _body(self, root: ast.Module | Function, inside: tuple[Around, ...]) -> Iterator[Site]:
-        scope = self._values.names.scopes[root]
+    def body(self, root: ast.Module | Function, inside: _Inside) -> Iterator[Site]:
+        scope = self._names.scopes[root]
         if not isinstance(root, ast.Module):
             for decorator in root.decorator_list:
                 inside += tuple(self._entered(decorator, scope, is_decorator=True))
         yield from self._block(root.body, scope, inside)
 
-    def _block(
-        self, statements: Iterable[ast.stmt], scope: NameScope, inside: tuple[Around, ...]
-    ) -> Iterator[Site]:
-        for statement in statements:
+    def _block(self, block: list[ast.stmt], scope: NameScope, inside: _Inside) -> Iterator[Site]:
+        for statement in block:
             yield from self._statement(statement, scope, inside)
             # Statements after `if a: return` run in the other arm.
             if isinstance(statement, ast.If) and not statement.orelse and _leaves(statement.body):
-                inside += (_arm(statement, statement.test, 1),)
+                inside += (_arm(statement, 1),)
 
-    def _statement(
-        self, statement: ast.stmt, scope: NameScope, inside: tuple[Around, ...]
-    ) -> Iterator[Site]:
+    def _statement(self, statement: ast.stmt, scope: NameScope, inside: _Inside) -> Iterator[Site]:
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 return  # their bodies run when they are called
             case ast.If(test=test, body=body, orelse=orelse):
                 yield from self._calls(test, statement, scope, inside)
                 for which, block in enumerate((body, orelse)):
-                    arm = _arm(statement, test, which)
-                    yield from self._block(block, scope, (*inside, arm))
-            case ast.For(iter=iterated) | ast.AsyncFor(iter=iterated):
-                yield from self._calls(iterated, statement, scope, inside)
-                yield from self._loop(statement, scope, inside)
-            case ast.While(test=test):
-                yield from self._calls(test, statement, scope, inside)
-                yield from self._loop(statement, scope, inside)
+                    yield from self._block(block, scope, (*inside, _arm(statement, which)))
+            case ast.For(iter=head) | ast.AsyncFor(iter=head) | ast.While(test=head):
+                yield from self._calls(head, statement, scope, inside)
+                loop = Around("loop", statement)
+                yield from self._block(statement.body, scope, (*inside, loop))
+                yield from self._block(statement.orelse, scope, inside)
             case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
                 for item in items:
                     yield from self._calls(item.context_expr, statement, scope, inside)
@@ -299,26 +264,25 @@ class Walk:
                 yield from self._block(body, scope, inside)
             case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=final):
                 yield from self._block(body, scope, inside)
-                for which, handler in enumerate(handlers, 1):
-                    arm = Around("arm", handler, arm=(f"try {statement.lineno}", which))
-                    yield from self._block(handler.body, scope, (*inside, arm))
+                yield from self._cases("try", statement, handlers, scope, inside)
                 yield from self._block([*orelse, *final], scope, inside)
             case ast.Match(subject=subject, cases=cases):
                 yield from self._calls(subject, statement, scope, inside)
-                for which, each in enumerate(cases):
-                    arm = Around("arm", each, arm=(f"match {statement.lineno}", which))
-                    yield from self._block(each.body, scope, (*inside, arm))
+                yield from self._cases("match", statement, cases, scope, inside)
             case _:
                 yield from self._calls(statement, statement, scope, inside)
 
-    def _loop(
+    def _cases(
         self,
-        loop: ast.For | ast.AsyncFor | ast.While,
+        word: str,
+        statement: ast.stmt,
+        cases: Sequence[ast.ExceptHandler | ast.match_case],
         scope: NameScope,
-        inside: tuple[Around, ...],
+        inside: _Inside,
     ) -> Iterator[Site]:
-        yield from self._block(loop.body, scope, (*inside, Around("loop", loop)))
-        yield from self._block(loop.orelse, scope, inside)
+        for which, case in enumerate(cases, 1):  # 0: no handler runs
+            arm = Around("arm", case, arm=(f"{word} {statement.lineno}", which))
+            yield from self._block(case.body, scope, (*inside, arm))
 
     def _entered(
         self, context: ast.expr, scope: NameScope, is_decorator: bool = False
@@ -328,10 +292,10 @@ class Walk:
             yield Around("autocast", context, autocast, is_decorator=is_decorator)
         grad = self._meaning.switches_grad(context, scope)
         if grad is not None:
-            yield Around("grad", context, grad=grad, is_decorator=is_decorator)
+            yield Around("grad", context, grad=grad)
 
     def _calls(
-        self, node: ast.AST, statement: ast.stmt, scope: NameScope, inside: tuple[Around, ...]
+        self, node: ast.AST, statement: ast.stmt, scope: NameScope, inside: _Inside
     ) -> Iterator[Site]:
         """Yield the calls in an expression, inner ones first, as they run."""
         if isinstance(node, ast.Lambda):
@@ -342,35 +306,23 @@ class Walk:
             yield from self._calls(child, statement, scope, inside)
         if isinstance(node, ast.Call):
             yield Site(node, scope, statement, inside)
-            yield from self._followed(node, scope, inside)
-
-    def _followed(
-        self, call: ast.Call, scope: NameScope, inside: tuple[Around, ...]
-    ) -> Iterator[Site]:
-        function = self._values.local(call, scope)
-        outer = [around.function for around in inside if around.kind == "call"]
-        if function is not None and function not in outer and len(outer) < MOST_NESTED_CALLS:
-            called = Around("call", call, function=function)
-            yield from self._body(function, (*inside, called))
+            function = self._names.called(node, scope)
+            outer = [around.function for around in inside if around.kind == "call"]
+            if function is not None and function not in outer and len(outer) < MOST_NESTED_CALLS:
+                yield from self.body(function, (*inside, Around("call", node, function=function)))
 
 
-def _arm(statement: ast.If, test: ast.expr, which: int) -> Around:
+def _arm(statement: ast.If, which: int) -> Around:
     """Identify an arm by its condition: two ``if`` with the same condition depend on each other."""
+    test = statement.test
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test, which = test.operand, 1 - which
-    is_none = (
-        isinstance(test, ast.Compare)
-        and len(test.ops) == 1
-        and isinstance(test.comparators[0], ast.Constant)
-        and test.comparators[0].value is None
-    )
-    if isinstance(test, ast.Compare) and is_none:
-        # For objects, `x is not None` and `x` are the same condition.
-        which = which if isinstance(test.ops[0], ast.IsNot | ast.NotEq) else 1 - which
-        return Around("arm", statement, arm=(ast.unparse(test.left), which))
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.NotEq):
-        test = ast.Compare(test.left, [ast.Eq()], test.comparators)
-        which = 1 - which
+    match test:
+        case ast.Compare(left=left, ops=[op], comparators=[ast.Constant(value=None)]):
+            # For objects, `x is not None` and `x` are the same condition.
+            test, which = left, which if isinstance(op, ast.IsNot | ast.NotEq) else 1 - which
+        case ast.Compare(left=left, ops=[ast.NotEq()], comparators=compared):
+            test, which = ast.Compare(left, [ast.Eq()], compared), 1 - which
     return Around("arm", statement, arm=(ast.unparse(test), which))
 
 

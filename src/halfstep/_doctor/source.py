@@ -5,18 +5,18 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from halfstep._doctor import about_losses, about_models, about_order, about_regions
+from halfstep._doctor import about_iterations, about_models, about_regions
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.read_names import Function
 from halfstep._doctor.read_program import Program
 
-_RULES = (about_order, about_regions, about_models, about_losses)
+_RULES = (about_iterations, about_regions, about_models)
 _NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
 """A file without any of these words is not checked."""
 _ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
@@ -116,17 +116,14 @@ def _check(
         return []
     found = (finding for rule in _RULES for finding in rule.findings(program))
     lines = source.splitlines()
-    return list(
-        dict.fromkeys(
-            replace(finding, file=file) for finding in found if not _is_allowed(finding, lines)
-        )
-    )
+    kept = (replace(each, file=file) for each in found if not _is_allowed(each, lines))
+    return list(dict.fromkeys(kept))
 
 
-def _is_allowed(finding: Finding, lines: Iterable[str]) -> bool:
+def _is_allowed(finding: Finding, lines: list[str]) -> bool:
     """Return whether the line has a comment ``# halfstep: allow``, with this id or none."""
-    line = [*lines][finding.line - 1 : finding.line]
-    allowed = _ALLOWED.search(line[0]) if line else None
+    line = "".join(lines[finding.line - 1 : finding.line])
+    allowed = _ALLOWED.search(line)
     if allowed is None:
         return False
     ids = re.findall(r"[\w-]+", allowed[1])

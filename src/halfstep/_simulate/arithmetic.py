@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,43 +18,22 @@ from halfstep._simulate.counts import RoundingCounts
 from halfstep._trace.ops import casts_to, op_name, written_to
 from halfstep._trace.rows import Phase
 
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class OpContext:
-    """Module, phase and rule of an op, and the counts of its values.
-
-    Attributes:
-        module: The path of the module that the op belongs to.
-        phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
-        is_lowered: Whether it is part of an op that the policy lowers, or of its gradient.
-        counts: The counts to which rounded values are added.
-    """
+    """Module, phase and rule of an op, and the counts of its values."""
 
     module: str
     phase: Phase
-    is_lowered: bool
+    is_lowered: bool  # part of an op that the policy lowers, or of its gradient
     counts: RoundingCounts
 
     def note(self, values: Tensor) -> None:
         """Count values just before they are rounded. Sync: none."""
         self.counts.add(self.module, self.phase, values)
-
-
-class Arithmetic(Protocol):
-    """Way to run an op below autograd as hardware with the format would run it."""
-
-    def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
-    ) -> Any:
-        """Run an op and return its result.
-
-        Args:
-            func: The op.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            context: Its module, phase and rule.
-        """
-        ...
 
 
 def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -93,23 +72,24 @@ class HalfArithmetic:
     def __init__(self, format: Format) -> None:
         self._low = format.dtype
         self._name = dtype_name(format.dtype)
-        self._dtypes = ResultDtypes()
+        self._dtypes: dict[Any, tuple[torch.dtype, ...]] = {}
 
-    def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
-    ) -> Any:
-        """Run an op; see :class:`halfstep._simulate.arithmetic.Arithmetic`."""
+    def run(self, func: Any, args: Args, kwargs: Kwargs, context: OpContext) -> Any:
+        """Run an op below autograd as hardware with the format would, and return its result."""
         if casts_to(func, args, kwargs) == self._name:
             context.note(args[1] if op_name(func) == "copy_" else args[0])
         elif self._computes_in_place(func, args, kwargs):
             return self._run_in_place(func, args, kwargs, context)
         elif self._computes(func, args, kwargs):
-            dtypes = self._dtypes.of(func, args, kwargs)
+            key = (func, _kind(args), _kind(kwargs))
+            if key not in self._dtypes:
+                self._dtypes[key] = _result_dtypes(func, args, kwargs)
+            dtypes = self._dtypes[key]
             if self._low in dtypes:
                 return self._run_wide(func, args, kwargs, dtypes, context)
         return func(*args, **kwargs)
 
-    def _computes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _computes(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         name = op_name(func)
         if func.is_view or schema_of(func).is_mutable or name in _MOVE or func.namespace != "aten":
             return False
@@ -119,14 +99,11 @@ class HalfArithmetic:
             return "_for_cpu" in name or "efficient" in name
         if "batch_norm" in name:  # it writes to its running statistics, which must not be copies
             return args[3] is None or args[3].dtype is not self._low
-        if name in (
-            "_softmax",
-            "_log_softmax",
-        ):  # the argument asks for float32, invalid for float32 inputs
+        if name in ("_softmax", "_log_softmax"):  # it asks for float32, invalid for float32 inputs
             return not args[2]
         return torch.Tag.nondeterministic_seeded not in func.tags  # they would draw other numbers
 
-    def _computes_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _computes_in_place(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Return whether an op computes and writes to a tensor in lower precision."""
         name = op_name(func)
         if not schema_of(func).is_mutable or name in _MOVE or func.namespace != "aten":
@@ -140,9 +117,7 @@ class HalfArithmetic:
     def _wide(self, values: Any) -> Any:
         return each_tensor(values, lambda t: t.float() if t.dtype is self._low else t)
 
-    def _run_in_place(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
-    ) -> Any:
+    def _run_in_place(self, func: Any, args: Args, kwargs: Kwargs, context: OpContext) -> Any:
         wide = self._wide(args)
         func(*wide, **self._wide(kwargs))
         context.note(wide[0])
@@ -152,8 +127,8 @@ class HalfArithmetic:
     def _run_wide(
         self,
         func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         dtypes: tuple[torch.dtype, ...],
         context: OpContext,
     ) -> Any:
@@ -171,22 +146,6 @@ class HalfArithmetic:
         return each_tensor(result, narrowed)
 
 
-class ResultDtypes:
-    """Dtypes of the tensors that an op returns, found with tensors without values."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[torch.dtype, ...]] = {}
-
-    def of(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.dtype, ...]:
-        """Return them in order; an empty tuple for an op that cannot run without values."""
-        key = (func, _kind(args), _kind(kwargs))
-        if key not in self._known:
-            self._known[key] = _found(func, args, kwargs)
-        return self._known[key]
-
-
 def _kind(value: Any) -> Any:
     """Return a key with all that the dtypes of results may depend on."""
     if isinstance(value, Tensor):
@@ -198,7 +157,12 @@ def _kind(value: Any) -> Any:
     return value if isinstance(value, (bool, torch.dtype)) else type(value)
 
 
-def _found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.dtype, ...]:
+def _result_dtypes(func: Any, args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
+    """Return the dtypes of the tensors that an op returns, found with tensors without values.
+
+    Empty for an op that cannot run without values.
+    """
+
     def empty(tensor: Tensor) -> Tensor:
         size, stride = tensor.size(), tensor.stride()
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
@@ -255,10 +219,8 @@ class Float8Arithmetic:
         self._counted: dict[tuple[str, int], Any] = {}  # with a reference that keeps the key unique
         self._is_behind = False
 
-    def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
-    ) -> Any:
-        """Run an op; see :class:`halfstep._simulate.arithmetic.Arithmetic`."""
+    def run(self, func: Any, args: Args, kwargs: Kwargs, context: OpContext) -> Any:
+        """Run an op below autograd as hardware with the format would, and return its result."""
         places = _OPERANDS.get(op_name(func), ()) if context.is_lowered else ()
         if not places or any(args[place].dtype is not torch.float32 for place in places):
             return func(*args, **kwargs)
@@ -304,3 +266,6 @@ def _scale(values: Tensor, format: Format) -> Tensor:
     bits = ((of_largest - 1 - exponent).clamp(-126, 126) + 127) << 23
     scale: Tensor = bits.to(torch.int32).view(torch.float32)
     return scale
+
+
+Arithmetic: TypeAlias = HalfArithmetic | Float8Arithmetic

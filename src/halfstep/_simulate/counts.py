@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from halfstep._numerics.formats import Format
 from halfstep._pytorch import modes
 from halfstep._trace.rows import Phase
-from halfstep._trace.text import TableLine, aligned
+from halfstep._trace.text import aligned
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,10 @@ class RoundingCount:
 
     def plain(self) -> dict[str, Any]:
         """Return plain values by name."""
-        return {
-            "module": self.module,
-            "phase": self.phase,
-            "values": self.values,
-            "saturated": self.saturated,
-            "flushed": self.flushed,
-            "amax": self.amax,
-            "share": self.share,
-        }
+        return {**asdict(self), "share": self.share}
 
 
-@dataclass
-class _Sum:
+class _Sum(NamedTuple):
     """Sums on a device, which are read only at the end."""
 
     values: int
@@ -64,20 +55,18 @@ class _Sum:
     flushed: Tensor
     amax: Tensor
 
-    def add(self, other: _Sum) -> None:
+    def joined(self, other: _Sum) -> _Sum:
         # Not in place: a tensor made in inference mode must not be changed outside of it.
-        self.values += other.values
-        self.saturated = self.saturated + other.saturated
-        self.flushed = self.flushed + other.flushed
-        self.amax = torch.maximum(self.amax, other.amax)
+        return _Sum(
+            self.values + other.values,
+            self.saturated + other.saturated,
+            self.flushed + other.flushed,
+            torch.maximum(self.amax, other.amax),
+        )
 
 
 class RoundingCounts:
-    """Running counts, to which several threads add.
-
-    Args:
-        format: The format to which values are rounded.
-    """
+    """Running counts of values that are rounded to a format, to which several threads add."""
 
     def __init__(self, format: Format) -> None:
         self._format = format
@@ -92,10 +81,8 @@ class RoundingCounts:
             counted = _counted(values, self._format)
             with self._lock:
                 key = (module, phase, values.device)
-                if key in self._sums:
-                    self._sums[key].add(counted)
-                else:
-                    self._sums[key] = counted
+                before = self._sums.get(key)
+                self._sums[key] = counted if before is None else before.joined(counted)
 
     def rows(self) -> list[RoundingCount]:
         """Return the counts by module and phase. Sync: waits for the devices."""
@@ -126,6 +113,7 @@ def _counted(values: Tensor, format: Format) -> _Sum:
     )
 
 
+_OUTSIDE = "(in no submodule)"
 _HEAD = ("module", "phase", "values", "saturated", "flushed", "share", "amax")
 
 
@@ -133,22 +121,16 @@ def counts_text(
     rows: Sequence[RoundingCount], format: Format, *, clips: bool, notes: Sequence[str]
 ) -> str:
     """Return the counts as a table between two lines of summary and the notes."""
-    lines: list[TableLine] = [_HEAD, *map(_cells, rows)]
-    body = aligned(lines, right=_HEAD[2:]) if rows else []
-    return "\n".join(
-        [summary_text(rows, format), worst_text(rows, format, clips=clips), *body, *notes]
-    )
+    body = aligned([_HEAD, *map(_cells, rows)], right=_HEAD[2:]) if rows else []
+    summary, worst = summary_text(rows, format), worst_text(rows, format, clips=clips)
+    return "\n".join([summary, worst, *body, *notes])
 
 
 def summary_text(rows: Sequence[RoundingCount], format: Format) -> str:
     """Return ``"fp16: 81,920 values rounded, 12 saturated, 3,004 flushed to zero"``."""
-    values, saturated, flushed = (
-        sum(getattr(row, name) for row in rows) for name in ("values", "saturated", "flushed")
-    )
-    return (
-        f"{format.name}: {values:,} values rounded, {saturated:,} saturated, "
-        f"{flushed:,} flushed to zero"
-    )
+    values, saturated = sum(row.values for row in rows), sum(row.saturated for row in rows)
+    lost = f"{saturated:,} saturated, {sum(row.flushed for row in rows):,} flushed to zero"
+    return f"{format.name}: {values:,} values rounded, {lost}"
 
 
 def worst_text(rows: Sequence[RoundingCount], format: Format, *, clips: bool) -> str:
@@ -166,23 +148,18 @@ def worst_text(rows: Sequence[RoundingCount], format: Format, *, clips: bool) ->
         of = "" if parts else " of its values"
         parts.append(f"{_percent(row.flushed, row.values)}{of} became zero")
     ends = f"{format.name} ends at {format.largest:,g} and {format.smallest_subnormal:.3g}"
-    lost = " and ".join(parts)
-    return f"worst: {_name(row)}, {row.phase}: {lost}; largest {row.amax:.3g}, {ends}"
-
-
-def _name(row: RoundingCount) -> str:
-    return row.module or "(in no submodule)"
+    place, lost = f"{row.module or _OUTSIDE}, {row.phase}", " and ".join(parts)
+    return f"worst: {place}: {lost}; largest {row.amax:.3g}, {ends}"
 
 
 def _cells(row: RoundingCount) -> tuple[str, ...]:
-    lost = row.saturated + row.flushed
     return (
-        _name(row),
+        row.module or _OUTSIDE,
         row.phase,
         f"{row.values:,}",
         f"{row.saturated:,}",
         f"{row.flushed:,}",
-        _percent(lost, row.values),
+        _percent(row.saturated + row.flushed, row.values),
         f"{row.amax:.3g}",
     )
 

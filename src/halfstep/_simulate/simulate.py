@@ -1,13 +1,13 @@
-"""Simulation context: runs the block as if in a lower precision."""
+"""Simulation: a context, and the dispatch mode in it that runs ops by a simulated arithmetic."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from types import TracebackType
+from itertools import count
 from typing import Any, Self
 
 import torch
@@ -16,16 +16,26 @@ from torch.overrides import TorchFunctionMode
 
 from halfstep._autocast import kernels
 from halfstep._autocast.context import default_device
+from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import Region, Settings
-from halfstep._autocast.rule import did_you_mean
+from halfstep._autocast.rule import Rule, did_you_mean
 from halfstep._common.force_eager import eager
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler
-from halfstep._simulate.arithmetic import Arithmetic, Float8Arithmetic, HalfArithmetic
+from halfstep._pytorch.modes import dispatch_modes
+from halfstep._simulate.arithmetic import (
+    Args,
+    Arithmetic,
+    Float8Arithmetic,
+    HalfArithmetic,
+    Kwargs,
+    OpContext,
+)
 from halfstep._simulate.counts import RoundingCount, RoundingCounts, counts_text, summary_text
-from halfstep._simulate.simulator import Simulator, rules_observed
+from halfstep._trace.ops import OpMode, op_name
+from halfstep._trace.places import OpPlaces, RunningModules
 from halfstep.errors import CallOrderError
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -36,11 +46,6 @@ def autocast_forward(devices: list[str], dtype: torch.dtype, policy: Policy) -> 
     """Enter autocast for the forward passes of a block, even with a dtype the device lacks.
 
     Casts of weights are not cached, so that each is counted and none outlives the block.
-
-    Args:
-        devices: The device types.
-        dtype: The lower precision.
-        policy: The policy.
     """
     with ExitStack() as stack:
         for device in devices:
@@ -156,7 +161,9 @@ class simulate:
         self._counts = RoundingCounts(self.format)
         self._devices = _devices(model)
         self._is_compiled = any(map(compiler.is_compiled, model.modules()))
-        self._simulator: Simulator | None = Simulator(model, self.policy, arithmetic, self._counts)
+        self._simulator: _Simulator | None = _Simulator(
+            model, self.policy, arithmetic, self._counts
+        )
         self._has_run = False
         self.notes: tuple[str, ...] = ()
         self._stack, self._thread = ExitStack(), threading.get_ident()
@@ -168,7 +175,7 @@ class simulate:
             )
         lower = torch.bfloat16 if self._clips else self.format.dtype
         with ExitStack() as stack:
-            stack.enter_context(rules_observed())
+            stack.enter_context(_rules_observed())
             stack.enter_context(self._simulator.modules.followed())
             if self._is_compiled:
                 stack.enter_context(eager(has_global_hooks=True))
@@ -178,12 +185,7 @@ class simulate:
         self._has_run, self._thread = True, threading.get_ident()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if threading.get_ident() != self._thread:
             raise CallOrderError(
                 "a simulation was left in a thread that did not enter it, and is still running; "
@@ -191,8 +193,8 @@ class simulate:
             )
         self._stack.close()
         assert self._simulator is not None
-        notes = [_EAGER] if self._is_compiled else []
-        self.notes = (*notes, *([] if self._simulator.modules.have_run else [_NOT_RUN]))
+        said = {_EAGER: self._is_compiled, _NOT_RUN: not self._simulator.modules.have_run}
+        self.notes = tuple(note for note, is_so in said.items() if is_so)
         self._simulator = None  # releases the model
 
     def rows(self) -> list[dict[str, Any]]:
@@ -249,3 +251,78 @@ def _devices(model: nn.Module) -> list[str]:
     tensors = (*model.parameters(), *model.buffers())
     types = dict.fromkeys(tensor.device.type for tensor in tensors)
     return [t for t in types if t in amp.autocast_devices()] or [default_device()]
+
+
+# --- the mode -------------------------------------------------------------------------------------
+
+
+class _Simulator(OpMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that runs every op of a thread by an arithmetic, and counts what it rounds."""
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, arithmetic: Arithmetic, counts: RoundingCounts
+    ) -> None:
+        self.policy = policy
+        self.modules = RunningModules(model)
+        self.places = OpPlaces(self.modules)
+        self._arithmetic, self._counts = arithmetic, counts
+        self._numbers = count()
+        super().__init__(self.places)
+
+    def under(self, op: str, rule: Rule, active: PolicyOnDevice) -> AbstractContextManager[object]:
+        """Count the ops of the block as parts of ``op``, which runs by ``rule``."""
+        dtype = torch.get_autocast_dtype(active.device)
+        # For float8 the rule that runs replaces the one of the policy.
+        meant = self.policy.rule(op, active.device, dtype, active.phase(), active.module)
+        return self.places.under(op, meant or rule, active)
+
+    def run(self, func: Any, args: Args, kwargs: Kwargs, given: list[Tensor]) -> Any:
+        """Run an op and return its result."""
+        place, phase = self.places.place(op_name(func), next(self._numbers), is_cast=False)
+        lowered = place.rule is not None and place.rule.endswith(":lower")
+        where = OpContext(place.module, phase, lowered, self._counts)
+        return self._arithmetic.run(func, args, kwargs, where)
+
+
+# --- rules ----------------------------------------------------------------------------------------
+
+# There is one observer of rules at a time, for all threads. The simulations of all threads share
+# it; it passes each op to the innermost simulation that sees it.
+_lock = threading.Lock()
+_num_running = 0
+_observation = ExitStack()
+
+
+@contextmanager
+def _rules_observed() -> Iterator[None]:
+    """Pass the rule of each op to the simulators of the block.
+
+    Raises:
+        CallOrderError: Another observer of rules is active, such as a trace.
+    """
+    global _num_running
+    with _lock:
+        if not _num_running:
+            try:
+                _observation.enter_context(observed_by(_observe))
+            except CallOrderError as error:
+                raise CallOrderError(
+                    "simulate cannot run while a trace or another observer of ops is active; leave "
+                    "its block first"
+                ) from error
+        _num_running += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_running -= 1
+            if not _num_running:
+                _observation.close()
+
+
+@contextmanager
+def _observe(op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
+    # On CUDA the threads of autograd have the modes of the thread that started them.
+    modes = [mode for mode in dispatch_modes() if isinstance(mode, _Simulator)]
+    with modes[-1].under(op, rule, policy) if modes else nullcontext():
+        yield

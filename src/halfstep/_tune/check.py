@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,14 +110,8 @@ class SelfCheck:
         if not comparison.is_loss_good and not begin:
             begin = [""]
         rows = sorted(comparison.rows, key=lambda row: (row.module not in begin, -row.severity))
-        return cls(
-            tuple(rows),
-            tuple(begin),
-            lowering.dtype,
-            comparison.scale,
-            comparison.loss,
-            comparison.loss32,
-        )
+        scale, loss, loss32 = comparison.scale, comparison.loss, comparison.loss32
+        return cls(tuple(rows), tuple(begin), lowering.dtype, scale, loss, loss32)
 
     @property
     def passed(self) -> bool:
@@ -130,25 +123,21 @@ class SelfCheck:
         failed = [r for r in self.rows if not r.passed or r.module in self.origins]
         passed = [row for row in self.rows if row not in failed]
         lines = [HEAD, *(check_cells(row, self.origins) for row in failed + passed[:MOST_PASSING])]
-        left = passed[MOST_PASSING:]
-        rest = (
-            [f"and {things(len(left), 'module')} that passed, with smaller errors"] if left else []
-        )
-        return "\n".join([*self._summary(failed), "", *aligned(lines, right=()), *rest])
+        left = things(len(passed) - MOST_PASSING, "module")
+        rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
+        return "\n".join([self._summary(len(failed)), "", *aligned(lines, right=()), *rest])
 
-    def _summary(self, failed: Sequence[ModuleCheck]) -> list[str]:
+    def _summary(self, num_failed: int) -> str:
         name, num = short_dtype(self.dtype), things(len(self.rows), "module")
         scaled = f" (scaled by {power(self.scale)})" if self.scale != 1 else ""
         losses = f"loss {self.loss:.6g} in {name}{scaled}, {self.loss32:.6g} in fp32"
         if not any(row.output_gradient.size or row.parameters.size for row in self.rows):
             losses += "; nothing requires a gradient, so no gradients were compared"
         if self.passed:
-            return [f"passed: {num} in {name} agree with fp32; {losses}"]
+            return f"passed: {num} in {name} agree with fp32; {losses}"
         begin = ", ".join(origin or OUTSIDE for origin in self.origins) or "no single module"
-        bad = (
-            f"{len(failed)} of {num} in {name} differ too much from fp32" if failed else "the loss"
-        )
-        return [f"FAILED: {bad}; it begins in {begin}; {losses}"]
+        differ = f"{num_failed} of {num} in {name} differ too much from fp32"
+        return f"FAILED: {differ if num_failed else 'the loss'}; it begins in {begin}; {losses}"
 
     def __repr__(self) -> str:
         return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {len(self.rows)} modules>"
@@ -170,7 +159,7 @@ def lowering_of(
             raise TypeError(
                 f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
             )
-        if not 0 < error < float("inf"):
+        if not 0 < error < math.inf:
             raise ValueError(
                 f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
             )

@@ -66,10 +66,6 @@ class _Measurement(Struct, tag_field="event", tag="measured"):
 class Measurements:
     """Measurements by their keys, kept in memory and in a file if there is one.
 
-    Args:
-        path: The file, or None. Measurements in an existing file are read.
-        fingerprint: The fingerprint of what is measured.
-
     Raises:
         RecordError: The file has measurements of something else; the message says what differs.
         OSError: The file cannot be read or written.

@@ -6,24 +6,25 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
+from msgspec import convert, to_builtins
 from torch import nn
 
 from halfstep._autocast import Policy, keep
 from halfstep._autocast.modules import Wrapped, unwrap
 from halfstep._numerics.formats import dtype_name
+from halfstep._trace.rows import Row
 from halfstep._trace.trace import trace
 from halfstep._tune.measurements import Measurements
 from halfstep._tune.module_check import Comparison, ModuleCheck, origins, worst_of
 from halfstep._tune.passes import (
     Lowering,
     Reference,
-    StepPhase,
     StepRunner,
     compare,
     module_hooks,
@@ -33,32 +34,25 @@ from halfstep._tune.passes import (
 from halfstep._tune.search import Islands, IslandTrial
 from halfstep._tune.task import Task
 
-
-class ProgressDisplay(Protocol):
-    """Display of the measurements that were made."""
-
-    def measured(self, what: str, num_done: int) -> None:
-        """Show the measurement that begins, and how many are done."""
-
-
-class NoDisplay:
-    """Display that shows nothing."""
-
-    def measured(self, what: str, num_done: int) -> None:
-        """Do nothing."""
+ShowProgress: TypeAlias = Callable[[str, int], object]
+"""Shows the measurement that begins, and how many are done."""
 
 
 @contextmanager
-def show_progress() -> Iterator[ProgressDisplay]:
+def show_progress() -> Iterator[ShowProgress]:
     """Show a line on a terminal while the block runs, if rich is installed."""
+
+    def show_nothing(what: str, num_done: int) -> None:
+        pass
+
     if not sys.stderr.isatty():
-        yield NoDisplay()
+        yield show_nothing
         return
     try:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     except ModuleNotFoundError:
-        yield NoDisplay()
+        yield show_nothing
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     # Drawn only between measurements: a thread that draws would slow them down.
@@ -66,11 +60,10 @@ def show_progress() -> Iterator[ProgressDisplay]:
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         task = progress.add_task("measuring", total=None)
 
-        class Line:
-            def measured(self, what: str, num_done: int) -> None:
-                progress.update(task, description=f"{num_done} measured: {what}", refresh=True)
+        def show(what: str, num_done: int) -> None:
+            progress.update(task, description=f"{num_done} measured: {what}", refresh=True)
 
-        yield Line()
+        yield show
 
 
 STEP = "(step)"
@@ -83,52 +76,8 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
     Sync: several for each module, on an accelerator.
     """
     now = _clock(runner.task.device(runner.batch))
-    seconds: dict[str, float] = {}
-    begin = now()
-    runner.step(_stopwatch(runner.task, seconds, now), lowered=lowered, scale=scale)
-    return {STEP: now() - begin, **seconds}
-
-
-def medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median of each number over several runs.
-
-    Example:
-        >>> medians([{"a": 1.0}, {"a": 9.0}, {"a": 2.0}])
-        {'a': 2.0}
-    """
-    return {name: median(run[name] for run in runs if name in run) for name in runs[0]}
-
-
-def casts_of(runner: StepRunner, scale: float) -> tuple[int, int]:
-    """Run a step in lower precision and return the number of casts, and their bytes."""
-    with trace(runner.task.model) as traced:
-        runner.step(_stopwatch(runner.task, {}, time.perf_counter), lowered=True, scale=scale)
-    casts = [cast for row in traced.ops for cast in row.casts]
-    return len(casts), sum(cast.bytes for cast in casts)
-
-
-def ops_of(runner: StepRunner, scale: float) -> dict[str, list[str]]:
-    """Run a step in lower precision and return the ops that computed in it in the forward pass.
-
-    They are grouped by the innermost module, with the names that rules use. Lowered ops outside of
-    all modules are left out: a rule that keeps them in float32 would apply in all modules.
-    """
-    with trace(runner.task.model) as traced:
-        runner.step(_stopwatch(runner.task, {}, time.perf_counter), lowered=True, scale=scale)
-    found: dict[str, dict[str, None]] = {}
-    low = dtype_name(runner.lowering.dtype)
-    for row in traced.ops:
-        is_meant = row.phase == "forward" and row.compute == low
-        if is_meant and (row.module or row.action != "lower"):
-            found.setdefault(row.module, {})[row.name] = None
-    return {module: list(names) for module, names in found.items()}
-
-
-@contextmanager
-def _stopwatch(
-    task: Task, seconds: dict[str, float], now: Callable[[], float]
-) -> Iterator[StepPhase]:
     begun: dict[tuple[str, int], float] = {}
+    seconds: dict[str, float] = {}
 
     def before(name: str, call: int, _: Any) -> None:
         begun[name, call] = now()
@@ -136,9 +85,20 @@ def _stopwatch(
     def after(name: str, call: int, _: Any) -> None:
         seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
 
-    watch: AbstractContextManager[StepPhase] = module_hooks(task, before, after)
-    with watch as phase:
-        yield phase
+    begin = now()
+    runner.step(module_hooks(runner.task, before, after), lowered=lowered, scale=scale)
+    return {STEP: now() - begin, **seconds}
+
+
+def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
+    """Run a step in lower precision and return its ops."""
+
+    def pass_by(name: str, call: int, _: Any) -> None:
+        pass  # some modules run other ops with hooks, as they have when they are compared
+
+    with trace(runner.task.model) as traced:
+        runner.step(module_hooks(runner.task, pass_by, pass_by), lowered=True, scale=scale)
+    return traced.ops
 
 
 def _clock(device: str) -> Callable[[], float]:
@@ -161,21 +121,13 @@ _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # the names that a rule can have
 
 @dataclass
 class Measurer:
-    """Measures a task with islands.
-
-    Attributes:
-        task: The model and its loss.
-        batches: The batches.
-        lowering: The settings of lower precision.
-        known: The measurements made so far.
-        progress: The display of progress.
-    """
+    """Measures a task with islands."""
 
     task: Task
     batches: Sequence[Any]
     lowering: Lowering
     known: Measurements
-    progress: ProgressDisplay
+    show_progress: ShowProgress
     _reference: tuple[int, Reference] | None = field(default=None, init=False)
     _is_warm: bool = field(default=False, init=False)
 
@@ -205,11 +157,11 @@ class Measurer:
         def measure() -> Any:
             reference = self._reference_of(number)
             with self._runner(islands, number) as runner:
-                return (compare(runner, reference)).to_plain()
+                return to_builtins(compare(runner, reference))
 
         what = f"batch {number + 1} of {len(self.batches)} with {_islands_text(islands)}"
         values = self._once(["compare", sorted(islands), number], what, measure)
-        return Comparison.from_plain(values)
+        return convert(values, Comparison, strict=False)  # strict, it would take no "inf"
 
     def times(self, islands: Islands) -> dict[str, dict[str, float]]:
         """Return median times for ``"fp32"``, ``"lower"`` and, if there are any, ``"islands"``.
@@ -224,8 +176,7 @@ class Measurer:
         def measure() -> dict[str, dict[str, float]]:
             seconds = {}
             for kind, (kept, lowered) in kinds.items():
-                scale = self._scale(kept)
-                with self._runner(kept, 0) as runner:
+                with self._scaled_runner(kept) as (runner, scale):
                     seconds[kind] = timed_step(runner, scale, lowered=lowered)
             return seconds
 
@@ -235,26 +186,36 @@ class Measurer:
             if self.known.get(key) is None and not self._is_warm:
                 self._is_warm = bool(measure())
             rounds.append(self._once(key, f"time, {number + 1} of {ROUNDS}", measure))
-        return {kind: medians([each[kind] for each in rounds]) for kind in kinds}
+        return {kind: _medians([each[kind] for each in rounds]) for kind in kinds}
 
     def casts(self, islands: Islands) -> tuple[int, int]:
         """Return the number and the bytes of the casts in a step on the first batch."""
 
         def measure() -> Any:
-            scale = self._scale(islands)
-            with self._runner(islands, 0) as runner:
-                return list(casts_of(runner, scale))
+            with self._scaled_runner(islands) as (runner, scale):
+                casts = [cast for row in ops_of(runner, scale) for cast in row.casts]
+            return [len(casts), sum(cast.bytes for cast in casts)]
 
         num, size = self._once(["casts", sorted(islands)], "casts", measure)
         return num, size
 
     def ops(self) -> dict[str, list[str]]:
-        """Return the ops that rules could keep in float32, for modules that contain modules."""
+        """Return the ops that rules could keep in float32, for modules that contain modules.
+
+        They are the ops that computed in lower precision in the forward pass, by the innermost
+        module, with the names that rules use. Lowered ops outside of all modules are left out: a
+        rule that keeps them in float32 would apply in all modules.
+        """
 
         def measure() -> Any:
-            scale = self._scale(())
-            with self._runner((), 0) as runner:
-                return ops_of(runner, scale)
+            with self._scaled_runner(()) as (runner, scale):
+                rows = ops_of(runner, scale)
+            found: dict[str, dict[str, None]] = {}
+            for row in rows:
+                is_low = row.phase == "forward" and row.compute == dtype_name(self.lowering.dtype)
+                if is_low and (row.module or row.action != "lower"):
+                    found.setdefault(row.module, {})[row.name] = None
+            return {module: list(names) for module, names in found.items()}
 
         ops: dict[str, list[str]] = self._once(["ops"], "ops", measure)
         containers = [row.module for row in self.rows(()) if not (row.is_leaf and row.module)]
@@ -262,12 +223,9 @@ class Measurer:
 
     def _once(self, key: list[Any], what: str, measure: Callable[[], Any]) -> Any:
         if self.known.get(key) is None:
-            self.progress.measured(what, len(self.known))
+            self.show_progress(what, len(self.known))
             self.known.add(key, measure())
         return self.known.get(key)
-
-    def _scale(self, islands: Islands) -> float:
-        return self._comparison(islands, 0).scale
 
     def _reference_of(self, number: int) -> Reference:
         """Return the values in float32. Those of one batch are kept, since they may be large."""
@@ -276,6 +234,13 @@ class Measurer:
             with self._runner((), number) as runner:
                 self._reference = number, reference_of(runner)
         return self._reference[1]
+
+    @contextmanager
+    def _scaled_runner(self, islands: Islands) -> Iterator[tuple[StepRunner, float]]:
+        """Run steps on the first batch, at the scale of its comparison."""
+        scale = self._comparison(islands, 0).scale
+        with self._runner(islands, 0) as runner:
+            yield runner, scale
 
     @contextmanager
     def _runner(self, islands: Islands, number: int) -> Iterator[StepRunner]:
@@ -289,6 +254,10 @@ class Measurer:
             step_runner(self.task, self.batches[number], lowering) as runner,
         ):
             yield runner
+
+
+def _medians(runs: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: median(run[name] for run in runs if name in run) for name in runs[0]}
 
 
 def module_of(island: str) -> str:

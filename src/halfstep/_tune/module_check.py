@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
+from msgspec import Struct
+from msgspec.structs import astuple
 from torch import Tensor
 
 from halfstep._common.numbers import percent
 from halfstep._numerics.formats import dtype_name
-from halfstep._trace.rows import short
+from halfstep._trace.rows import grouped, short
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Struct, frozen=True, array_like=True):
     """Difference of one or more tensors from float32; differences add up with ``+``.
 
     Attributes:
@@ -164,20 +166,19 @@ class ModuleCheck:
         return self.output.error <= self.output_tolerance
 
     @property
+    def gradient_error(self) -> float:
+        """The larger of the errors of the gradients of outputs and parameters."""
+        return max(self.output_gradient.error, self.parameters.error)
+
+    @property
     def are_gradients_good(self) -> bool:
         """Whether the gradients of its outputs and parameters are within tolerance."""
-        worst = max(self.output_gradient.error, self.parameters.error)
-        return worst <= self.gradient_tolerance
+        return self.gradient_error <= self.gradient_tolerance
 
     @property
     def passed(self) -> bool:
         """Whether its outputs and gradients are within tolerance."""
         return self.is_output_good and self.are_gradients_good
-
-    @property
-    def gradient_error(self) -> float:
-        """The larger of the errors of the gradients of outputs and parameters."""
-        return max(self.output_gradient.error, self.parameters.error)
 
     @property
     def severity(self) -> float:
@@ -235,7 +236,7 @@ def origins(rows: Iterable[ModuleCheck]) -> list[str]:
         handed = [r for r in rows if not r.module and _is_handed_bad_gradients(r)]
         begin = handed or [row for row in rows if _spoils_gradients(row)]
     names = [row.module for row in begin]
-    return [name for name in names if not any(is_within(other, name) for other in names)]
+    return [name for name in names if not any(_is_within(other, name) for other in names)]
 
 
 def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
@@ -243,84 +244,37 @@ def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
 
 
 def _spoils_gradients(row: ModuleCheck) -> bool:
-    if _is_handed_bad_gradients(row):
-        return False
-    return max(row.input_gradient.error, row.parameters.error) > row.gradient_tolerance
+    worst = max(row.input_gradient.error, row.parameters.error)
+    return worst > row.gradient_tolerance and not _is_handed_bad_gradients(row)
 
 
-def is_within(name: str, other: str) -> bool:
-    """Return whether a module is inside another."""
+def _is_within(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(other + "."))
 
 
 def worst_of(batches: Sequence[Sequence[ModuleCheck]]) -> list[ModuleCheck]:
     """Return the check of each module on the batch on which it is worst."""
-    by_name: dict[str, list[ModuleCheck]] = {}
-    for rows in batches:
-        for row in rows:
-            by_name.setdefault(row.module, []).append(row)
+    by_name = grouped(chain.from_iterable(batches), lambda row: row.module)
     return [max(rows, key=lambda row: row.severity) for rows in by_name.values()]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Step in lower precision, compared with float32.
+    """Step in lower precision, compared with float32."""
 
-    Attributes:
-        rows: The modules that ran, in order.
-        scale: The scale of the loss.
-        loss: The loss.
-        loss32: The loss in float32.
-    """
-
-    rows: tuple[ModuleCheck, ...]
-    scale: float
+    scale: float  # of the loss
     loss: float
-    loss32: float
+    loss32: float  # in float32
+    rows: tuple[ModuleCheck, ...]  # the modules that ran, in order
 
     @property
     def is_loss_good(self) -> bool:
         """Whether the loss is finite, or not finite in float32 either."""
         return math.isfinite(self.loss) or not math.isfinite(self.loss32)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return all of it as plain values, for a file."""
-        return {
-            "scale": self.scale,
-            "loss": self.loss,
-            "loss32": self.loss32,
-            "rows": [
-                {
-                    "module": row.module,
-                    "kind": row.kind,
-                    "is_leaf": row.is_leaf,
-                    "output_tolerance": row.output_tolerance,
-                    "gradient_tolerance": row.gradient_tolerance,
-                    **{kind: list(astuple(getattr(row, kind))) for kind in KINDS},
-                }
-                for row in self.rows
-            ],
-        }
-
-    @classmethod
-    def from_plain(cls, values: dict[str, Any]) -> Comparison:
-        """Return the comparison of plain values, in which non-finite numbers may be strings."""
-        rows = tuple(
-            ModuleCheck(**{**row, **{kind: _difference(row[kind]) for kind in KINDS}})
-            for row in values["rows"]
-        )
-        scale, loss, loss32 = (float(values[name]) for name in ("scale", "loss", "loss32"))
-        return cls(rows, scale, loss, loss32)
-
-
-def _difference(numbers: list[Any]) -> Difference:
-    size, square_error, square_norm, *counts = numbers
-    return Difference(size, float(square_error), float(square_norm), *counts)
-
 
 # --- text -----------------------------------------------------------------------------------------
 
-MODEL = "(the model)"
 OUTSIDE = "ops outside of its modules, or the loss"
 HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
 
@@ -328,11 +282,6 @@ HEAD = ("module", "class", "output error", "gradient error", "overflow", "underf
 def short_dtype(dtype: torch.dtype) -> str:
     """Return ``"fp16"`` or ``"bf16"``."""
     return short(dtype_name(dtype))
-
-
-def name_of(module: str) -> str:
-    """Return the name of a module, ``"(the model)"`` for the model itself."""
-    return module or MODEL
 
 
 def error_text(error: float, tolerance: float | None = None) -> str:
@@ -345,7 +294,7 @@ def check_cells(row: ModuleCheck, origins: Collection[str]) -> tuple[str, ...]:
     """Return the cells of a line of the table."""
     result = "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
     return (
-        name_of(row.module),
+        row.module or "(the model)",
         row.kind,
         error_text(row.output.error, row.output_tolerance),
         error_text(row.gradient_error, row.gradient_tolerance),

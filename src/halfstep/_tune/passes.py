@@ -15,7 +15,7 @@ from torch import Tensor
 from halfstep._autocast import Policy, autocast
 from halfstep._common.force_eager import eager
 from halfstep._common.nested import tensors_in
-from halfstep._pytorch import modes
+from halfstep._pytorch import autograd, modes
 from halfstep._tune.module_check import (
     KINDS,
     Comparison,
@@ -24,62 +24,40 @@ from halfstep._tune.module_check import (
     amax,
     difference,
 )
-from halfstep._tune.snapshot import Snapshot
-from halfstep._tune.task import Task
+from halfstep._tune.task import Task, is_leaf, restored
 from halfstep._tune.tolerances import Depths, outputs_rounded, tolerance_for
 
 
 class TensorPlace(NamedTuple):
-    """Tensor of a module, known by where it was seen.
-
-    Attributes:
-        module: The name of the module.
-        call: The number of the call of it, from 0.
-        kind: ``"input"`` or ``"output"``; for their gradients ``"input_gradient"`` and
-            ``"output_gradient"``.
-        position: The position among its floating-point tensors.
-    """
+    """Tensor of a module, known by where it was seen."""
 
     module: str
-    call: int
-    kind: str
-    position: int
+    call: int  # the number of the call of the module, from 0
+    kind: str  # "input", "output", "input_gradient" or "output_gradient"
+    position: int  # among the floating-point tensors
 
 
 See: TypeAlias = Callable[[TensorPlace, Tensor], None]
-Before: TypeAlias = Callable[[str, int, Any], None]
-After: TypeAlias = Callable[[str, int, Any], None]
-
-
-@dataclass
-class StepPhase:
-    """Part of a step that is running. In the backward pass only checkpointing calls modules."""
-
-    is_backward: bool = False
+OnCall: TypeAlias = Callable[[str, int, Any], None]
+"""Gets the name of a module, the number of the call, and the arguments or the output."""
 
 
 @contextmanager
-def module_hooks(task: Task, before: Before, after: After) -> Iterator[StepPhase]:
-    """Call functions before and after each call of a module in the forward pass.
+def module_hooks(task: Task, before: OnCall, after: OnCall) -> Iterator[None]:
+    """Call functions before and after each call of a module in the forward pass."""
+    calls, running = dict[str, int](), list[tuple[str, int]]()
 
-    Args:
-        task: The task with the model.
-        before: Gets the module's name, the number of the call, and the arguments.
-        after: Gets the name, the number, and the output.
-
-    Yields:
-        The phase, which the caller sets when the backward pass begins.
-    """
-    phase, calls, running = StepPhase(), dict[str, int](), list[tuple[str, int]]()
+    def is_recomputed() -> bool:  # in a backward pass only checkpointing calls modules
+        return autograd.backward_number() >= 0
 
     def enter(name: str, args: Any, kwargs: Any) -> None:
-        if not phase.is_backward:
+        if not is_recomputed():
             call = calls[name] = calls.get(name, -1) + 1
             running.append((name, call))
             before(name, call, (args, kwargs))
 
     def leave(name: str, output: Any) -> None:
-        if not phase.is_backward:
+        if not is_recomputed():
             opened, call = running.pop()
             while opened != name:  # it raised an error that was caught
                 opened, call = running.pop()
@@ -95,11 +73,11 @@ def module_hooks(task: Task, before: Before, after: After) -> Iterator[StepPhase
             )
             for hook in hooks:
                 stack.callback(hook.remove)
-        yield phase
+        yield
 
 
 @contextmanager
-def tensor_hooks(task: Task, see: See) -> Iterator[StepPhase]:
+def tensor_hooks(task: Task, see: See) -> Iterator[None]:
     """Call ``see`` with each floating-point input and output of a module, and with its gradient.
 
     Recomputations of activation checkpointing are left out.
@@ -127,8 +105,8 @@ def tensor_hooks(task: Task, see: See) -> Iterator[StepPhase]:
             see(place, gradient)
 
     with ExitStack() as stack:
-        before, after = partial(look, "input"), partial(look, "output")
-        yield stack.enter_context(module_hooks(task, before, after))
+        stack.enter_context(module_hooks(task, partial(look, "input"), partial(look, "output")))
+        yield
 
 
 HEADROOM = 8.0
@@ -140,69 +118,44 @@ GRADIENTS = ("output_gradient", "parameters")
 
 @dataclass(frozen=True)
 class Lowering:
-    """Settings of the step in lower precision.
-
-    Attributes:
-        dtype: The lower precision.
-        policy: The policy.
-        error: The tolerance of all modules, None for tolerances that follow from the dtype.
-    """
+    """Settings of the step in lower precision."""
 
     dtype: torch.dtype
     policy: Policy
-    error: float | None = None
+    error: float | None = None  # of all modules; None for tolerances that follow from the dtype
 
 
 @dataclass
 class Reference:
-    """Values of a step in float32.
+    """Values of a step in float32. A depth is a number of ops in a row."""
 
-    Attributes:
-        values: The tensors that were seen, in the order of the forward pass.
-        parameters: The gradients of parameters, by the name of the module and of the parameter.
-        depths: The number of ops in a row up to the output of each module.
-        total_depth: The number of ops in a row up to the loss.
-        largest_gradient: The largest magnitude of all gradients.
-        loss: The loss.
-        unavoidable: The errors of the gradients of modules if only outputs are rounded.
-    """
-
-    values: dict[TensorPlace, Tensor] = field(default_factory=dict)
-    parameters: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    depths: dict[str, int] = field(default_factory=dict)
-    total_depth: int = 0
+    values: dict[TensorPlace, Tensor] = field(default_factory=dict)  # in the order of the forward
+    parameters: dict[tuple[str, str], Tensor] = field(default_factory=dict)  # their gradients
+    depths: dict[str, int] = field(default_factory=dict)  # of the outputs of modules
+    total_depth: int = 0  # of the loss
     largest_gradient: float = 0.0
     loss: float = 0.0
-    unavoidable: dict[str, float] = field(default_factory=dict)
+    unavoidable: dict[str, float] = field(
+        default_factory=dict
+    )  # errors, if only outputs are rounded
 
 
 @dataclass(frozen=True)
 class StepRunner:
-    """Runner of steps of a task on one batch.
-
-    Attributes:
-        task: The task.
-        batch: The batch.
-        lowering: The settings of lower precision.
-        region: The autocast context of lower precision.
-        snapshot: Restores everything between the passes.
-    """
+    """Runner of steps of a task on one batch."""
 
     task: Task
     batch: Any
     lowering: Lowering
-    region: AbstractContextManager[object]
-    snapshot: Snapshot
+    region: AbstractContextManager[object]  # the autocast of lower precision
+    reset: Callable[[], None]  # restores everything between the passes
 
-    def step(
-        self, watch: AbstractContextManager[StepPhase], *, lowered: bool, scale: float
-    ) -> Tensor:
+    def step(self, watch: AbstractContextManager[None], *, lowered: bool, scale: float) -> Tensor:
         """Run one step from the same state and return the loss; the gradients are in place."""
-        self.snapshot.reset()
-        with watch as phase:
+        self.reset()
+        with watch:
             with self.region if lowered else nullcontext():
                 loss = self.task.loss(self.batch)
-            phase.is_backward = True
             if loss.requires_grad:
                 torch.autograd.backward(loss.float() * scale)
         return loss
@@ -212,21 +165,21 @@ class StepRunner:
 def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunner]:
     """Run steps in the block: in eager mode, with gradients, and without lasting changes."""
     device = task.device(batch)
-    with ExitStack() as stack:
-        stack.enter_context(eager(has_global_hooks=False))
+    with eager(has_global_hooks=False), ExitStack() as stack:
         # Made first, since it may name modules, and the names are to stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
-        snapshot = Snapshot(task.model, tensors_in([batch]), {device})
-        stack.enter_context(snapshot)
+        reset = stack.enter_context(restored(task.model, tensors_in([batch]), device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(autocast(device, enabled=False))
-        yield StepRunner(task, batch, lowering, region, snapshot)
+        yield StepRunner(task, batch, lowering, region, reset)
 
 
 def reference_of(runner: StepRunner) -> Reference:
     """Run a step in float32. Sync: one for each tensor that is seen."""
-    reference, depths, copies = Reference(), Depths(), _Copies()
+    reference, depths = Reference(), Depths()
+    # One copy for each version of a tensor; the tensor is kept, so that its id is not used again.
+    copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def see(place: TensorPlace, tensor: Tensor) -> None:
         if place.kind == "output":
@@ -234,7 +187,10 @@ def reference_of(runner: StepRunner) -> Reference:
             reference.depths[place.module] = max(known, depths.of(tensor))
         elif place.kind.endswith("gradient"):
             reference.largest_gradient = max(reference.largest_gradient, _finite(amax(tensor)))
-        reference.values[place] = copies.of(tensor)
+        key = id(tensor), tensor._version
+        if key not in copies:
+            copies[key] = tensor, tensor.detach().clone()
+        reference.values[place] = copies[key][1]
 
     loss = runner.step(tensor_hooks(runner.task, see), lowered=False, scale=1.0)
     reference.loss, reference.total_depth = float(loss.detach()), depths.of(loss)
@@ -262,18 +218,14 @@ def compare(runner: StepRunner, reference: Reference) -> Comparison:
     """
     scale = _first_scale(reference, runner.lowering.dtype)
     while True:
-        comparison = _compare_at(scale, runner, reference)
-        rows = comparison.rows
+        found, loss = _differences(runner, reference, lowered=True, scale=scale)
+        rows = tuple(_rows(runner, reference, found))
+        comparison = Comparison(scale, loss, reference.loss, rows)
         is_forward_good = comparison.is_loss_good and not any(r.output.overflow for r in rows)
         overflows = any(r.output_gradient.overflow or r.parameters.overflow for r in rows)
         if scale <= 1 or not (overflows and is_forward_good):
             return comparison
         scale = max(scale / BACKOFF, 1.0)
-
-
-def _compare_at(scale: float, runner: StepRunner, reference: Reference) -> Comparison:
-    found, loss = _differences(runner, reference, lowered=True, scale=scale)
-    return Comparison(tuple(_rows(runner, reference, found)), scale, loss, reference.loss)
 
 
 def _differences(
@@ -304,18 +256,14 @@ def _rows(
     runner: StepRunner, reference: Reference, found: Mapping[tuple[str, str], Difference]
 ) -> Iterator[ModuleCheck]:
     modules, total = dict(runner.task.named_modules()), reference.total_depth
+    dtype, error = runner.lowering.dtype, runner.lowering.error
     for name in dict.fromkeys(place.module for place in reference.values):
-        depth = reference.depths.get(name, total)
-        unavoidable = reference.unavoidable.get(name, 0.0)
-        tolerance = tolerance_for(
-            runner.lowering.dtype, depth, total, runner.lowering.error, unavoidable
-        )
+        depth, unavoidable = reference.depths.get(name, total), reference.unavoidable.get(name, 0.0)
         yield ModuleCheck(
             name,
             type(modules[name]).__name__,
-            not any(True for _ in modules[name].children()),
-            tolerance.output,
-            tolerance.gradient,
+            is_leaf(modules[name]),
+            *tolerance_for(dtype, depth, total, error, unavoidable),
             *(found.get((name, kind), Difference()) for kind in KINDS),
         )
 
@@ -336,17 +284,3 @@ def _first_scale(reference: Reference, dtype: torch.dtype) -> float:
 
 def _finite(value: float) -> float:
     return value if math.isfinite(value) else 0.0
-
-
-class _Copies:
-    """Copies of tensors, one for each version of a tensor."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the copy; the tensor is kept alive, so that its id is not used again."""
-        key = id(tensor), tensor._version
-        if key not in self._copies:
-            self._copies[key] = tensor, tensor.detach().clone()
-        return self._copies[key][1]

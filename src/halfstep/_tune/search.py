@@ -18,17 +18,11 @@ MOST_OPS = 3
 
 @dataclass(frozen=True)
 class IslandTrial:
-    """Result of a model with some islands.
+    """Result of a model with some islands."""
 
-    Attributes:
-        num_failing: The number of modules that are out of bounds.
-        origins: The modules where that begins; ops if it begins outside of modules.
-        suspects: All possible islands, those that add most to the error first.
-    """
-
-    num_failing: int
-    origins: tuple[str, ...]
-    suspects: tuple[str, ...]
+    num_failing: int  # modules that are out of bounds
+    origins: tuple[str, ...]  # the modules where that begins; ops if it begins outside of modules
+    suspects: tuple[str, ...]  # all possible islands, those that add most to the error first
 
 
 Measure: TypeAlias = Callable[[Islands], IslandTrial]
@@ -41,13 +35,7 @@ def smallest(measure: Measure) -> Islands:
     An island is made where a failure begins, until no failure is left. That may be too many, since
     a failure can begin in one module and be cured in an earlier one. So islands that are not needed
     are dropped, many at once as long as that works. About two measurements are made for each island
-    that is needed, and one if none is.
-
-    Args:
-        measure: Measures the model with islands.
-
-    Returns:
-        The islands, in the order in which they were found.
+    that is needed, and one if none is. The islands are in the order in which they were found.
     """
     return pruned(measure, grown(measure))
 
@@ -55,10 +43,7 @@ def smallest(measure: Measure) -> Islands:
 def narrowed(measure: Measure, islands: Islands, ops: Mapping[str, Sequence[str]]) -> Islands:
     """Replace islands by a few of their ops, if that is enough.
 
-    Args:
-        measure: Measures the model with islands.
-        islands: The result of :func:`smallest`.
-        ops: The ops to try instead of an island, by its name.
+    ``ops`` are those to try instead of an island, by its name.
     """
     most = measure(islands).num_failing
     for name in islands:
@@ -92,7 +77,8 @@ def pruned(measure: Measure, islands: Islands) -> Islands:
     size = max(len(islands) // 2, 1)
     while islands:
         before = islands
-        for chunk in _chunks(islands[::-1], size):  # the last ones are needed least
+        tried = islands[::-1]  # the last ones are needed least
+        for chunk in (tried[start : start + size] for start in range(0, len(tried), size)):
             rest = tuple(name for name in islands if name not in chunk)
             if measure(rest).num_failing <= most:
                 islands = rest
@@ -100,7 +86,3 @@ def pruned(measure: Measure, islands: Islands) -> Islands:
             break
         size = max(size // 2, 1)
     return islands
-
-
-def _chunks(names: Sequence[str], size: int) -> list[Sequence[str]]:
-    return [names[start : start + size] for start in range(0, len(names), size)]

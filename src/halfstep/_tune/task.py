@@ -1,8 +1,11 @@
-"""Task of a check: a model and its loss, run on a batch."""
+"""Task of a check: a model and its loss, run on a batch, and restored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,6 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._common.random_states import RandomStates, accelerators
+from halfstep._pytorch.autograd import version_of
+from halfstep._pytorch.modules import registers_of
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)`` calls the model in any way and returns a scalar."""
@@ -19,11 +25,7 @@ LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """Model and the function of its loss.
-
-    Args:
-        model: The model, with float32 parameters.
-        loss_fn: ``loss_fn(model, batch)``; None to call the model with the batch.
+    """Model with float32 parameters, and the function of its loss.
 
     Raises:
         TypeError: ``model`` is not a module, or ``loss_fn`` not a function.
@@ -31,7 +33,7 @@ class Task:
     """
 
     model: nn.Module
-    loss_fn: LossFn | None = None
+    loss_fn: LossFn | None = None  # None to call the model with the batch
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -102,3 +104,77 @@ def _loss_of(output: Any) -> Tensor:
         return output
     # In float32, so that squares do not overflow float16.
     return torch.stack([each.float().square().mean() for each in outputs]).sum()
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module contains no modules."""
+    return not any(True for _ in module.children())
+
+
+# --- restoring a model ----------------------------------------------------------------------------
+
+SEED = 0
+"""The seed of all random number generators in each pass."""
+
+
+@contextmanager
+def restored(
+    model: nn.Module, batch: Iterable[Tensor], device: str
+) -> Iterator[Callable[[], None]]:
+    """Keep a model, the tensors of a batch and the random numbers unchanged by the block.
+
+    Of the model are kept parameters, buffers, gradients, and the attributes of its modules; the
+    contents of lists and dictionaries among these are not. Yields a function that restores all of
+    it without gradients, and seeds the random numbers of the CPU and of a type of device, so that
+    a pass starts from the same state. Sync: one for each tensor.
+    """
+    held = [each for module in model.modules() for each in (vars(module), *registers_of(module))]
+    attributes = [(each, dict(each)) for each in held]
+    tensors = list({id(tensor): tensor for tensor in [*tensors_in(held), *batch]}.values())
+    values = [_Value(tensor) for tensor in tensors]
+    gradients = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for each, before in attributes:
+            if list(each) != list(before) or any(each[key] is not before[key] for key in each):
+                each.clear()
+                each.update(before)
+        for value in values:
+            value.restore()
+
+    def reset() -> None:
+        restore()
+        for tensor, _ in gradients:
+            tensor.grad = None
+        torch.default_generator.manual_seed(SEED)
+        if device != "cpu":
+            torch.get_device_module(device).manual_seed_all(SEED)
+        random.seed(SEED)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(SEED)
+
+    states = RandomStates(accelerators())
+    reset()
+    try:
+        yield reset
+    finally:
+        restore()
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+        states.restore()
+
+
+class _Value:
+    """Copy of the values of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._before = tensor, tensor.detach().clone()
+        self._version = version_of(tensor)
+
+    def restore(self) -> None:
+        # A tensor that was not changed is not written to, so that its version stays.
+        same_version = version_of(self._tensor) == self._version
+        if not (same_version and torch.equal(self._tensor.detach(), self._before)):
+            self._tensor.detach().copy_(self._before)
+            self._version = version_of(self._tensor)

@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from halfstep._tune.task import Task
+from halfstep._tune.task import Task, is_leaf
 
 SPREAD = 8.0
 TIMES = 4.0
@@ -33,17 +32,11 @@ MOST = 0.5
 """The largest tolerance by depth: beyond it little is left of the value."""
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Largest relative errors that a module may have.
-
-    Attributes:
-        output: That of its outputs.
-        gradient: That of the gradients of its outputs and parameters.
-    """
+class Tolerance(NamedTuple):
+    """Largest relative errors that a module may have."""
 
     output: float
-    gradient: float
+    gradient: float  # of its outputs and parameters
 
 
 def tolerance_for(
@@ -121,7 +114,7 @@ def outputs_rounded(task: Task, dtype: torch.dtype) -> Iterator[None]:
 
     with ExitStack() as stack:
         for _, module in task.named_modules():
-            if not any(True for _ in module.children()):
+            if is_leaf(module):
                 stack.callback(module.register_forward_hook(after).remove)
         yield
 

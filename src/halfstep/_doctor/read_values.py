@@ -1,0 +1,296 @@
+"""The values of expressions in source: literals, dtypes, autocasts, scalers and optimizers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from halfstep._autocast import autocast
+from halfstep._doctor.read_names import FileNames, NameScope, Written, dotted
+from halfstep._numerics.formats import dtype_name
+from halfstep._scaler import GradScaler
+
+_Seen: TypeAlias = frozenset[tuple[str, NameScope]]
+_MISSING: Any = object()
+
+
+class Values:
+    """Follows the expressions of a file to their possible values.
+
+    Args:
+        tree: The file.
+        known: Objects that names of the file stand for in a running program.
+    """
+
+    def __init__(self, tree: ast.Module, known: Mapping[str, object]) -> None:
+        self.names = FileNames(tree)
+        self._known = known
+
+    def candidates(self, node: ast.expr, scope: NameScope) -> list[Written | None]:
+        """Return the expressions that ``node`` may stand for; None for an unknown one."""
+        return list(self._follow(node, scope, frozenset()))
+
+    def _follow(self, node: ast.expr, scope: NameScope, seen: _Seen) -> Iterator[Written | None]:
+        match node:
+            case ast.IfExp(body=body, orelse=orelse):
+                yield from self._follow(body, scope, seen)
+                yield from self._follow(orelse, scope, seen)
+            case ast.BoolOp(values=values):
+                for value in values:
+                    yield from self._follow(value, scope, seen)
+            case ast.NamedExpr(value=value):
+                yield from self._follow(value, scope, seen)
+            case ast.Name() | ast.Attribute():
+                yield from self._follow_name(node, scope, seen)
+            case _:
+                yield node, scope
+
+    def _follow_name(
+        self, node: ast.Name | ast.Attribute, scope: NameScope, seen: _Seen
+    ) -> Iterator[Written | None]:
+        text = dotted(node)
+        first = text.partition(".")[0]
+        is_local = first != "self" and first in scope.bindings and scope.parent is not None
+        bound = scope.lookup(text) or self.names.attributes.get(text, [])
+        if not bound or (not is_local and self.object(node) is not None):
+            yield node, scope  # a known object has its current value, whatever the file assigns
+        elif (text, scope) not in seen:
+            for each in bound:
+                if each is None:
+                    yield None
+                else:
+                    yield from self._follow(*each, seen | {(text, scope)})
+
+    def object(self, node: ast.expr) -> object:
+        """Return the object that a name stands for; None if unknown."""
+        if not self._known:
+            return None
+        first, *rest = dotted(node).split(".")
+        found = self._known.get(first)
+        for attribute in rest:
+            found = getattr(found, "__dict__", {}).get(attribute)
+        return found
+
+    def qualified(self, node: ast.expr, scope: NameScope) -> str:
+        """Return the full name of an expression, ``torch.cuda.amp.autocast``; empty if unknown."""
+        return _only(self._qualified_as_written(*e) for e in self.candidates(node, scope) if e)
+
+    def _qualified_as_written(self, node: ast.expr, scope: NameScope) -> str:
+        first, *rest = dotted(node).split(".")
+        if first in self.names.imports:
+            return ".".join([self.names.imports[first], *rest])
+        known, module = self.object(node), self._known.get(first)
+        if isinstance(known, ModuleType):
+            return known.__name__
+        if isinstance(known, type | FunctionType):
+            return f"{known.__module__}.{known.__qualname__}"
+        return ".".join([module.__name__, *rest]) if isinstance(module, ModuleType) else ""
+
+    def dtype(self, node: ast.expr, scope: NameScope) -> str:
+        """Return the name of a dtype, ``"float16"``; empty if uncertain."""
+        return _only(self._dtype_as_written(*e) if e else "" for e in self.candidates(node, scope))
+
+    def _dtype_as_written(self, node: ast.expr, scope: NameScope) -> str:
+        found = self.object(node)
+        if not isinstance(found, torch.dtype):
+            name = self._qualified_as_written(node, scope).removeprefix("torch.")
+            found = getattr(torch, name, None)
+        return dtype_name(found) if isinstance(found, torch.dtype) else ""
+
+    def constant(self, node: ast.expr, scope: NameScope) -> Any:
+        """Return the value of a literal; None if uncertain."""
+        first, *others = [
+            _literal(each[0], self.object(each[0])) if each else _MISSING
+            for each in self.candidates(node, scope)
+        ] or [_MISSING]
+        is_certain = first is not _MISSING and all(value == first for value in others)
+        return first if is_certain else None
+
+
+def _only(names: Iterable[str]) -> str:
+    found = set(names)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _literal(node: ast.expr, known: object) -> Any:
+    if isinstance(known, bool | int | float | str):
+        return known
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, RecursionError):
+        return _MISSING
+
+
+def argument(call: ast.Call, name: str, position: int = -1) -> ast.expr | None:
+    """Return the argument of a call with a name or at a position (-1: by name only)."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    before = call.args[: position + 1]
+    is_given = 0 <= position < len(call.args)
+    is_certain = not any(isinstance(arg, ast.Starred) for arg in before)
+    return before[-1] if is_given and is_certain else None
+
+
+# --- autocasts, scalers, optimizers and schedules -------------------------------------------------
+
+_OPTIMIZERS = ("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")
+
+
+@dataclass(frozen=True)
+class SourceAutocast:
+    """An autocast, as far as the source shows it."""
+
+    dtype: str  # "float16", "bfloat16"; empty if it is not certain
+    enabled: bool | None  # None if it is not certain
+    is_torch: bool  # PyTorch's, whose casts of weights end with it
+
+
+@dataclass(frozen=True)
+class SourceScaler:
+    """A GradScaler, as far as the source shows it."""
+
+    is_torch: bool
+    enabled: bool | None  # None if it is not certain
+    is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
+    line: int = 0  # that makes it; 0 if it is made elsewhere
+
+
+_T = TypeVar("_T")
+_Context = TypeVar("_Context", SourceAutocast, SourceScaler)
+
+
+class Meaning:
+    """Recognizes expressions of a file."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+
+    def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
+        """Return the autocast that ``node`` may be; None if it is none."""
+        found = self._each(node, scope, self._autocast_as_written)
+        return _certain(found, dtype=_only(one.dtype for one in found if one is not None))
+
+    def scaler(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
+        """Return the scaler that ``node`` is; None if it is not known to be one."""
+        return _certain(self._each(node, scope, self._scaler_as_written))
+
+    def is_scaler(self, node: ast.expr, scope: NameScope) -> bool:
+        """Return whether ``node`` is a scaler, or has the name of one."""
+        return _last_name(node).endswith("scaler") or self.scaler(node, scope) is not None
+
+    def is_optimizer(self, node: ast.expr, scope: NameScope) -> bool:
+        """Return whether ``node`` is an optimizer, or has the name of one."""
+        name = _last_name(node)
+        if "optim" in name or name == "opt" or name.startswith("opt_") or name.endswith("_opt"):
+            return True
+        return self._is(node, scope, torch.optim.Optimizer, self.makes_optimizer)
+
+    def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
+        """Return whether a call makes an optimizer without master weights."""
+        name = self.values.qualified(call.func, scope)
+        is_class = name.rpartition(".")[2][:1].isupper()
+        return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
+
+    def is_scheduler(self, node: ast.expr, scope: NameScope) -> bool:
+        """Return whether ``node`` is a schedule of learning rates, or has the name of one."""
+
+        def makes_scheduler(call: ast.Call, scope: NameScope) -> bool:
+            name = self.values.qualified(call.func, scope)
+            return name.startswith("torch.optim.lr_scheduler.")
+
+        kind = torch.optim.lr_scheduler.LRScheduler
+        return "sched" in _last_name(node) or self._is(node, scope, kind, makes_scheduler)
+
+    def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
+        """Return whether a context or decorator records gradients; None if it changes nothing."""
+        called = node.func if isinstance(node, ast.Call) else node
+        name = self.values.qualified(called, scope).rpartition(".")[2]
+        if name == "set_grad_enabled" and isinstance(node, ast.Call) and node.args:
+            return self._flag(node.args[0], scope)
+        return {"no_grad": False, "inference_mode": False, "enable_grad": True}.get(name)
+
+    # --- as written -------------------------------------------------------------------------------
+
+    def _each(
+        self, node: ast.expr, scope: NameScope, look: Callable[[ast.expr, NameScope], _T | None]
+    ) -> list[_T | None]:
+        return [look(*each) if each else None for each in self.values.candidates(node, scope)]
+
+    def _is(
+        self,
+        node: ast.expr,
+        scope: NameScope,
+        kind: type,
+        is_made_by: Callable[[ast.Call, NameScope], bool],
+    ) -> bool:
+        def look(node: ast.expr, scope: NameScope) -> bool:
+            if isinstance(node, ast.Call):
+                return is_made_by(node, scope)
+            return isinstance(self.values.object(node), kind)
+
+        return any(self._each(node, scope, look))
+
+    def _autocast_as_written(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
+        known = self.values.object(node)
+        if isinstance(known, torch.autocast):
+            return SourceAutocast(dtype_name(known.fast_dtype), None, True)
+        if isinstance(known, autocast):
+            switches = known._settings.switches
+            return SourceAutocast(dtype_name(switches.dtype), switches.enabled, False)
+        name = self._maker(node, scope)
+        if not isinstance(node, ast.Call) or name.rpartition(".")[2] != "autocast":
+            return None
+        device = next((part for part in ("cuda", "cpu") if f".{part}.amp." in name), "")
+        # torch.cuda.amp.autocast(enabled, dtype), or autocast(device_type, dtype, enabled)
+        enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
+        device_type = None if device else argument(node, "device_type", 0)
+        if device_type is not None:
+            device = str(self.values.constant(device_type, scope))
+        if dtype is None or (isinstance(dtype, ast.Constant) and dtype.value is None):
+            lower = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
+        else:
+            lower = self.values.dtype(dtype, scope)
+        return SourceAutocast(lower, self._flag(enabled, scope), name.startswith("torch."))
+
+    def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
+        known = self.values.object(node)
+        if isinstance(known, GradScaler | torch.amp.GradScaler):
+            return SourceScaler(isinstance(known, torch.amp.GradScaler), known.is_enabled())
+        name = self._maker(node, scope)
+        if not isinstance(node, ast.Call) or not name.endswith("GradScaler"):
+            return None
+        position = 4 if ".cuda.amp." in name or ".cpu.amp." in name else 5
+        rule = argument(node, "rule")
+        is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
+        enabled = self._flag(argument(node, "enabled", position), scope)
+        return SourceScaler(name.startswith("torch."), enabled, is_static, node.lineno)
+
+    def _maker(self, node: ast.expr, scope: NameScope) -> str:
+        """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""
+        name = self.values.qualified(node.func, scope) if isinstance(node, ast.Call) else ""
+        return name if name.startswith(("torch.", "halfstep.")) else ""
+
+    def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
+        if node is None:
+            return True
+        value = self.values.constant(node, scope)
+        return bool(value) if isinstance(value, bool | int) else None
+
+
+def _last_name(node: ast.expr) -> str:
+    return dotted(node).rpartition(".")[2].lower()
+
+
+def _certain(found: Sequence[_Context | None], **changes: Any) -> _Context | None:
+    """Return the first that is known; ``enabled`` is None unless all agree."""
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        return None
+    enabled = {None if one is None else one.enabled for one in found}
+    return replace(known, enabled=enabled.pop() if len(enabled) == 1 else None, **changes)
