@@ -16,7 +16,7 @@ from halfstep._autocast.op_names import WITH_DTYPE, overload
 from halfstep._autocast.presets import rules_of
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.weight_cache import Held
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import tensors_in as tensors_in
 from halfstep._pytorch import dispatch, distributed
 from halfstep._pytorch.dispatch import Kernel
 

@@ -1,16 +1,14 @@
 """Autocast inside ``torch.autograd.Function``."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
 
 from halfstep._autocast.casts import is_eligible
 from halfstep._autocast.context import autocast, default_device
 from halfstep._autocast.region import Region, Settings, current_settings, in_graph
-from halfstep._common.nested import map_tensors
 from halfstep.errors import CallOrderError
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -76,12 +74,8 @@ def custom_fwd(
             _remember(ctx, settings)
             return fwd(ctx, *args)
         _remember(ctx, settings._replace(switches=switches._replace(enabled=False)))
-
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(cast_inputs) if is_eligible(tensor, device) else tensor
-
         with autocast(device, enabled=False):
-            return fwd(ctx, *map_tensors(cast, args))
+            return fwd(ctx, *_cast(args, device, cast_inputs))
 
     return forward
 
@@ -135,3 +129,14 @@ def _remember(ctx: Any, settings: Settings) -> None:
     """Tell ``backward`` what to run under; in the words of torch.amp too, in case it is its own."""
     ctx._halfstep_settings = settings
     ctx._fwd_used_autocast, ctx._dtype = settings.switches.enabled, settings.switches.dtype
+
+
+def _cast(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Cast eligible tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if is_eligible(value, device) else value
+    if isinstance(value, Mapping):
+        return {key: _cast(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(item, device, dtype) for item in value)
+    return value

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from halfstep._autocast import op_names, scopes
-from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel
+from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kernel, tensors_in
 from halfstep._autocast.op_names import overload
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
-from halfstep._common.nested import tensors_in
-from halfstep._pytorch import autograd, compiler, dispatch
+from halfstep._pytorch import autograd, compiler, dispatch, library
 from halfstep._pytorch.dispatch import Kernel
 from halfstep.errors import CallOrderError
 
@@ -236,7 +235,7 @@ def prepared(number: int) -> PolicyOnDevice:
 Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[None]]
 
 _observer: Observer | None = None
-_observed_kernels: dispatch.TemporaryKernels | None = None
+_observed_kernels: library.TemporaryKernels | None = None
 
 
 @contextmanager
@@ -256,7 +255,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
                 "a trace is running already, and there is one at a time in a process; leave its "
                 "block first"
             )
-        kernels = dispatch.TemporaryKernels()
+        kernels = library.TemporaryKernels()
         _observer, _observed_kernels = observer, kernels
     try:
         with _lock:
@@ -269,7 +268,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
             _observer = _observed_kernels = None
 
 
-def _register_observed(policy: PolicyOnDevice, kernels: dispatch.TemporaryKernels) -> None:
+def _register_observed(policy: PolicyOnDevice, kernels: library.TemporaryKernels) -> None:
     key = dispatch.autocast_key(policy.device)
     for op in sorted(policy.observed.ruled_ops()):
         kernels.register(overload(op), key, _kernel(op, policy.device))
@@ -299,7 +298,7 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
 @cache
 def _register(name: str, device: str) -> None:
     """Register our kernel for one overload at the Autocast key of ``device``, once."""
-    dispatch.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
+    library.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
 
 
 @cache
@@ -363,7 +362,7 @@ def _register_at(name: str, key: torch._C.DispatchKey) -> None:
         with dispatch.exclude_keys(dispatch.key_set(dispatch.autocast_key(device))):
             return pytorch(keys, *args, **kwargs)
 
-    dispatch.register_kernel(op, key, kernel)
+    library.register_kernel(op, key, kernel)
 
 
 def _device_of(args: Iterable[Any]) -> str | None:

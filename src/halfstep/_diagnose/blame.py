@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._common.nested import tensors_in
+from halfstep._autocast.casts import tensors_in
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.undo import UndoLog
 from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask

@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.region import Region, Settings, current_settings
-from halfstep._common.nested import tensors_in
 from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import Outermost, not_compiled

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import without_wrappers
-from halfstep._common.nested import tensors_in
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver

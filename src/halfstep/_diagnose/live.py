@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import replicated
+from halfstep._common.force_eager import eager
 from halfstep._common.patches import Patches
 from halfstep._diagnose import cure_search
 from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE, Blame, BlameTracker
@@ -22,7 +23,6 @@ from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import user_line
 from halfstep._pytorch import distributed, modes
-from halfstep._pytorch.compiler import eager
 from halfstep._scaler.ranks.group import has_ranks
 
 MOST_INSPECTED = 64

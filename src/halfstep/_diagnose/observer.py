@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.modules import replicated, without_wrappers
 from halfstep._autocast.rule import Rule
-from halfstep._common.nested import tensors_in
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.undo import UndoLog
 from halfstep._pytorch import compiler

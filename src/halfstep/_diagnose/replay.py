@@ -16,16 +16,16 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.rule import Rule
-from halfstep._common.nested import tensors_in
+from halfstep._common.force_eager import eager
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps
 from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._diagnose.precision import UNCHANGED, EnteredAutocast, Precision, autocast_as
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
 from halfstep._pytorch import amp, autograd, distributed, modes
-from halfstep._pytorch.compiler import eager
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew, unobserved
 from halfstep._scaler.closures import split_closure

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import replicated
-from halfstep._common.nested import tensors_in
 from halfstep._common.patches import Patches
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.capture import Capture

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from halfstep._common.nested import map_tensors, tensors_in
+from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.formats import Format, dtype_name, rounded
 from halfstep._pytorch import modes, storages
 from halfstep._pytorch.dispatch import schema_of
@@ -54,6 +55,17 @@ class Arithmetic(Protocol):
             context: Its module, phase and rule.
         """
         ...
+
+
+def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a value with ``function`` applied to the tensors in it and in its containers."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([each_tensor(item, function) for item in value])
+    if isinstance(value, dict):
+        return {key: each_tensor(item, function) for key, item in value.items()}
+    return value
 
 
 # Their results are their inputs in another order, or not computed.
@@ -126,7 +138,7 @@ class HalfArithmetic:
         return is_first and isinstance(args[0], Tensor) and args[0].dtype is self._low
 
     def _wide(self, values: Any) -> Any:
-        return map_tensors(lambda t: t.float() if t.dtype is self._low else t, values)
+        return each_tensor(values, lambda t: t.float() if t.dtype is self._low else t)
 
     def _run_in_place(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: OpContext
@@ -156,7 +168,7 @@ class HalfArithmetic:
             context.note(tensor)
             return tensor.to(self._low)
 
-        return map_tensors(narrowed, result)
+        return each_tensor(result, narrowed)
 
 
 class ResultDtypes:
@@ -194,7 +206,7 @@ def _found(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[to
     named = {k: "meta" if isinstance(v, torch.device) else v for k, v in kwargs.items()}
     try:
         with modes.unseen_by_modes():
-            result = func(*map_tensors(empty, args), **map_tensors(empty, named))
+            result = func(*each_tensor(args, empty), **each_tensor(named, empty))
     except (NotImplementedError, RuntimeError):  # its result may depend on values
         return ()
     return tuple(tensor.dtype for tensor in tensors_in((result,)))

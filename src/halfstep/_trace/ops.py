@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import scopes
-from halfstep._common.nested import tensors_in
+from halfstep._autocast.casts import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, compiler, dispatch, modes
 from halfstep._pytorch.dispatch import schema_of

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from halfstep._autocast.kernels import observed_by
+from halfstep._common.force_eager import eager
 from halfstep._pytorch import compiler
-from halfstep._pytorch.compiler import eager
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row
 from halfstep._trace.tracer import Tracer

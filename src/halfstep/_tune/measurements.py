@@ -18,9 +18,9 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
-from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._record.files import has_checksum, line_of
 from halfstep._tune.passes import Lowering

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from halfstep._common.nested import tensors_in
+from halfstep._autocast.casts import tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.modules import registers_of

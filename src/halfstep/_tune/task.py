@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halfstep._autocast.casts import tensors_in
 from halfstep._autocast.modules import replicated, without_wrappers
-from halfstep._common.nested import tensors_in
 
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
 """``loss_fn(model, batch)`` calls the model in any way and returns a scalar."""

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep._common.nested import map_tensors
 from halfstep._tune.task import Task
 
 SPREAD = 8.0
@@ -117,13 +116,8 @@ def outputs_rounded(task: Task, dtype: torch.dtype) -> Iterator[None]:
     Gradients pass through unchanged.
     """
 
-    def rounded(tensor: Tensor) -> Tensor:
-        if tensor.dtype is not torch.float32:
-            return tensor
-        return tensor + (rounded_to_digits(tensor.detach(), dtype) - tensor.detach())
-
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        return map_tensors(rounded, output)
+        return _mapped(output, dtype)
 
     with ExitStack() as stack:
         for _, module in task.named_modules():
@@ -146,3 +140,16 @@ def rounded_to_digits(values: Tensor, dtype: torch.dtype) -> Tensor:
     split = values * (2.0**digits_less + 1)
     upper = split - (split - values)
     return torch.where(upper.isfinite(), upper, values)
+
+
+def _mapped(value: Any, dtype: torch.dtype) -> Any:
+    """Return the output of a module with its tensors rounded, those in containers too."""
+    if isinstance(value, Tensor):
+        if value.dtype is not torch.float32:
+            return value
+        return value + (rounded_to_digits(value.detach(), dtype) - value.detach())
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(each, dtype) for each in value)
+    if type(value) is dict:
+        return {key: _mapped(each, dtype) for key, each in value.items()}
+    return value

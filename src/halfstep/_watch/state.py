@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
-from halfstep._record.read import RecordUpdate
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
 from halfstep._report.layers import FormatFit, format_fit, lower_at
 from halfstep._report.summarize import policies_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halfstep._common.numbers import bits, number, percent, power, seconds
 from halfstep._common.text import printable
-from halfstep._record.read import RecordUpdate
+from halfstep._record.follow import RecordUpdate
 from halfstep._record.run import Culprits, Diagnosed, Step
 from halfstep._report.about_diagnoses import headline
 from halfstep._watch.state import LiveRun, WorstTensor
