@@ -54,8 +54,8 @@ class TensorBoard:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the scalars."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(f"halfstep/{name}", value, step)
+        for name, value in _named(scalars).items():
+            self._writer.add_scalar(name, value, step)
 
 
 class WandB:
@@ -85,8 +85,7 @@ class WandB:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Hand over the scalars."""
-        named = {f"halfstep/{name}": value for name, value in scalars.items()}
-        self._run.log({**named, "halfstep/step": step}, commit=False)
+        self._run.log(_named({**scalars, "step": step}), commit=False)
 
 
 class MLflow:
@@ -108,8 +107,11 @@ class MLflow:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the scalars."""
-        named = {f"halfstep/{name}": value for name, value in scalars.items()}
-        self._mlflow.log_metrics(named, step=step, run_id=self._run_id)
+        self._mlflow.log_metrics(_named(scalars), step=step, run_id=self._run_id)
+
+
+def _named(scalars: Mapping[str, float]) -> dict[str, float]:
+    return {f"halfstep/{name}": value for name, value in scalars.items()}
 
 
 def step_scalars(event: Mapping[str, Any]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
 from halfstep._autocast.rule import did_you_mean
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._pytorch import amp, distributed
 
 
@@ -239,7 +239,11 @@ def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any
     if not torch.compiler.is_compiling() and distributed.has_process_group():
         _require_gathered(module, dtype)
     given = next((each for each in tensors_in((args, kwargs)) if each.is_floating_point()), None)
-    args, kwargs = _cast((args, kwargs), dtype, None)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    args, kwargs = map_tensors(cast, (args, kwargs))
     device = None if given is None else given.device.type
     if device is None or not torch.is_autocast_enabled(device):
         result = run(*args, **kwargs)
@@ -247,7 +251,8 @@ def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any
         with ModuleRegion(_off(device)):
             result = run(*args, **kwargs)
     if cast_back and given is not None and given.dtype is not dtype:
-        result = _cast(result, given.dtype, dtype)
+        before = given.dtype
+        result = map_tensors(lambda t: t.to(before) if t.dtype is dtype else t, result)
     return result
 
 
@@ -271,20 +276,6 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
 def _off(device: str) -> Settings:
     switches = amp.autocast_switches(device)._replace(enabled=False)
     return Settings(switches, policy=None, inherit=False)
-
-
-def _cast(value: Any, dtype: torch.dtype, only: torch.dtype | None) -> Any:
-    """Cast floating-point tensors in nested containers; ``only`` those of one dtype, if given."""
-    if isinstance(value, Tensor):
-        is_meant = value.is_floating_point() and only in (None, value.dtype)
-        return value.to(dtype) if is_meant else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype, only) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(item, dtype, only) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, _cast(item, dtype, only)) for key, item in value.items())
-    return value
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -23,11 +23,7 @@ _WITHOUT_PYTORCH = ("watch", "report", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Args:
-        argv: the arguments after the program's name; those of the process when left out.
-    """
+    """Run the command line, by default that of the process, and return the exit code."""
     words = sys.argv[1:] if argv is None else argv
     # A script's errors and its Ctrl-C are left to Python, and its streams to the script.
     is_script = words[:1] == ["run"]

@@ -18,11 +18,7 @@ class CommandError(Exception):
 
 
 def require_rich() -> None:
-    """Raise an error if rich is not installed.
-
-    Raises:
-        CommandError: It is not.
-    """
+    """Raise an error for the user if rich is not installed."""
     try:
         import rich  # noqa: F401
     except ModuleNotFoundError:

@@ -86,11 +86,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def read_policy(text: str) -> Policy:
-    """Return the policy in a file, of a preset, or of a text.
-
-    Raises:
-        CommandError: The text names no policy.
-    """
+    """Return the policy in a file, of a preset, or of a text."""
     from halfstep import Policy
 
     path = Path(text)

@@ -1,1 +1,1 @@
-"""What several rooms share: text, numbers, JSON, random states, patches, the machine."""
+"""What several rooms share: text, numbers, JSON, nested values, random states, patches, machine."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -20,54 +22,59 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(list(value.values()))
 
 
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a value with ``function`` applied to what lies in its lists, tuples and mappings.
 
     Anything else is passed to ``function`` itself. A container in which nothing changes is returned
-    as it is, another as :func:`like` makes it.
+    as it is; else a new one is of the same class.
     """
     if isinstance(value, Mapping):
-        items = {key: mapped(function, item) for key, item in value.items()}
-        is_same = all(items[key] is item for key, item in value.items())
-        return value if is_same else like(value, items)
+        items = {key: map_leaves(function, item) for key, item in value.items()}
+        return value if _is_same(items.values(), value.values()) else _like(value, items)
     if isinstance(value, (list, tuple)):
-        new = [mapped(function, item) for item in value]
-        is_same = all(item is old for item, old in zip(new, value, strict=True))
-        return value if is_same else like(value, new)
+        new = [map_leaves(function, item) for item in value]
+        return value if _is_same(new, value) else _like(value, new)
     return function(value)
 
 
-def like(container: Any, items: Iterable[Any]) -> Any:
-    """Return a container of the same class with other items.
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return what :func:`map_leaves` does for a function of tensors; all else stays as it is."""
+    return map_leaves(lambda item: function(item) if isinstance(item, Tensor) else item, value)
 
-    Args:
-        container: A mapping, list or tuple; of another iterable and of a mapping that cannot be
-            written to, ``items`` are returned.
-        items: A dictionary for a mapping, else a list.
-    """
-    if isinstance(container, MutableMapping) and type(container) is not dict:
-        # What the class adds is copied: the factory of a defaultdict, attributes.
-        result = copy.copy(container)
-        for key, item in dict(items).items():
-            result[key] = item
-        return result
+
+def _is_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    # torch.compile cannot trace this comparison; there every container is a new one.
+    if torch.compiler.is_compiling():
+        return False
+    return all(item is before for item, before in zip(new, old, strict=True))
+
+
+def _like(container: Any, items: Any) -> Any:
+    """Return a container of the same class with other items; a dictionary for other mappings."""
     if isinstance(container, (list, tuple)):
         # A named tuple takes its fields one by one.
         is_named = hasattr(container, "_fields")
         return type(container)(*items) if is_named else type(container)(items)
-    return items
+    if type(container) is OrderedDict:
+        return OrderedDict(items)
+    if type(container) is dict or not isinstance(container, MutableMapping):
+        return items
+    # What the class adds is copied: the factory of a defaultdict, attributes.
+    result = copy.copy(container)
+    for key, item in items.items():
+        result[key] = item
+    return result
 
 
-def mapped_plain(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value with ``function`` applied to all that is no container.
+def map_plain(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value with ``function`` applied to all that is no tuple, list or dictionary.
 
-    Containers are tuples, named tuples, lists and dictionaries. An object of a class derived from
-    one is no container: it may not be possible to make it anew.
+    An object of a class derived from one is no container: it may not be possible to make it anew.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped_plain(function, item) for item in value))
+        return type(value)(*(map_plain(function, item) for item in value))
     if type(value) in (list, tuple):
-        return type(value)(mapped_plain(function, item) for item in value)
+        return type(value)(map_plain(function, item) for item in value)
     if type(value) is dict:
-        return {key: mapped_plain(function, item) for key, item in value.items()}
+        return {key: map_plain(function, item) for key, item in value.items()}
     return function(value)

@@ -15,21 +15,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a :class:`GPT`.
+    """The shape of a :class:`GPT`."""
 
-    Attributes:
-        vocab: number of different tokens.
-        context: most tokens in one sequence.
-        layers: number of blocks.
-        heads: attention heads in a block; divides ``width``.
-        width: length of a token's vector.
-    """
-
-    vocab: int
-    context: int
+    vocab: int  # number of different tokens
+    context: int  # most tokens in one sequence
     layers: int
     heads: int
-    width: int
+    width: int  # length of a token's vector, a multiple of heads
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.region import Region, Settings, current_settings
-from halfstep._common.nested import mapped_plain, tensors_in
+from halfstep._common.nested import map_plain, tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._diagnose.diagnosis import Line
@@ -140,7 +140,7 @@ def _again(call: KeptCall, made: list[list[Tensor]]) -> Any:
             buffer.copy_(values)
     if isinstance(call.function, nn.Module) and call.function.training != call.is_training:
         call.function.train(call.is_training)
-    args, kwargs = mapped_plain(
+    args, kwargs = map_plain(
         lambda value: _output(value, made) if isinstance(value, EarlierOutput) else value,
         (call.args, call.kwargs),
     )
@@ -237,9 +237,7 @@ class Capture(TopLevelCalls):
     @compiler.do_not_compile_alone
     def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
         given: list[tuple[Tensor, int]] = []
-        kept_args, kept_kwargs = mapped_plain(
-            lambda value: self._linked(value, given), (args, kwargs)
-        )
+        kept_args, kept_kwargs = map_plain(lambda value: self._linked(value, given), (args, kwargs))
         devices = dict.fromkeys(tensor.device.type for tensor in tensors_in((args, kwargs)))
         settings = [current_settings(device) for device in devices if _has_autocast(device)]
         call = KeptCall(function, kept_args, kept_kwargs, given, settings, user_line())

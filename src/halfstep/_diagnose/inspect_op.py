@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.modules import without_wrappers
-from halfstep._common.nested import mapped_plain, tensors_in
+from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpObserver
@@ -169,7 +169,7 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
             return value.detach().to(dtype, copy=True) if is_float else value.clone()
         return dtype if isinstance(value, torch.dtype) and value.is_floating_point else value
 
-    args, kwargs = mapped_plain(widened, ([*call.args], call.kwargs))
+    args, kwargs = map_plain(widened, ([*call.args], call.kwargs))
     if call.name in _HALF_TO_FLOAT:
         args[2] = False
     return call.func(*args, **kwargs)

@@ -27,13 +27,10 @@ class RecordUpdate:
 
 
 class Follower:
-    """Reads what is new in the record in a folder.
+    """Reads what is new in the record in a folder, which need not exist yet.
 
     It keeps its position in each file and at most two samples per rank, whatever the length of the
     record. A step is returned once all ranks have it, unless a rank is far behind.
-
-    Args:
-        folder: The folder; it need not exist yet.
     """
 
     _files: dict[int, RankFile]

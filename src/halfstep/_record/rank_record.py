@@ -130,11 +130,7 @@ class RankRecord:
             )
 
     def _event_of(self, line: bytes) -> Struct | None:
-        """Return the event of a line; None for an event of a later version.
-
-        Raises:
-            ValueError: The line is cut or damaged.
-        """
+        """Return the event of a line, None for one of a later version; ValueError if damaged."""
         is_checked = has_checksum(line)
         try:
             event: Struct = decoded(_Line, line)  # type: ignore[arg-type]  # mypy: no type

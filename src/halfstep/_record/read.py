@@ -55,13 +55,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def joined(folder: Path, ranks: Mapping[int, RankRecord], steps: Iterable[Step]) -> Run:
-    """Join the records of the ranks, without comparing them.
-
-    Args:
-        folder: Of the record.
-        ranks: In order.
-        steps: Their joined steps.
-    """
+    """Join the records of the ranks and their joined steps, without comparing them."""
     first = next(iter(ranks.values()))
     others = {number: rank for number, rank in ranks.items() if rank is not first}
     left_out = [note for rank in ranks.values() for note in rank.left_out]
@@ -118,12 +112,7 @@ class JoinedSteps:
         self._waiting: dict[int, deque[Step]] = {}
 
     def add(self, ranks: Mapping[int, RankRecord], *, is_all: bool = False) -> list[Step]:
-        """Add the new steps and return those that are complete.
-
-        Args:
-            ranks: The ranks; the steps of the first are joined.
-            is_all: Whether no more steps will come.
-        """
+        """Add the new steps and return those that are complete; all, if no more will come."""
         for number, rank in ranks.items():
             self._waiting.setdefault(number, deque()).extend(rank.steps)
         first, *others = ranks

@@ -59,11 +59,7 @@ class Models:
         return (model for _, model in self._present())
 
     def add(self, model: nn.Module) -> bool:
-        """Add a model, unless it is already known as a model or a part of one.
-
-        Returns:
-            Whether it replaces a known model that is a part of it.
-        """
+        """Add a model that is not known yet; return whether it replaces parts of it that were."""
         if isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
         if model in self._names:

@@ -14,7 +14,7 @@ from torch import nn
 
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.scopes import current as current_scope
-from halfstep._common.nested import mapped
+from halfstep._common.nested import map_leaves
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._run.amp_script import ScriptState
@@ -164,7 +164,7 @@ def in_float32(value: Any, lower: torch.dtype) -> Any:
             return _dataclass_in_float32(item, lower)
         return item
 
-    return mapped(each, value)
+    return map_leaves(each, value)
 
 
 def _dataclass_in_float32(value: Any, lower: torch.dtype) -> Any:

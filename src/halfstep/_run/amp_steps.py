@@ -24,7 +24,6 @@ from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome, access
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.iteration import GradientCheck
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
 from halfstep._scaler.snapshot import snapshot_of
 
@@ -118,7 +117,9 @@ class ScaledSteps:
         def evaluate() -> Any:
             nonlocal loss
             loss = closure()
-            self._check(optimizer)
+            found = self._fresh.take(optimizer)
+            if found is not None:
+                access.add_check(self._scaler, optimizer, *found)
             return loss
 
         args, kwargs = _with_closure(evaluate, args, kwargs)
@@ -144,9 +145,11 @@ class ScaledSteps:
         before = snapshot_of(optimizer)
 
         def require_finite() -> None:
-            check = self._check(optimizer)
-            if check is not None and any(flag.item() for flag in check.found_inf.values()):
-                raise UnusableEvaluationError
+            found = self._fresh.take(optimizer)
+            if found is not None:
+                check = access.add_check(self._scaler, optimizer, *found)
+                if any(flag.item() for flag in check.found_inf.values()):
+                    raise UnusableEvaluationError
 
         def evaluate() -> Any:
             loss = closure()
@@ -164,10 +167,6 @@ class ScaledSteps:
             return None
         self._schedules.note(optimizer, True)
         return result
-
-    def _check(self, optimizer: Optimizer) -> GradientCheck | None:
-        found = self._fresh.take(optimizer)
-        return None if found is None else access.add_check(self._scaler, optimizer, *found)
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:

@@ -65,9 +65,6 @@ class Session:
 
     Both stay until this process ends: threads and ``atexit`` functions of the program may still
     train.
-
-    Raises:
-        OSError: The folder is not writable.
     """
 
     def __init__(self, command: Command, options: Options) -> None:
