@@ -14,8 +14,7 @@ from rich.console import Console
 from tests.report import records
 
 from halfstep._record.files import line_of
-from halfstep._record.follow import Follower
-from halfstep._record.read import read_run
+from halfstep._record.read import Follower, read_run
 from halfstep._report import text
 from halfstep._report.compare_runs import compare_runs
 from halfstep._report.limits import DEFAULTS, pass_line, violations

@@ -13,8 +13,7 @@ from tests.report import records
 import halfstep
 from halfstep._diagnose.diagnose import diagnose
 from halfstep._diagnose.diagnosis import Diagnosis, Flush, Line
-from halfstep._record.follow import Follower
-from halfstep._record.read import read_run
+from halfstep._record.read import Follower, read_run
 from halfstep._record.run import Diagnosed
 from halfstep.errors import CallOrderError
 

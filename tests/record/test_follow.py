@@ -9,9 +9,8 @@ from tests.record.events import step
 
 from halfstep._numerics.statistics import Statistics
 from halfstep._record.files import LineWriter, file_of, line_of
-from halfstep._record.follow import Follower
 from halfstep._record.rank_record import RankRecord
-from halfstep._record.read import read_run
+from halfstep._record.read import Follower, read_run
 from halfstep.errors import RecordError
 
 EMPTY = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), 0)

@@ -9,8 +9,7 @@ import pytest
 from tests.ranks.pool import Pool, RankFailedError
 from tests.record import several
 
-from halfstep._record.follow import Follower
-from halfstep._record.read import read_run
+from halfstep._record.read import Follower, read_run
 from halfstep._report.limits import Limits, violations
 from halfstep._report.summarize import summarize
 from halfstep._report.text import sentences

@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.report import records
 
 from halfstep._numerics.statistics import Statistics
-from halfstep._record.follow import RecordUpdate
+from halfstep._record.read import RecordUpdate
 from halfstep._record.run import (
     Culprits,
     Diagnosed,

@@ -23,7 +23,7 @@ from halfstep._autocast.casts import carry_out, lower_with_pytorch, pytorch_kern
 from halfstep._autocast.policy import Policy, check, meant_by, preset
 from halfstep._autocast.rule import LOWER_PRECISIONS, PHASES, Action, Phase, Rule
 from halfstep._common.nested import tensors_in
-from halfstep._pytorch import autograd, compiler, dispatch, library
+from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
 
@@ -219,7 +219,7 @@ def prepared(number: int) -> PolicyOnDevice:
 Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[None]]
 
 _observer: Observer | None = None
-_observed_kernels: library.TemporaryKernels | None = None
+_observed_kernels: dispatch.TemporaryKernels | None = None
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
                 "a trace is running already, and there is one at a time in a process; leave its "
                 "block first"
             )
-        kernels = library.TemporaryKernels()
+        kernels = dispatch.TemporaryKernels()
         _observer, _observed_kernels = observer, kernels
     try:
         with _lock:
@@ -252,7 +252,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
             _observer = _observed_kernels = None
 
 
-def _register_observed(policy: PolicyOnDevice, kernels: library.TemporaryKernels) -> None:
+def _register_observed(policy: PolicyOnDevice, kernels: dispatch.TemporaryKernels) -> None:
     key = dispatch.autocast_key(policy.device)
     for op in sorted(policy.observed_ops()):
         kernels.register(overload(op), key, _kernel(op, policy.device))
@@ -282,7 +282,7 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
 @cache
 def _register(name: str, device: str) -> None:
     """Register our kernel for one overload at the Autocast key of ``device``, once."""
-    library.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
+    dispatch.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
 
 
 @cache
@@ -349,7 +349,7 @@ def _register_at(name: str, key: Key) -> None:
         with dispatch.exclude_keys(dispatch.key_set(dispatch.autocast_key(device))):
             return pytorch(keys, *args, **kwargs)
 
-    library.register_kernel(op, key, kernel)
+    dispatch.register_kernel(op, key, kernel)
 
 
 def _device_of(args: Iterable[Any]) -> str | None:

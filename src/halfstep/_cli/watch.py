@@ -92,7 +92,7 @@ def _print_once(path: Path | None) -> None:
     from rich.console import Console
 
     from halfstep._record.files import RUNS, newest_in
-    from halfstep._record.follow import Follower
+    from halfstep._record.read import Follower
     from halfstep._watch.screen import print_page
     from halfstep._watch.state import live_run
     from halfstep._watch.text import how_to_start, missing

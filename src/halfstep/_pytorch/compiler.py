@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -170,3 +172,20 @@ def forget_compiled_code() -> None:
     """Drop everything that torch.compile has compiled in this process."""
     if is_loaded():
         torch.compiler.reset()
+
+
+@contextmanager
+def eager(*, has_global_hooks: bool) -> Iterator[None]:
+    """Run compiled code eager in the block.
+
+    Args:
+        has_global_hooks: Whether compiled modules run under hooks for all modules, of which they
+            warn.
+    """
+    with ExitStack() as stack:
+        if has_global_hooks:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*when there are global hooks")
+        if is_loaded():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield

@@ -21,9 +21,9 @@ from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import Rule, did_you_mean
-from halfstep._common.force_eager import eager
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler
+from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.modes import dispatch_modes
 from halfstep._simulate.arithmetic import (
     Args,

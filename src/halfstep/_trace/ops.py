@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import scopes
-from halfstep._common.force_eager import eager
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, compiler, dispatch, modes
+from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.places import OpPlaces
 from halfstep._trace.rows import Value

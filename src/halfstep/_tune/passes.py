@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast import Policy, autocast
-from halfstep._common.force_eager import eager
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch import autograd, modes
+from halfstep._pytorch.compiler import eager
 from halfstep._tune.module_check import (
     KINDS,
     Comparison,

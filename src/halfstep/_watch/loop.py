@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, Self, TextIO
 
 from halfstep._record.files import RUNS, newest_in
-from halfstep._record.follow import Follower, RecordUpdate
+from halfstep._record.read import Follower, RecordUpdate
 from halfstep._watch.state import LiveRun, live_run
 from halfstep._watch.text import end_line, heading, how_to_start, missing, new_lines, run_state
 

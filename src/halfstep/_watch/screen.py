@@ -18,7 +18,7 @@ from rich.text import Text
 
 from halfstep._common.numbers import number, percent, power
 from halfstep._common.text import printable
-from halfstep._record.follow import RecordUpdate
+from halfstep._record.read import RecordUpdate
 from halfstep._record.run import Kind
 from halfstep._watch.state import Column, LiveRun, WorstTensor
 from halfstep._watch.text import (

@@ -9,7 +9,7 @@ from functools import reduce
 from itertools import zip_longest
 from typing import NamedTuple
 
-from halfstep._record.follow import RecordUpdate
+from halfstep._record.read import RecordUpdate
 from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
 from halfstep._report.layers import FormatFit, fitted
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from halfstep._common.numbers import bits, number, percent, power, seconds
 from halfstep._common.text import printable
-from halfstep._record.follow import RecordUpdate
+from halfstep._record.read import RecordUpdate
 from halfstep._record.run import Diagnosed, Run, Step
 from halfstep._report.about_diagnoses import headline
 from halfstep._watch.state import LiveRun
