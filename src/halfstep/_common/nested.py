@@ -30,10 +30,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         items = {key: map_leaves(function, item) for key, item in value.items()}
-        return value if _is_same(items.values(), value.values()) else _like(value, items)
+        return value if _is_same(items.values(), value.values()) else like(value, items)
     if isinstance(value, (list, tuple)):
         new = [map_leaves(function, item) for item in value]
-        return value if _is_same(new, value) else _like(value, new)
+        return value if _is_same(new, value) else like(value, new)
     return function(value)
 
 
@@ -49,8 +49,11 @@ def _is_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return all(item is before for item, before in zip(new, old, strict=True))
 
 
-def _like(container: Any, items: Any) -> Any:
-    """Return a container of the same class with other items; a dictionary for other mappings."""
+def like(container: Any, items: Any) -> Any:
+    """Return a container of the same class with other items.
+
+    For mappings that cannot be written to, and for other iterables, these are the items themselves.
+    """
     if isinstance(container, (list, tuple)):
         # A named tuple takes its fields one by one.
         is_named = hasattr(container, "_fields")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from halfstep._common.nested import like
 from halfstep._scaler import clipping, passes, step
 from halfstep._scaler.access import OBSERVERS
 from halfstep._scaler.earlier_norms import NormLimits
@@ -24,7 +25,6 @@ from halfstep._scaler.iteration import (
     nothing_checked,
 )
 from halfstep._scaler.loss_scale import LossScale, Saved, Scales
-from halfstep._scaler.losses import for_each
 from halfstep._scaler.names import Names
 from halfstep._scaler.optimizers import handles_scale, name
 from halfstep._scaler.ranks.agreement import Alone, Together
@@ -300,3 +300,39 @@ class Engine:
         copied = Engine(first, Ranks("local"), self._owner())
         copied.scales.load(states)
         return copied
+
+
+# --- losses in containers ------------------------------------------------------------------------
+
+
+def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
+    """Return ``outputs`` with every tensor in it replaced.
+
+    Args:
+        function: What a tensor is replaced by.
+        outputs: A tensor, or a (nested) list, tuple, named tuple, mapping or other iterable.
+        where: The name of ``outputs`` in an error message.
+
+    Returns:
+        Lists, tuples, named tuples and mappings keep their type, other iterables become lists.
+
+    Raises:
+        TypeError: Something in it is not a tensor; the message says where it is.
+    """
+    if isinstance(outputs, Tensor):
+        return function(outputs)
+    if isinstance(outputs, Mapping):
+        items = {key: for_each(function, v, f"{where}[{key!r}]") for key, v in outputs.items()}
+        return like(outputs, items)
+    if isinstance(outputs, str | bytes) or not isinstance(outputs, Iterable):
+        raise TypeError(
+            f"{where} is {_shortly(outputs)} ({type(outputs).__name__}): scale() takes a "
+            "tensor, or a list, tuple, mapping or other iterable of tensors"
+        )
+    values = [for_each(function, v, f"{where}[{index}]") for index, v in enumerate(outputs)]
+    return like(outputs, values)
+
+
+def _shortly(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from halfstep._common.nested import tensors_in
 from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import passes
 from halfstep._scaler.gradients import collect_local, parameters
 from halfstep._scaler.iteration import Iteration, Journal, Stage, Step
 from halfstep._scaler.loss_scale import LossScale, Scales
-from halfstep._scaler.losses import tensors_in
 from halfstep._scaler.scalars import ratio
 
 NUM_LOSSES = 16
@@ -100,7 +100,7 @@ class Unused:
 
     def see_loss(self, scaled: Any, scale: LossScale) -> None:
         """Look at a loss that was multiplied by a scale, while that is of interest."""
-        losses = list(tensors_in(scaled))
+        losses = list(tensors_in([scaled]))
         if self.is_searching:
             self._num_losses += 1
             self.is_searching = self._num_losses < NUM_LOSSES
