@@ -784,3 +784,26 @@ def test_a_block_that_adds_to_gradients_unscaled_before_it() -> None:
         scaler.scale((param * other).sum()).backward()
     with pytest.raises(CallOrderError, match="1 of 1 are new and still scaled"):
         scaler.step(first)
+
+
+@pytest.mark.parametrize("is_added_to", [False, True])
+def test_a_backward_after_a_block_inside(is_added_to: bool) -> None:
+    """Two blocks inside, then a backward pass of the block around them."""
+    scaler, (own, shared) = GradScaler(), (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    around = torch.optim.SGD([own, shared], lr=1.0)
+    inside = torch.optim.SGD([shared], lr=0.0)
+
+    def accumulate() -> None:
+        with scaler.accumulate(around):
+            for _ in range(2):
+                with scaler.accumulate(inside):
+                    scaler.scale(shared.sum()).backward()
+            scaler.scale((own + shared if is_added_to else own).sum()).backward()
+
+    if is_added_to:
+        with pytest.raises(CallOrderError, match="added scaled gradients"):
+            accumulate()
+        return
+    accumulate()
+    scaler.step(around)
+    assert [own.tolist(), shared.tolist()] == [[0.0, 0.0], [-1.0, -1.0]]

@@ -108,6 +108,7 @@ class _Block(Iteration):
             # A parameter that both optimizers have is unscaled once.
             for check in self.checks:
                 self.around.add(check)
+            Iteration.watch(self.around)
 
 
 def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:
@@ -141,6 +142,12 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
     if not block.losses:
         raise CallOrderError(
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
+        )
+    if block.has_fresh:
+        raise CallOrderError(
+            f"{call}: backward() has added scaled gradients to those that a block inside this one "
+            "has unscaled. Put every backward() that reaches parameters of both optimizers into "
+            "the inner block"
         )
     step = gather(engine, "accumulate", block.optimizer, None)
     scale = step.loss_scale

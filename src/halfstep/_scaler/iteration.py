@@ -328,6 +328,11 @@ class Iteration:
                     self.hooks.append(hook)
         self._num_watched = len(self.checks)
 
+    @property
+    def has_fresh(self) -> bool:
+        """Whether backward has added to gradients since they were checked."""
+        return len(self._fresh) > 0
+
     def _note_fresh(self, param: Tensor) -> None:
         self._fresh.add(id(param))
 
