@@ -143,13 +143,13 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         raise CallOrderError(
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
+    step = gather(engine, "accumulate", block.optimizer, None)
     if block.has_fresh:
         raise CallOrderError(
             f"{call}: backward() has added scaled gradients to those that a block inside this one "
             "has unscaled. Put every backward() that reaches parameters of both optimizers into "
             "the inner block"
         )
-    step = gather(engine, "accumulate", block.optimizer, None)
     scale = step.loss_scale
     refuse_half(engine, step)
     unscale_(step)
