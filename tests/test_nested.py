@@ -1,6 +1,7 @@
 """Walks over nested values."""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -54,7 +55,43 @@ def test_what_a_class_adds_is_kept() -> None:
     assert (outputs["a"], twice(outputs)["a"]) == (ONE, TWO)
     lists = twice(defaultdict(list, a=ONE))
     assert (lists["a"], lists["b"]) == (TWO, [])
-    assert twice(MappingProxyType({"a": ONE})) == {"a": TWO}
+
+
+class Shared(MutableMapping[str, Any]):
+    """A mapping whose copies share their items."""
+
+    def __init__(self, **items: Any) -> None:
+        self.items_ = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+@pytest.mark.parametrize("mapping", [Shared(a=ONE), MappingProxyType({"a": ONE})])
+def test_other_mappings_are_left_alone(mapping: Any) -> None:
+    assert twice([mapping])[0] is mapping
+    assert mapping["a"] is ONE
+
+
+def test_a_named_tuple_that_takes_other_arguments() -> None:
+    class One(Pair):
+        def __new__(cls, first: Any) -> "One":
+            return super().__new__(cls, first, first)
+
+    found = twice(One(ONE))
+    assert (type(found), found.second) == (One, TWO)
 
 
 def test_a_container_without_a_change_is_returned_itself() -> None:

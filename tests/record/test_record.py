@@ -224,6 +224,19 @@ def test_messages_of_the_scaler_have_names_too(tmp_path: Path) -> None:
         train(model, 3, scaler=scaler, before_step=overflow)
 
 
+def test_a_scaler_with_a_watch_of_its_own(tmp_path: Path) -> None:
+    """PyTorch's scaler has no such method, and so a script's class may."""
+
+    class Scaler(halfstep.GradScaler):
+        def watch(self) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    model, _ = make()
+    with halfstep.record(tmp_path, model=model):
+        train(model, 2, scaler=Scaler())
+    assert len(read_run(tmp_path).steps) == 2
+
+
 def test_a_bad_loss_began_nowhere_in_the_model(tmp_path: Path) -> None:
     model, scaler = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

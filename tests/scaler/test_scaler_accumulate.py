@@ -807,3 +807,17 @@ def test_a_backward_after_a_block_inside(is_added_to: bool) -> None:
     accumulate()
     scaler.step(around)
     assert [own.tolist(), shared.tolist()] == [[0.0, 0.0], [-1.0, -1.0]]
+
+
+def test_gradients_put_aside_during_a_block() -> None:
+    """What the block adds to them is dropped, as in a GAN that is trained so."""
+    scaler, (own, other) = GradScaler(), (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    first, second = torch.optim.SGD([other], lr=1.0), torch.optim.SGD([own], lr=1.0)
+    scaler.scale(other.sum()).backward()
+    scaler.unscale_(first)
+    aside, other.grad = other.grad, None
+    with scaler.accumulate(second):
+        scaler.scale((own * other).sum()).backward()
+    other.grad = aside
+    scaler.step(first)
+    assert other.tolist() == [0.0, 0.0]

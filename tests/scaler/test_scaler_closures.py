@@ -419,6 +419,14 @@ def test_a_state_that_refers_to_parameters() -> None:
     assert optimizer.state[param]["owner"] is param
 
 
+def test_a_state_of_what_is_no_parameter() -> None:
+    param, optimizer, scaler = one_parameter(lambda params, lr: Twice(params))
+    key = object()
+    optimizer.state[key] = {"steps": 3}
+    scaler.step(optimizer, lambda: Overflow.apply(param.sum()))
+    assert optimizer.state[key] == {"steps": 3}
+
+
 @pytest.mark.parametrize("maker", SEVERAL_EVALUATIONS)
 def test_a_first_step_that_is_bad(maker: str) -> None:
     """There is no state before it, and none after it."""

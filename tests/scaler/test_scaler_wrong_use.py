@@ -221,7 +221,10 @@ def test_constructor(kwargs: dict[str, Any], words: str) -> None:
 def test_a_device_that_is_not_here() -> None:
     with pytest.raises(ValueError, match=r"sees no cuda device on this machine\."):
         GradScaler("cuda")
-    assert not GradScaler("cuda", enabled=False).is_enabled()
+    disabled = GradScaler("cuda", enabled=False)
+    assert not disabled.is_enabled()
+    for again in (type(disabled)(), type(disabled)("cuda"), type(disabled)(enabled=False)):
+        assert not again.is_enabled()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value with ``function`` applied to what lies in its lists, tuples and mappings.
+    """Return a value with ``function`` applied to what lies in its lists, tuples and dictionaries.
 
-    Anything else is passed to ``function`` itself. A container in which nothing changes is returned
-    as it is; else a new one is of the same class.
+    Anything else is passed to ``function`` itself, also mappings that are no ``dict`` or
+    ``UserDict``: a copy of one may share its items with it. A container in which nothing changes is
+    returned as it is; else a new one is of the same class.
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | UserDict):
         items = {key: map_leaves(function, item) for key, item in value.items()}
         return value if _is_same(items.values(), value.values()) else like(value, items)
     if isinstance(value, (list, tuple)):
@@ -52,15 +53,15 @@ def _is_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def like(container: Any, items: Any) -> Any:
     """Return a container of the same class with other items.
 
-    For mappings that cannot be written to, and for other iterables, these are the items themselves.
+    For mappings that are no ``dict`` or ``UserDict``, and for other iterables, these are the items
+    themselves.
     """
     if isinstance(container, (list, tuple)):
-        # A named tuple takes its fields one by one.
-        is_named = hasattr(container, "_fields")
-        return type(container)(*items) if is_named else type(container)(items)
+        # A class derived from a named tuple may take other arguments.
+        return getattr(container, "_make", type(container))(items)
     if type(container) is OrderedDict:
         return OrderedDict(items)
-    if type(container) is dict or not isinstance(container, MutableMapping):
+    if type(container) is dict or not isinstance(container, dict | UserDict):
         return items
     # What the class adds is copied: the factory of a defaultdict, attributes.
     result = copy.copy(container)

@@ -23,7 +23,7 @@ from halfstep._record.files import Event, LineWriter
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Models, Sampler
 from halfstep._scaler import GradScaler
-from halfstep._scaler.access import OBSERVERS, is_in_step
+from halfstep._scaler.access import OBSERVERS, is_in_step, watch_names
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.passes import measure
@@ -127,7 +127,7 @@ class Recorder:
             return
         if self.num_steps == 0:
             for model in self._models:  # gives names to the scaler's own messages
-                scaler.watch(model)
+                watch_names(scaler, model)
         for outcome in outcomes:
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:

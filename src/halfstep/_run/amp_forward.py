@@ -152,7 +152,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def in_float32(value: Any, lower: torch.dtype) -> Any:
     """Return ``value`` with every tensor in it that has the dtype ``lower`` as float32.
 
-    Searches lists, tuples, named tuples, mappings (such as a transformers ``ModelOutput``) and
+    Searches lists, tuples, named tuples, dictionaries (also a transformers ``ModelOutput``) and
     dataclasses, nested in any way. A container without such tensors is returned itself, not a copy;
     objects of other classes, such as a key-value cache, stay unchanged. Sync: none.
     """

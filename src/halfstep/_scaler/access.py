@@ -91,6 +91,11 @@ def begin_anew(scaler: GradScaler, scale: float | None) -> None:
     scaler._engine = scaler._engine.copy_alone(scale)
 
 
+def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:
+    """Call ``GradScaler.watch``, whatever a subclass means by that name."""
+    scaler._engine.names.watch(model)
+
+
 def unnamed_scale(scaler: GradScaler) -> LossScale:
     """Return the scale of losses without a name."""
     return scaler._engine.scales[None]

@@ -144,7 +144,7 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
             f"{call}: no loss was scaled in the block. Call scaler.scale(loss).backward() in it"
         )
     step = gather(engine, "accumulate", block.optimizer, None)
-    if block.has_fresh:
+    if any(map(block.is_fresh, parameters(block.optimizer))):
         raise CallOrderError(
             f"{call}: backward() has added scaled gradients to those that a block inside this one "
             "has unscaled. Put every backward() that reaches parameters of both optimizers into "

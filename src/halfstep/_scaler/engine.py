@@ -314,7 +314,8 @@ def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "o
         where: The name of ``outputs`` in an error message.
 
     Returns:
-        Lists, tuples, named tuples and mappings keep their type, other iterables become lists.
+        Lists, tuples and dictionaries of any class keep it; other mappings become dictionaries,
+        other iterables lists.
 
     Raises:
         TypeError: Something in it is not a tensor; the message says where it is.

@@ -254,8 +254,8 @@ class Iteration:
         # Made only when another optimizer asks: for thousands of gradients it takes its time.
         self._check_of: dict[int, GradientCheck] = {}
         self._num_checks_in_it = 0
-        # Parameters whose gradients backward has added to since they were checked, by id.
-        self._fresh: set[int] = set()
+        # Ids of the gradients that backward has added to since they were checked, by parameter.
+        self._fresh: dict[int, int] = {}
         self.hooks: list[RemovableHandle] = []
         self._num_watched = 0
         self.in_doubt: list[Gradients] = []
@@ -272,7 +272,7 @@ class Iteration:
 
     def scale_of(self, param: Tensor) -> LossScale | None:
         """Return the scale that the gradient has been divided by, None if it has not."""
-        check = None if id(param) in self._fresh else self._checks_by_gradient().get(id(param.grad))
+        check = None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
         return None if check is None else check.scale
 
     def scales_of_blocks(self) -> dict[int, LossScale | None]:
@@ -303,8 +303,7 @@ class Iteration:
             return gradients, []
         seen = check_of.keys() & set(map(id, gradients.grads))
         if self._fresh:
-            pairs = zip(gradients.params, gradients.grads, strict=True)
-            seen -= {id(grad) for param, grad in pairs if id(param) in self._fresh}
+            seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
         found = {check_of[key] for key in seen}
         # In the order of the checks, which a set does not have.
         return gradients.without(seen), [check for check in self.checks if check in found]
@@ -313,7 +312,8 @@ class Iteration:
         """Remember a check, and that its gradients are no longer to be unscaled."""
         self.checks.append(check)
         if self._fresh:
-            self._fresh.difference_update(map(id, check.gradients.params))
+            for param in check.gradients.params:
+                self._fresh.pop(id(param), None)
 
     @keep_out_of_graphs
     def watch(self) -> None:
@@ -328,13 +328,12 @@ class Iteration:
                     self.hooks.append(hook)
         self._num_watched = len(self.checks)
 
-    @property
-    def has_fresh(self) -> bool:
-        """Whether backward has added to gradients since they were checked."""
-        return len(self._fresh) > 0
+    def is_fresh(self, param: Tensor) -> bool:
+        """Return whether backward has added to the gradient since it was checked."""
+        return self._fresh.get(id(param)) == id(param.grad)
 
     def _note_fresh(self, param: Tensor) -> None:
-        self._fresh.add(id(param))
+        self._fresh[id(param)] = id(param.grad)
 
     def is_in_doubt(self, gradients: Gradients) -> bool:
         """Return whether some of these are multiplied by an unknown number."""

@@ -136,13 +136,14 @@ class GradScaler(TorchAttributes):
         process_group: ProcessGroup | Literal["local"] | None = None,
         device_mesh: DeviceMesh | None = None,
     ) -> None:
-        if not enabled:
-            if type(self) is not GradScaler:
-                raise TypeError(
-                    f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
-                    "switched off this way, use halfstep.GradScaler(enabled=False)"
-                )
+        if type(self) is GradScaler and not enabled:
             self._switch_off()
+        elif self.is_enabled() and not enabled:
+            raise TypeError(
+                f"{type(self).__name__}(enabled=False): a subclass of GradScaler cannot be "
+                "switched off this way, use halfstep.GradScaler(enabled=False)"
+            )
+        if not self.is_enabled():
             device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
         self._device: str | None = None if device is None else _available_device(device)
         if rule is None:

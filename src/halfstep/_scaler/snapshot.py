@@ -48,7 +48,10 @@ def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
     params, groups = list(parameters(optimizer)), optimizer.param_groups
     held = [getattr(optimizer, "state", {}), *groups]  # a wrapper may have no state
     memo = {id(each): each for each in [*params, *(group["params"] for group in groups)]}
-    return Snapshot(params, [(each, copy.deepcopy(dict(each), memo)) for each in held])
+    return Snapshot(
+        params,
+        [(each, {key: copy.deepcopy(value, memo) for key, value in each.items()}) for each in held],
+    )
 
 
 def _is_writable(tensor: Tensor) -> bool:
