@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel
 import halfstep
 from halfstep._diagnose import watch as watching
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.inspect_op import names_in
 from halfstep._diagnose.watch import Watch
 
 X, ONE = torch.ones(5, 4), torch.ones(5, 1)
@@ -99,6 +100,16 @@ def test_a_backward_op_of_a_loop_has_its_operands() -> None:
     assert found.bad.phase == "backward"
     assert found.bad.output is not None
     assert found.bad.output.inf
+
+
+def test_memory_that_was_of_a_gradient_has_no_name() -> None:
+    model = nn.Linear(4, 4)
+    model(torch.ones(2, 4)).sum().backward()
+    name_of = names_in(model)
+    assert name_of(model.weight.grad) == "weight.grad"
+    model.zero_grad()
+    others = [torch.ones(4, 4) for _ in range(1000)]
+    assert {name_of(each) for each in others} == {""}
 
 
 @pytest.mark.parametrize("wrap", [DataParallel, lambda m: m])

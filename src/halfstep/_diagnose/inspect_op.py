@@ -189,22 +189,23 @@ def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
     before = _names_by_memory(model)
 
     def name_of(tensor: Tensor) -> str:
-        key = _key(tensor)
+        key, _ = _memory(tensor)
         # FSDP replaces parameters by gathered ones while a module runs.
-        found = before.get(key) or _names_by_memory(model).get(key) or {}
+        _, found = before.get(key) or _names_by_memory(model).get(key) or (None, {})
         return found.get(_offset(tensor), "") if len(found) > 1 else "".join(found.values())
 
     return name_of
 
 
-def _names_by_memory(model: nn.Module) -> dict[int, dict[int, str]]:
-    """Return the names of tensors by their memory and by their offset in it."""
-    names: dict[int, dict[int, str]] = {}
+def _names_by_memory(model: nn.Module) -> dict[int, tuple[object, dict[int, str]]]:
+    """Return by the memory of tensors a reference to it, and their names by their offset in it."""
+    names: dict[int, tuple[object, dict[int, str]]] = {}
     gradients = [(f"{name}.grad", param.grad) for name, param in model.named_parameters()]
     for name, tensor in (*model.named_buffers(), *model.named_parameters(), *gradients):
         if tensor is not None:
-            offset = _offset(tensor)
-            names.setdefault(_key(tensor), {})[offset] = without_wrappers(name)
+            key, reference = _memory(tensor)
+            _, found = names.setdefault(key, (reference, {}))
+            found[_offset(tensor)] = without_wrappers(name)
     return names
 
 
@@ -215,9 +216,10 @@ def _offset(tensor: Tensor) -> int:
     return int(distributed.local_part(tensor.detach()).storage_offset())
 
 
-def _key(tensor: Tensor) -> int:
+def _memory(tensor: Tensor) -> tuple[int, object]:
+    """Return a number for the memory of a tensor, and what keeps other memory from having it."""
     memory = storages.memory_of(distributed.local_part(tensor.detach()))
-    return id(tensor) if memory is None else int(memory.cdata)
+    return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)
 
 
 # --- underflow ------------------------------------------------------------------------------------
