@@ -115,7 +115,7 @@ def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
     """Return the user's name of the bad tensor among the inputs of an op."""
     floats = [tensor for tensor in call.given if tensor.is_floating_point()]
     for tensor, read in zip(floats, inputs, strict=True):
-        if _key(tensor) == _key(bad) and (read.nan or read.inf):
+        if _memory(tensor)[0] == _memory(bad)[0] and (read.nan or read.inf):
             shape = ", ".join(map(str, read.shape))
             before = f"a {read.dtype}[{shape}] tensor that was there before the step"
             return read.name or called_by_user(tensor) or before
