@@ -31,7 +31,7 @@ check: $(READY)  ## lint, format, types and the direction of imports
 test: check  ## check, then all tests that need no GPU
 	@$(MAKE) --no-print-directory pytest
 
-quick: check  ## check, then the tests that find most in a minute and a half
+quick: check  ## check, then the tests that find most in two minutes
 	$(BIN)/pytest -n $(JOBS) -m "not gpu and not slow" $(ARGS)
 
 test-torch:  ## all tests in a .venv of their own: [TORCH=2.15.0] [PYTHON=python3.13]
