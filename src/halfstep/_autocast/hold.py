@@ -8,7 +8,6 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
@@ -129,12 +128,7 @@ class hold_casts:
             raise CallOrderError("this hold_casts was released; make a new one: hold_casts(model)")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 from functools import cache
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -98,12 +97,7 @@ class Kept:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:

@@ -75,10 +75,8 @@ def map_plain(function: Callable[[Any], Any], value: Any) -> Any:
 
     An object of a class derived from one is no container: it may not be possible to make it anew.
     """
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_plain(function, item) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_plain(function, item) for item in value)
     if type(value) is dict:
         return {key: map_plain(function, item) for key, item in value.items()}
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return like(value, [map_plain(function, item) for item in value])
     return function(value)

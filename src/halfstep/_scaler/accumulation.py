@@ -98,9 +98,6 @@ class _Block(Iteration):
             f"step() of {name(optimizer)}"
         )
 
-    def watch(self) -> None:
-        """Do nothing: gradients outside of the block are watched since its begin."""
-
     def join(self) -> None:
         """Tell the block or iteration around it which losses were scaled."""
         self.around.count_losses_of(self)
@@ -108,7 +105,7 @@ class _Block(Iteration):
             # A parameter that both optimizers have is unscaled once.
             for check in self.checks:
                 self.around.add(check)
-            Iteration.watch(self.around)
+            self.around.watch()
 
 
 def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -> None:

@@ -124,8 +124,7 @@ class _Evaluations:
             self._unscale(is_first)
         finally:
             self._engine.iteration = around
-            for hook in self._iteration.hooks:
-                hook.remove()
+            self._iteration.end()
         return loss
 
     def finish(self) -> None:
