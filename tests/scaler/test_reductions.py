@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -103,18 +104,20 @@ def tensor(draw: st.DrawFn) -> Tensor:
 
 
 @settings(max_examples=150)
-@given(st.lists(tensor(), min_size=1, max_size=12))
-def test_against_the_loop(tensors: list[Tensor]) -> None:
+@given(st.lists(tensor(), min_size=1, max_size=12), st.sampled_from([0, reductions.FEW]))
+def test_against_the_loop(tensors: list[Tensor], few: int) -> None:
+    """As rows of matrices, and few small ones by the kernel."""
     before = [bits(each) for each in tensors]
-    assert_right(tensors, sums_of_squares(tensors), largest_magnitudes(tensors))
+    with patch.object(reductions, "FEW", few):
+        assert_right(tensors, sums_of_squares(tensors), largest_magnitudes(tensors))
     assert [bits(each) for each in tensors] == before
 
 
 @settings(max_examples=50)
 @given(st.lists(tensor(), min_size=1, max_size=12))
-def test_what_other_devices_run_against_the_loop(tensors: list[Tensor]) -> None:
-    sums = reductions._sums_of_squares_elsewhere(tensors)
-    assert_right(tensors, sums, reductions._largest_magnitudes_elsewhere(tensors))
+def test_kernels_against_the_loop(tensors: list[Tensor]) -> None:
+    sums = reductions._sums_of_squares_by_kernel(tensors)
+    assert_right(tensors, sums, reductions._largest_magnitudes_by_kernel(tensors))
 
 
 def test_one_result_for_each_in_their_order() -> None:
@@ -215,7 +218,7 @@ def test_squares_that_overflow_are_not_inf(dtype: torch.dtype, entry: float, siz
     flat[0] = flat[-1] = entry
     exact = LARGEST if entry > 1e150 else 2 * flat[-1].item() ** 2
 
-    for sums in (sums_of_squares, reductions._sums_of_squares_elsewhere):
+    for sums in (sums_of_squares, reductions._sums_of_squares_by_kernel):
         one, large, inf = sums([torch.ones(2), flat, torch.tensor([math.inf])]).tolist()
         assert (one, inf) == (pytest.approx(2.0), math.inf)
         assert large == pytest.approx(exact, rel=1e-12)
@@ -266,6 +269,14 @@ def test_small_gradients_are_reduced_together(dtype: torch.dtype) -> None:
         reductions._sums_of_squares_cpu(tensors)
         reductions._largest_magnitudes_cpu(tensors)
     assert len(seen.ops) < 300
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_small_gradients_take_one_kernel(dtype: torch.dtype) -> None:
+    with Seen() as seen:
+        reductions._sums_of_squares_cpu(list(torch.ones(reductions.FEW, 64, dtype=dtype)))
+    assert seen.ops.count("aten::_foreach_norm.Scalar") >= 1
+    assert "aten::stack.out" not in seen.ops
 
 
 @pytest.mark.parametrize("reduction", BOTH)

@@ -122,11 +122,11 @@ def compile_guard() -> CompileGuard:
 _TAG_MARK = "|halfstep:"
 _tags_after: dict[tuple[object, str], str] = {}
 
-# Where PyTorch keeps an override in a context variable, that is read and written in a tenth of the
-# time of the attribute of the configuration.
+# Where PyTorch keeps an override and what has changed in context variables (from 2.13 on), they are
+# read and written in a tenth of the time of the attribute of the configuration.
 _override: Any = torch.compiler.config._config["cache_key_tag"].user_override  # type: ignore[attr-defined]
-_tag_variable: ContextVar[object] | None = _override if isinstance(_override, ContextVar) else None
 _has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
+_tag_variable: ContextVar[object] | None = None if _has_changed is None else _override
 
 
 def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:

@@ -25,6 +25,10 @@ is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
+# (): how many dispatch modes see the ops of this thread.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode whose ``__torch_dispatch__`` sees every op of a thread, below autocast and autograd.
 
@@ -41,12 +45,12 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def dispatch_modes() -> list[TorchDispatchMode]:
     """Return the modes that see the ops of this thread, the innermost last."""
-    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    return [torch._C._get_dispatch_stack_at(i) for i in range(num_dispatch_modes())]
 
 
 def unseen_by_modes() -> AbstractContextManager[object]:
     """Return a context whose ops no TorchDispatchMode of the user sees."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not num_dispatch_modes():
         return nullcontext()
     return torch.utils._python_dispatch._disable_current_modes()
 
@@ -61,7 +65,7 @@ def is_tracing() -> bool:
         return True
     if torch.autograd.forward_ad._current_level >= 0:
         return True
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if not num_dispatch_modes():
         return False
     return not all(isinstance(mode, DispatchMode) for mode in dispatch_modes())
 

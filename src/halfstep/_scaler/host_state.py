@@ -170,8 +170,9 @@ class HostState:
 
     def update_(self, found_inf: bool, outlier: bool = False, amax: float | None = None) -> None:
         """Go on to the next iteration, by :func:`next_state`."""
-        loss_is_finite = not found_inf or self.loss_is_finite
-        self.bad_loss.zero_()
+        loss_is_finite = self.loss_is_finite
+        if not loss_is_finite:
+            self.bad_loss.zero_()
         self.now = next_state(
             self.now,
             found_inf=found_inf,

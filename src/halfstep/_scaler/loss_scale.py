@@ -24,6 +24,7 @@ from halfstep._scaler.scalars import (
     as_tensor,
     describe,
     is_nonfinite,
+    is_readable,
     moved,
 )
 from halfstep._scaler.scale_state import ScaleState
@@ -95,8 +96,14 @@ class LossScale:
             self.create(loss.device)
         live = self.live
         assert live is not None
-        # torch.compile cannot trace the question, and not torch.func.grad around it either.
-        if is_traced or not is_inside_functorch(loss):
+        # torch.compile cannot trace the questions, and not torch.func.grad around them either.
+        if is_traced:
+            live.see_loss_(loss)
+        elif is_readable(loss):
+            number = loss.item()
+            if number - number != 0.0:
+                self.mark_loss_bad()
+        elif not is_inside_functorch(loss):
             live.see_loss_(loss)
         scale = live.traced_scale() if is_traced else live.scale
         if scale.device != loss.device:

@@ -1,7 +1,8 @@
 """One number for each of many gradients, in one read of them (1 G). Sync: none.
 
-On the CPU small gradients of one shape are reduced together, as the rows of one matrix: what 4,096
-small tensors cost is 4,096 calls. Everywhere else PyTorch's fused kernels do it.
+On the CPU many small gradients of one shape are reduced together, as the rows of one matrix: what
+4,096 small tensors cost is 4,096 calls. Elsewhere, and for few small ones, PyTorch's fused kernels
+do it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ PIECE = 1 << 20
 
 SMALL = 1 << 15
 """Gradients of more entries are reduced alone, where they are."""
+
+FEW = 16
+"""So many gradients, all small, are faster reduced by PyTorch's kernel in float64 than as rows."""
 
 BATCH = 1 << 18
 """The number of entries of small gradients that are copied together: they are still in the cache
@@ -75,6 +79,8 @@ def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _sums_of_squares_cpu(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) <= FEW and all(tensor.numel() <= SMALL for tensor in tensors):
+        return _sums_of_squares_by_kernel(tensors)
     sums = _reduce(tensors, _row_norms).double().square_()
     for position in sums.isinf().nonzero().flatten().tolist():
         sums[position] = _exact_sum(tensors[position])
@@ -183,21 +189,21 @@ def _exact_sum(tensor: Tensor) -> float:
     return min(total * amax * amax, torch.finfo(torch.float64).max)
 
 
-# --- on other devices, and while tracing ----------------------------------------------------------
+# --- by PyTorch's kernels, and while tracing ------------------------------------------------------
 
 
-def _sums_of_squares_elsewhere(tensors: Sequence[Tensor]) -> Tensor:
+def _sums_of_squares_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
     dtype = _sum_dtype(tensors)
     sums = torch.stack(norms_of_each(list(tensors), 2, dtype=dtype)).square_()
     largest = torch.finfo(dtype).max
     dtypes = {tensor.dtype for tensor in tensors}
     if any(torch.finfo(each).max > math.sqrt(largest) for each in dtypes):
-        is_finite = _largest_magnitudes_elsewhere(tensors).isfinite()
+        is_finite = _largest_magnitudes_by_kernel(tensors).isfinite()
         sums = torch.where(is_finite, sums.clamp(max=largest), sums)
     return sums
 
 
-def _largest_magnitudes_elsewhere(tensors: Sequence[Tensor]) -> Tensor:
+def _largest_magnitudes_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
     # The kernel refuses to look for the largest of no entries.
     tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     return torch.stack(norms_of_each(tensors, math.inf, dtype=_widest(tensors)))
@@ -232,22 +238,22 @@ _library: Any = vars(torch.ops.halfstep).setdefault(
 )
 
 
-def _define(name: str, on_cpu: Reduction, elsewhere: Reduction, traced: Reduction) -> None:
+def _define(name: str, on_cpu: Reduction, by_kernel: Reduction, traced: Reduction) -> None:
     if hasattr(torch.ops.halfstep, name):
         return
     schema = f"{name}(Tensor[] tensors) -> Tensor"
     _library.define(schema, tags=[torch.Tag.pt2_compliant_tag])
     _library.impl(name, on_cpu, "CPU")
-    _library.impl(name, elsewhere, "CompositeExplicitAutograd")
+    _library.impl(name, by_kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"halfstep::{name}", traced, lib=_library)
 
 
 _define(
-    "sums_of_squares", _sums_of_squares_cpu, _sums_of_squares_elsewhere, _sums_of_squares_traced
+    "sums_of_squares", _sums_of_squares_cpu, _sums_of_squares_by_kernel, _sums_of_squares_traced
 )
 _define(
     "largest_magnitudes",
     _largest_magnitudes_cpu,
-    _largest_magnitudes_elsewhere,
+    _largest_magnitudes_by_kernel,
     _largest_magnitudes_traced,
 )

@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
+
 Scalar: TypeAlias = float | Tensor
 """A number of a step: a float where the scale is on the CPU, else a tensor on its device."""
 
@@ -24,6 +26,16 @@ READABLE = {"cpu"}
 def scalar(value: Tensor) -> Scalar:
     """Return a tensor on the CPU as a number, another one as it is."""
     return value.item() if value.device.type in READABLE else value
+
+
+def is_readable(value: Tensor) -> bool:
+    """Return whether a tensor is a number that is read without waiting, and no op is recorded."""
+    return (
+        type(value) is Tensor
+        and not value.dim()
+        and value.device.type in READABLE
+        and not (num_dispatch_modes() or is_jit_tracing() or is_inside_functorch(value))
+    )
 
 
 def as_tensor(value: Scalar, device: torch.device) -> Tensor:
