@@ -17,6 +17,7 @@ from halfstep._autocast.context import default_device
 from halfstep._autocast.region import current_policy
 from halfstep._pytorch import amp
 from halfstep.errors import CallOrderError
+from tests.autocast.versions import VERSION
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KEEP_SOFTMAX_LOW = preset("standard") | Rule("softmax", "lower")
@@ -576,7 +577,7 @@ def test_a_context_takes_few_calls() -> None:
             pass
 
     outermost = calls_of_ours(enter)
-    assert len(outermost) <= 16, outermost
+    assert len(outermost) <= (16 if VERSION >= "2.13" else 18), outermost
     with autocast("cpu", BF16):  # torch.compile need not be told again
         assert len(calls_of_ours(enter)) <= len(outermost) - 5
 

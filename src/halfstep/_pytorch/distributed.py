@@ -41,7 +41,7 @@ def saving_group() -> torch.distributed.ProcessGroup | None:
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
             arguments = frame.f_locals
-            if {"process_group", "no_dist"} <= arguments.keys():
+            if "process_group" in arguments and "no_dist" in arguments:
                 world = None if arguments["no_dist"] else torch.distributed.group.WORLD
                 return world and (arguments["process_group"] or world)
         frame = frame.f_back
