@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.autocast.versions import VERSION
 from torch import Tensor, nn
 
 from halfstep._autocast import Policy, Rule, autocast, preset, scopes
@@ -17,7 +18,6 @@ from halfstep._autocast.context import default_device
 from halfstep._autocast.region import current_policy
 from halfstep._pytorch import amp
 from halfstep.errors import CallOrderError
-from tests.autocast.versions import VERSION
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KEEP_SOFTMAX_LOW = preset("standard") | Rule("softmax", "lower")
