@@ -41,6 +41,7 @@ class Expected:
         iteration: the calls of the scaler in one iteration.
         dtype: what the linear layers return.
         simulated: what they return in simulations, autocast or not.
+        states: the dtypes of parameters and gradients that optimizers see.
     """
 
     arguments: str
@@ -49,6 +50,7 @@ class Expected:
     iteration: str = "scale step update"
     dtype: torch.dtype = torch.float16
     simulated: frozenset[torch.dtype] = frozenset()
+    states: frozenset[torch.dtype] = frozenset({torch.float32})
 
 
 LOSS = r"loss +(-?\d\S*)"
@@ -63,6 +65,15 @@ EXPECTED = {
     "cpu_bf16": Expected("--steps 120", LOSS, 1.5, "", torch.bfloat16),
     "epochs_dataloader": Expected("--epochs 3 --steps 40", LOSS, 1.05),
     "gradient_penalty": Expected("--steps 150", LOSS, 10, "scale scale step update"),
+    "half_parameters": Expected(
+        "--steps 1000",
+        r" error (\S+),",
+        2,
+        "",
+        torch.bfloat16,
+        frozenset({torch.float32}),
+        frozenset({torch.float32, torch.bfloat16}),
+    ),
     "skipped_steps": Expected("--steps 300", LOSS, 3),
     "two_optimizers": Expected(
         "--steps 600", r"off the circle by (\S+)", 3, "scale step scale step update"
@@ -223,7 +234,7 @@ def test_what_runs_where(name: str, watch: Callable[..., Watched]) -> None:
     expected = EXPECTED[name]
     watched = watch(name, "--steps 2", init_scale=2.0**10)
     assert watched.outputs == {expected.dtype} | expected.simulated
-    assert watched.states <= {torch.float32}
+    assert watched.states <= expected.states
     assert watched.wrongly_inside == []
     assert watched.zeroed == watched.stepped
     iteration = expected.iteration.split()
@@ -232,7 +243,7 @@ def test_what_runs_where(name: str, watch: Callable[..., Watched]) -> None:
     assert iterations >= 2 or not iteration
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", sorted({*EXAMPLES} - {"half_parameters"}))  # it has no autocast
 def test_optimizer_sees_the_gradients_of_float32(
     name: str, watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,6 +374,12 @@ def test_by_hand_notices_a_difference(
     )
     with pytest.raises(AssertionError, match="static: the runs differ"):
         watch("by_hand", "--steps 20")
+
+
+def test_half_parameters_shows_what_masters_keep() -> None:
+    plain, masters, exact = map(float, re.findall(r" error (\S+),", run_alone("half_parameters")))
+    assert plain > 2 * exact
+    assert abs(masters - exact) < 0.1 * exact
 
 
 def test_cpu_bf16_shows_the_dtypes() -> None:

@@ -28,6 +28,7 @@ PUBLIC = {
     "hold_casts",
     "is_autocast_available",
     "keep",
+    "master_weights",
     "preset",
     "record",
     "self_check",

@@ -27,6 +27,7 @@ from halfstep import (
     hold_casts,
     is_autocast_available,
     keep,
+    master_weights,
     preset,
     record,
     self_check,
@@ -55,6 +56,7 @@ NAMES = (
     hold_casts,
     is_autocast_available,
     keep,
+    master_weights,
     preset,
     record,
     self_check,
@@ -70,7 +72,7 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer: torch.optim.SGD = halfstep.master_weights(torch.optim.SGD(model.parameters(), 0.1))
     rules = halfstep.Dynamic(2.0**10), halfstep.LogMax(), halfstep.Static()
     scaler: GradScaler = halfstep.GradScaler("cpu", rule=rules[0])
     policy: halfstep.Policy = halfstep.preset("standard")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._diagnose.diagnose import diagnose as diagnose
     from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._doctor.doctor import doctor as doctor
+    from halfstep._master_weights.master_weights import master_weights as master_weights
     from halfstep._record.record import record as record
     from halfstep._scaler.outcome import Outcome as Outcome
     from halfstep._scaler.rules import Dynamic as Dynamic
@@ -58,6 +59,7 @@ _MODULES = {
     "hold_casts": "halfstep._autocast.hold",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast.modules",
+    "master_weights": "halfstep._master_weights.master_weights",
     "preset": "halfstep._autocast.policy",
     "record": "halfstep._record.record",
     "self_check": "halfstep._tune.check",

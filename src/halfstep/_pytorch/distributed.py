@@ -107,7 +107,34 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda local: local
     cls: Any = type(tensor)
     spec = tensor._spec  # type: ignore[attr-defined]
-    return lambda local: cls(local, spec, requires_grad=False)
+
+    def place(local: torch.Tensor) -> torch.Tensor:
+        if local.dtype is tensor.dtype:
+            return cls(local, spec, requires_grad=False)  # type: ignore[no-any-return]
+        shape, stride = tensor.shape, tensor.stride()
+        return cls.from_local(  # type: ignore[no-any-return]
+            local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    return place
+
+
+def put_data(param: Any, data: Any) -> None:
+    """Put another tensor, of any dtype, in the place of a parameter's data."""
+    param.data = data
+    if is_dtensor(param):  # whose own data is that of an empty tensor
+        param._local_tensor, param._spec = data._local_tensor, data._spec
+
+
+def shard_number(tensor: Any) -> int:
+    """Return which part of a DTensor this rank has: 0 of what all ranks have."""
+    number = 0
+    if is_dtensor(tensor):
+        mesh = tensor.device_mesh
+        for dim, place in enumerate(tensor.placements):
+            if place.is_shard():
+                number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+    return number
 
 
 def has_process_group() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,34 @@ def optimizer_step_depth() -> int:
         depth += frame.f_code is _STEP_CODE
         frame = frame.f_back
     return depth
+
+
+# (function): what calls the step hooks of an optimizer around a function, as around its ``step``.
+with_step_hooks: Callable[[Callable[..., Any]], Callable[..., Any]] = (
+    torch.optim.Optimizer.profile_hook_step
+)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """Return the ``step`` of an optimizer's class alone, bound; None if it has another one.
+
+    One that a scheduler has put there, to see that it is called, does not count.
+    """
+    own: Any = type(optimizer).step
+    there: Any = vars(optimizer).get("step")
+    if there is not None and not (_is_schedulers(there) and there.__wrapped__ is own):
+        return None
+    return MethodType(own.__wrapped__ if is_hooked(type(optimizer)) else own, optimizer)
+
+
+def tell_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a scheduler that the ``step`` was called which it has put there."""
+    if _is_schedulers(optimizer.step):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _is_schedulers(step: Any) -> bool:
+    return getattr(step, "_wrapped_by_lr_sched", False)
 
 
 def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:

@@ -161,7 +161,9 @@ def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
         "Cause: these parameters are stored in float16 (model.half(), .to(torch.float16), or a "
         "checkpoint loaded in float16).\n"
         "Cure: keep the parameters in float32 (model.float()) and let autocast choose float16 for "
-        "each op; or train in bfloat16, which needs no GradScaler."
+        "each op; or keep float32 master weights, and with them float32 gradients: "
+        "halfstep.master_weights(optimizer, store='float32'); or train in bfloat16, which needs no "
+        "GradScaler."
     )
 
 

@@ -1,0 +1,1 @@
+"""Training of parameters in bfloat16 or float16 without losing updates."""

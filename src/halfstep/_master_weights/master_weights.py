@@ -1,0 +1,350 @@
+"""Master weights: an optimizer steps in float32, whatever its parameters are stored in."""
+
+from __future__ import annotations
+
+import builtins
+import weakref
+from collections.abc import Callable, Iterator
+from functools import wraps
+from itertools import chain
+from types import MethodType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from halfstep._master_weights.exchange import Exchange, Scratch
+from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
+from halfstep._pytorch.distributed import is_dtensor, local_part
+from halfstep._pytorch.optim import step_without_hooks, tell_scheduler, with_step_hooks
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.scalars import describe
+
+LOWER = (torch.bfloat16, torch.float16)
+"""The dtypes whose parameters may have master weights."""
+
+UNTOUCHED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""The dtypes whose parameters are left alone."""
+
+ONE_AT_A_TIME = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD"),
+    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+"""The optimizers of PyTorch whose step of a parameter needs no other one: they step in chunks."""
+
+CHUNK = 0.1
+"""The share of all parameters that is in float32 at a time."""
+
+GENERATORS = "halfstep_generators"
+"""The key of the states of the random number generators in the state of an optimizer."""
+
+StoreName = Literal["split", "float32", "kahan", "stochastic"]
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+
+def master_weights(
+    optimizer: _Optimizer,
+    store: StoreName = "split",
+    gradients: Literal["float32"] | None = None,
+    generator: torch.Generator | None = None,
+) -> _Optimizer:
+    """Let an optimizer step its bfloat16 and float16 parameters as float32 ones.
+
+    In bfloat16 an update below 1/256 of a weight is lost to rounding, at usual learning rates most
+    of them. So what rounding has left out of a weight is kept beside it, in the state of the
+    optimizer. During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of
+    PyTorch computes as on a float32 model, and makes float32 state. Afterwards they are what they
+    were before, the same objects in the same memory, rounded anew.
+
+    =================  ==============  ===================  ====================================
+    ``store``          bytes a weight  parameters           a step is
+    =================  ==============  ===================  ====================================
+    ``"split"``        2 + 2           bfloat16             that of float32 weights, bit for bit
+    ``"float32"``      2 + 4           bfloat16, float16    that of float32 weights, bit for bit
+    ``"kahan"``        2 + 2           bfloat16, float16    close to it
+    ``"stochastic"``   2               bfloat16, float16    right on average
+    =================  ==============  ===================  ====================================
+
+    The parameter is the truth: whatever writes to it (``load_state_dict``, a merge, an average, a
+    mask), the next step goes on from there. ``state_dict`` holds what is needed to go on bit for
+    bit, and the state of an optimizer without master weights loads too. Parameters that are added
+    later, or are moved to another device, have master weights as well; float32 ones are left alone.
+
+    Args:
+        optimizer: Any optimizer, with PyTorch's interface. It is changed in place.
+        store: What is kept.
+        gradients: ``"float32"``: gradients are added up in float32, which takes 4 bytes a weight in
+            place of 2. None: in the dtype of their parameter; but those of float16 parameters in
+            float32, as a GradScaler needs it. Not with DTensors.
+        generator: Gives ``"stochastic"`` its seed. Left out, all ranks have the same one.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: It is not an optimizer.
+        ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
+            or one of them is of a dtype that the store cannot serve.
+
+    Memory: while it steps, float32 weights and gradients of a tenth of the parameters at a time;
+    of all of them with a closure, or an optimizer that is not PyTorch's. Sync: none.
+
+    Example:
+        >>> import halfstep
+        >>> model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> optimizer = halfstep.master_weights(optimizer)
+        >>> model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> state = optimizer.state[model.weight]
+        >>> model.weight.dtype, state["exp_avg"].dtype, state["master_remainder"].dtype
+        (torch.bfloat16, torch.float32, torch.int16)
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"master_weights({type(optimizer).__name__}): pass a torch.optim.Optimizer")
+    if optimizer in _MASTERS:
+        raise ValueError(f"{type(optimizer).__name__} has master weights already")
+    if gradients not in (None, "float32"):
+        raise ValueError(f"gradients={gradients!r}: 'float32', or leave it out")
+    if store != "stochastic" and generator is not None:
+        raise ValueError(f"generator: store={store!r} rounds nothing by chance")
+    if store not in STORES:
+        raise ValueError(f"store={store!r}: one of {', '.join(map(repr, STORES))}")
+    seed = 0 if generator is None else generator.initial_seed()
+    made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
+    masters = MasterWeights(made, float32_gradients=gradients == "float32")
+    masters.take(optimizer)
+    _MASTERS[optimizer] = masters
+    return optimizer
+
+
+_MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = (
+    weakref.WeakKeyDictionary()
+)
+
+_KEYS = {each.key for each in STORES.values()}
+_ROUNDED_BY_LOADING = {Split.key, Float32.key}
+
+
+class MasterWeights:
+    """The master weights of one optimizer.
+
+    Args:
+        store: Keeps what rounding leaves out.
+        float32_gradients: Whether bfloat16 parameters, too, have float32 gradients.
+    """
+
+    def __init__(self, store: Store, *, float32_gradients: bool) -> None:
+        self.store = store
+        self._float32_gradients = float32_gradients
+        self._loaded: dict[int, dict[str, Tensor]] = {}
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step in float32 from now on."""
+        if not self._served(optimizer, optimizer.param_groups):
+            raise ValueError(
+                f"master_weights({type(optimizer).__name__}): all its parameters are float32 or "
+                "wider, which need no master weights. Lower the model first: "
+                "model.to(torch.bfloat16)"
+            )
+        for param in parameters(optimizer):
+            state = optimizer.state.get(param, {})
+            if any(key in state and state[key].dtype is param.dtype for key in _ROUNDED_BY_LOADING):
+                raise ValueError(
+                    f"master_weights({type(optimizer).__name__}): its state was loaded before it "
+                    "had master weights, and PyTorch has rounded what was kept of them. Call "
+                    "master_weights() first, and then load_state_dict()"
+                )
+        self._widen_state(optimizer)
+        self._take_step(optimizer)
+        self._take_groups(optimizer)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        optimizer.register_state_dict_post_hook(self._add_generators)
+
+    # Calls are replaced on the instance, as schedulers and accelerate do it. Hooks of the step are
+    # not enough: nothing would put the parameters back after one that raises, for want of memory.
+
+    def _take_step(self, optimizer: torch.optim.Optimizer) -> None:
+        alone, original = step_without_hooks(optimizer), optimizer.step
+
+        @wraps(original)
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if alone is None:  # somebody's own: its hooks see float32 parameters
+                return self._step_at_once(optimizer, original, args, kwargs)
+            tell_scheduler(optimizer)
+            return self._step(optimizer, alone, args, kwargs)
+
+        hooked = step if alone is None else with_step_hooks(step)
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        original = optimizer.add_param_group
+
+        @wraps(original)
+        def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            try:
+                self._served(optimizer, optimizer.param_groups[-1:])
+            except ValueError:
+                del optimizer.param_groups[-1]
+                raise
+
+        optimizer.add_param_group = MethodType(  # type: ignore[method-assign]
+            add_param_group, optimizer
+        )
+
+    def _served(
+        self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
+    ) -> list[Tensor]:
+        """Return the parameters of lower precision; see to the dtype of their gradients.
+
+        Raises:
+            ValueError: One of them is of a dtype that the store cannot serve.
+        """
+        found = []
+        for group in groups:
+            names = group.get("param_names") or range(len(group["params"]))
+            for name, param in zip(names, group["params"], strict=True):
+                if param.dtype in self.store.dtypes:
+                    self._see_to_gradients(param, name)
+                    found.append(param)
+                elif param.dtype not in UNTOUCHED:
+                    cure = " Pass store='float32'." if param.dtype is torch.float16 else ""
+                    served = " and ".join(
+                        str(dtype).removeprefix("torch.") for dtype in self.store.dtypes
+                    )
+                    raise ValueError(
+                        f"master_weights({type(optimizer).__name__}, store={self.store.name!r}): "
+                        f"parameter {name} is {describe(param)}, and this store serves {served} "
+                        f"and leaves float32 alone.{cure}"
+                    )
+        return found
+
+    def _see_to_gradients(self, param: Tensor, name: object) -> None:
+        if self._float32_gradients or param.dtype is torch.float16:
+            if is_dtensor(param):
+                raise ValueError(
+                    f"master_weights(): the gradient of parameter {name}, a DTensor of "
+                    f"{param.dtype}, cannot be float32: fully_shard and tensor "
+                    "parallel make it of the parameter's dtype. Use bfloat16, and leave "
+                    "gradients='float32' out; fully_shard adds up in float32 with "
+                    "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                )
+            grad, param.grad = param.grad, None
+            param.grad_dtype = torch.float32
+            param.grad = None if grad is None else grad.float()
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Step in chunks, if that is the same."""
+        has_closure = any(map(callable, (*args[:1], kwargs.get("closure"))))
+        if has_closure or not _steps_one_at_a_time(optimizer):
+            return self._step_at_once(optimizer, step, args, kwargs)
+        groups = optimizer.param_groups
+        before = [group["params"] for group in groups]
+        scratch = Scratch()
+        try:
+            for chunk in _chunks(before):
+                for group, params in zip(groups, chunk, strict=True):
+                    group["params"] = params
+                with Exchange(optimizer, self.store, list(parameters(optimizer)), scratch):
+                    result = step(*args, **kwargs)
+        finally:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
+        return result
+
+    def _step_at_once(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        exchange = Exchange(optimizer, self.store, list(parameters(optimizer)))
+        args = (*map(exchange.outside, args[:1]), *args[1:])
+        if "closure" in kwargs:
+            kwargs = kwargs | {"closure": exchange.outside(kwargs["closure"])}
+        with exchange:
+            return step(*args, **kwargs)
+
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _before_load(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Keep the state of lower parameters from PyTorch, which would cast it to their dtype."""
+        state_dict = dict(state_dict)
+        generators = state_dict.pop(GENERATORS, None)
+        if generators is not None and isinstance(self.store, Stochastic):
+            self.store.load_state(generators)
+        ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        saved = dict(state_dict["state"])
+        self._loaded = {}
+        for id, param in zip(ids, parameters(optimizer), strict=False):
+            if param.dtype in self.store.dtypes and id in saved:
+                tensors = {
+                    key: value
+                    for key, value in saved[id].items()
+                    if isinstance(value, Tensor) and key != "step"  # which PyTorch leaves float32
+                }
+                saved[id] = {key: each for key, each in saved[id].items() if key not in tensors}
+                self._loaded[builtins.id(param)] = tensors
+        return state_dict | {"state": saved}
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put it in."""
+        for param in parameters(optimizer):
+            for key, value in self._loaded.get(id(param), {}).items():
+                optimizer.state[param][key] = value.to(param.device)
+        self._loaded = {}
+        self._widen_state(optimizer)
+
+    def _widen_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make state float32 that was made without master weights."""
+        for param in parameters(optimizer):
+            if param.dtype in self.store.dtypes and param in optimizer.state:
+                state = optimizer.state[param]
+                for key, value in state.items():
+                    is_low = isinstance(value, Tensor) and value.dtype in LOWER
+                    if is_low and key not in _KEYS:
+                        state[key] = value.float()
+
+    def _add_generators(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if isinstance(self.store, Stochastic):
+            state_dict[GENERATORS] = self.store.state()
+
+
+def masters_of(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
+    """Return the master weights of an optimizer, None if it has none."""
+    return _MASTERS.get(optimizer)
+
+
+def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    return kind.__module__.startswith("torch.optim.") and kind.__name__ in ONE_AT_A_TIME
+
+
+def _chunks(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Yield the parameters with a gradient, by group, so many at a time as are to be float32."""
+    groups = [[param for param in group if param.grad is not None] for group in groups]
+    limit = CHUNK * sum(local_part(p).numel() for p in chain.from_iterable(groups))
+    chunk: list[list[Tensor]] = [[] for _ in groups]
+    size = 0
+    for index, group in enumerate(groups):
+        for param in group:
+            if size > 0 and size + local_part(param).numel() > limit:
+                yield chunk
+                chunk, size = [[] for _ in groups], 0
+            chunk[index].append(param)
+            size += local_part(param).numel()
+    yield chunk

@@ -1,0 +1,250 @@
+"""Stores of master weights: what each keeps of a float32 weight beside its parameter.
+
+The parameter is the truth, and a store keeps no more than what rounding has left out of it. So a
+float32 weight always rounds to its parameter as it is now: one that was loaded, merged, averaged or
+set to zero since the last step counts, and no weight from before comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 17
+"""So many entries are converted at a time: they stay in the cache between two ops."""
+
+_HALF = 1 << 15
+"""Half a unit in the last place of bfloat16, as float32 counts its bits."""
+
+
+class Store(ABC):
+    """How a float32 weight is kept.
+
+    Attributes:
+        name: What :func:`halfstep.master_weights` calls it.
+        key: The name of what is kept in the state of the optimizer; "" for nothing.
+        dtypes: The dtypes of parameters that it can serve.
+    """
+
+    name: str
+    key: str
+    dtypes: tuple[torch.dtype, ...]
+
+    @abstractmethod
+    def empty(self, param: Tensor) -> Tensor | None:
+        """Return memory for what is kept of a parameter, as of a weight that is not rounded."""
+
+    @abstractmethod
+    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+        """Return the float32 weight, in ``weight`` or in ``kept``.
+
+        All tensors are contiguous and have one dimension; so in :meth:`narrow_`.
+        """
+
+    @abstractmethod
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+        """Round a float32 weight to its parameter, and keep what is left.
+
+        Args:
+            weight: The weight, which stays as it is but for the bits of a NaN.
+            param: The parameter.
+            kept: What is kept.
+            shard: The number of the shard of a DTensor, 0 for what all ranks have.
+        """
+
+
+class Split(Store):
+    """The lower 16 bits of a float32 weight, whose upper 16 bits are the bfloat16 parameter.
+
+    Ties are rounded away from zero, so that what is left fits into int16: rounded to even, it would
+    be 2^15 half of the time. Together they are the float32 weight, exactly, but for the payload of
+    a NaN.
+    """
+
+    name = "split"
+    key = "master_remainder"
+    dtypes = (torch.bfloat16,)
+
+    def empty(self, param: Tensor) -> Tensor:
+        """Return zeros, int16."""
+        return torch.zeros_like(param, dtype=torch.int16)
+
+    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+        """Join the two. Sync: none."""
+        assert kept is not None
+        for low, left, wide in _pieces(param, kept, weight):
+            wide.copy_(low)
+            wide.view(torch.int32).add_(left)
+            if _may_hold_nan(wide):
+                # Of 0 or inf, which somebody has written, nothing was left that could be added.
+                torch.where(wide.isnan(), low.float(), wide, out=wide)
+        return weight
+
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+        """Split the bits. Sync: none."""
+        assert kept is not None
+        for wide, low, left in _pieces(weight, param.view(torch.int16), kept):
+            _settle_nan_(wide)
+            bits = wide.view(torch.int32)
+            left.copy_(bits)  # the lower 16 bits, as a number with a sign
+            low.copy_((bits + _HALF).bitwise_right_shift_(16))
+
+
+class Float32(Store):
+    """The whole float32 weight."""
+
+    name = "float32"
+    key = "master_weight"
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def empty(self, param: Tensor) -> Tensor:
+        """Return the parameter in float32."""
+        return param.detach().to(torch.float32, copy=True)
+
+    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+        """Return what is kept, with the parameter where it is not what that rounds to."""
+        assert kept is not None
+        for low, wide in _pieces(param, kept):
+            torch.where(wide.to(low.dtype) == low, wide, low.float(), out=wide)
+        return kept
+
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+        """Round to nearest, ties to even; what is kept is the weight itself."""
+        assert kept is not None
+        param.copy_(weight)
+        if weight.data_ptr() != kept.data_ptr():  # the optimizer has put another tensor there
+            kept.copy_(weight)
+
+
+class Kahan(Store):
+    """What rounding has left, rounded to the dtype of the parameter itself.
+
+    Source: W. Kahan, "Further remarks on reducing truncation errors" (1965).
+    """
+
+    name = "kahan"
+    key = "master_compensation"
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def empty(self, param: Tensor) -> Tensor:
+        """Return zeros of the parameter's dtype."""
+        return torch.zeros_like(param)
+
+    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+        """Add the two, where the sum rounds to the parameter."""
+        assert kept is not None
+        for low, left, wide in _pieces(param, kept, weight):
+            # Half a unit, to which the rest may have been rounded, may round to the next number.
+            is_rest = torch.add(low.float(), left.float(), alpha=0.99).to(low.dtype) == low
+            torch.add(low.float(), torch.where(is_rest, left.float(), 0.0), out=wide)
+        return weight
+
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+        """Round to nearest, and keep the difference."""
+        assert kept is not None
+        for wide, low, left in _pieces(weight, param, kept):
+            low.copy_(wide)
+            left.copy_(wide - low)
+            left.nan_to_num_(nan=0.0)  # inf less inf
+
+
+class Stochastic(Store):
+    """Nothing: a weight is rounded up or down by chance, and right on average.
+
+    Source: Gupta et al., "Deep learning with limited numerical precision" (2015, arXiv:1502.02551).
+
+    Args:
+        seed: Seed of the random numbers, the same on all ranks: replicas are to stay equal.
+    """
+
+    name = "stochastic"
+    key = ""
+    dtypes = (torch.bfloat16, torch.float16)
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._generators: dict[str, torch.Generator] = {}
+
+    def empty(self, param: Tensor) -> None:
+        """Return None."""
+
+    def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
+        """Return the parameter in float32."""
+        return weight.copy_(param)
+
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+        """Round up or down. inf and NaN stay, and finite weights stay finite."""
+        generator = self._generator(f"{param.device} {shard}")
+        for wide, low in _pieces(weight, param):
+            low.copy_(_rounded_by_chance(wide, low.dtype, generator))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the states of all generators, by device and shard."""
+        return {place: each.get_state() for place, each in self._generators.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what :meth:`state` has returned."""
+        for place, value in state.items():
+            self._generator(place).set_state(value.cpu())
+
+    def _generator(self, place: str) -> torch.Generator:
+        found = self._generators.get(place)
+        if found is None:
+            device, shard = place.split()
+            found = self._generators[place] = torch.Generator(device)
+            found.manual_seed(self._seed + int(shard))
+        return found
+
+
+STORES: dict[str, type[Store]] = {each.name: each for each in (Split, Float32, Kahan, Stochastic)}
+"""The stores by name."""
+
+KEEPING: list[Store] = [Split(), Float32(), Kahan()]
+"""The stores that keep something."""
+
+
+def _rounded_by_chance(weight: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return float32 numbers that a lower dtype has, above or below those of ``weight``.
+
+    The expected value is the weight, but beyond the largest finite number of the lower dtype: such
+    weights become that one.
+    """
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    finite = weight.clamp(-largest, largest)
+    _settle_nan_(finite)
+    num_lost = 16 if dtype is torch.bfloat16 else 13
+    noise = torch.randint(
+        1 << num_lost, weight.shape, generator=generator, device=weight.device, dtype=torch.int32
+    )
+    # Adding to the bits carries to the next number with the chance that it is nearer by.
+    rounded = (finite.view(torch.int32) + noise).bitwise_and_(-(1 << num_lost)).view(torch.float32)
+    if dtype is torch.float16:
+        # Below its smallest normal number float16 goes in steps of equal size.
+        step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+        chance = noise.float() / (1 << num_lost)
+        counted = ((finite / step + chance).floor_() * step).copysign_(finite)
+        rounded = torch.where(finite.abs() < smallest, counted, rounded)
+    return torch.where(weight.isinf(), weight, rounded)
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same part of each, one part after the other."""
+    if tensors[0].numel() <= PIECE:
+        yield tensors
+    else:
+        yield from zip(*(torch.split(tensor, PIECE) for tensor in tensors), strict=True)
+
+
+def _may_hold_nan(wide: Tensor) -> bool:
+    """Return whether there may be a NaN: always, where looking would wait for the device."""
+    return wide.device.type != "cpu" or math.isnan(wide.sum().item())
+
+
+def _settle_nan_(wide: Tensor) -> None:
+    """Give every NaN its usual bits: others, if added to, would look like numbers."""
+    if _may_hold_nan(wide):
+        wide.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)

@@ -1,0 +1,789 @@
+"""Steps with master weights against the same steps of a float32 copy, made by hand."""
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import master_weights
+from halfstep._master_weights import master_weights as module
+from halfstep._master_weights.stores import Split
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+Make = Callable[[list[Any]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=False, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adagrad fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+    "Signs": lambda p: Signs(p, lr=1e-3),
+}
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer that PyTorch does not know, with one state for all of its parameters."""
+
+    def __init__(self, params: list[Any], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.total = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        self.total += sum(grad.abs().sum().item() for grad in grads if grad is not None)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    assert param.dtype is param.grad.dtype is torch.float32
+                    param.add_(
+                        param.grad.sign() * (1 + 1e-3 / (1 + self.total)), alpha=-group["lr"]
+                    )
+        return loss
+
+
+def parameters(dtype: torch.dtype = BF16) -> list[nn.Parameter]:
+    """Return parameters of many shapes and strides, some of them float32."""
+    torch.manual_seed(0)
+    values = [
+        torch.randn(7, 5),
+        torch.randn(2, 3, 3, 3).contiguous(memory_format=torch.channels_last),
+        torch.randn(6, 4).t(),
+        torch.randn(()),
+        torch.randn(300),
+        torch.randn(8, 8)[::2, ::2],  # with gaps in memory
+    ]
+    lower = [nn.Parameter(value.to(dtype)) for value in values]
+    lower.append(nn.Parameter(torch.empty(10, 4, dtype=dtype)[:, :2].normal_()))
+    return [*lower, nn.Parameter(torch.randn(5))]
+
+
+def rounded(weight: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    """Return a weight in the lower precision, as the default store rounds it."""
+    if dtype is FP16:
+        return weight.half()
+    upper = (weight.contiguous().view(torch.int32) + 0x8000) >> 16
+    return upper.to(torch.int16).view(BF16)
+
+
+class ByHand:
+    """A float32 copy of parameters, which is stepped, and rounded to them."""
+
+    def __init__(self, params: list[nn.Parameter], make: Make, groups: int = 1) -> None:
+        self.params = params
+        self.weights = [nn.Parameter(param.detach().float()) for param in params]
+        self.optimizer = make(in_groups(self.weights, groups))
+
+    def step(self) -> None:
+        for param, weight in zip(self.params, self.weights, strict=True):
+            weight.grad = None if param.grad is None else param.grad.float()
+        self.optimizer.step()
+        self.round()
+
+    def round(self) -> None:
+        for param, weight in zip(self.params, self.weights, strict=True):
+            value = weight.detach()
+            param.data.copy_(value if param.dtype is torch.float32 else rounded(value, param.dtype))
+
+
+def in_groups(params: list[Any], groups: int) -> list[Any]:
+    if groups == 1:
+        return params
+    return [{"params": params[i::groups]} for i in range(groups)]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int, share: float = 0.8) -> None:
+    torch.manual_seed(seed)
+    for param in params:
+        has_one = torch.rand(()) < share
+        grad = (torch.randn_like(param) * 0.1).to(param.grad_dtype)
+        param.grad = grad if has_one else None
+
+
+def assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make(request: pytest.FixtureRequest) -> Make:
+    return OPTIMIZERS[request.param]
+
+
+@pytest.mark.parametrize("store", ["split", "float32"])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_step_is_that_of_float32_weights(make: Make, store: Any, groups: int) -> None:
+    dtype = BF16 if store == "split" else FP16
+    ours, theirs = parameters(dtype), parameters(dtype)
+    optimizer = make(in_groups(ours, groups))
+    assert master_weights(optimizer, store) is optimizer
+    by_hand = ByHand(theirs, make, groups)
+    before = [(param.data_ptr(), param.shape, param.stride(), param.dtype) for param in ours]
+    for seed in range(8):
+        give_gradients(ours, seed)
+        give_gradients(theirs, seed)
+        grads = [param.grad for param in ours]
+        optimizer.step()
+        by_hand.step()
+        assert_same(ours, theirs)
+        assert [id(param.grad) for param in ours] == list(map(id, grads))
+    assert [(p.data_ptr(), p.shape, p.stride(), p.dtype) for p in ours] == before
+    for param, weight in zip(ours, by_hand.weights, strict=True):
+        state, reference = optimizer.state[param], by_hand.optimizer.state[weight]
+        assert state.keys() - {"master_remainder", "master_weight"} == reference.keys()
+        for key, value in reference.items():
+            assert torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value)), key
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["SGD momentum", "AdamW", "AdamW fused", "Adafactor", "Signs"]),
+    st.lists(st.sampled_from(["step", "skip", "save", "load model first", "write"]), max_size=8),
+    st.integers(1, 3),
+    st.integers(0, 1000),
+)
+def test_any_course_of_a_training(name: str, course: list[str], groups: int, seed: int) -> None:
+    """Save and load at any step, gradients that are missing, writes to parameters."""
+    make = OPTIMIZERS[name]
+    ours, theirs = parameters(), parameters()
+    optimizer = master_weights(make(in_groups(ours, groups)))
+    by_hand = ByHand(theirs, make, groups)
+    for number, event in enumerate(["step", *course, "step"]):
+        if event in ("save", "load model first"):
+            file = io.BytesIO()
+            torch.save(
+                {"params": [p.detach() for p in ours], "state": optimizer.state_dict()}, file
+            )
+            saved = torch.load(io.BytesIO(file.getvalue()))
+            total = getattr(optimizer, "total", 0.0)
+            ours = parameters()
+            optimizer = master_weights(make(in_groups(ours, groups)))
+            if event == "save":
+                optimizer.load_state_dict(saved["state"])
+            for param, value in zip(ours, saved["params"], strict=True):
+                param.data.copy_(value)
+            if event != "save":
+                optimizer.load_state_dict(saved["state"])
+            if isinstance(optimizer, Signs):
+                optimizer.total = total
+        elif event == "write":  # where the weights are what they round to
+            for param, weight in zip(theirs, by_hand.weights, strict=True):
+                weight.data.copy_(param)
+            for state in optimizer.state.values():
+                state.pop("master_remainder", None)
+        else:
+            share = 0.0 if event == "skip" else 0.7
+            give_gradients(ours, seed + number, share)
+            give_gradients(theirs, seed + number, share)
+            optimizer.step()
+            by_hand.step()
+    assert_same(ours, theirs)
+
+
+def linear(dtype: torch.dtype = BF16) -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(16, 16, dtype=dtype)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(4, 16, dtype=next(model.parameters()).dtype)
+    loss: Tensor = model(x).float().square().mean()
+    return loss
+
+
+def test_updates_are_not_lost() -> None:
+    """The reason for all of it: at this rate most updates of plain bfloat16 are."""
+    moved = []
+    for has_masters in (False, True):
+        model = linear()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
+        if has_masters:
+            master_weights(optimizer)
+        before = model.weight.detach().clone()
+        for seed in range(100):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            optimizer.step()
+        moved.append((model.weight != before).float().mean().item())
+    assert moved[0] < 0.1
+    assert moved[1] > 0.5
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs(search: str | None) -> None:
+    """It evaluates a closure many times, with the parameters as the model has them."""
+
+    def make(params: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(params, lr=0.5, max_iter=5, line_search_fn=search)
+
+    ours, theirs = linear(), linear()
+    optimizer = master_weights(make(list(ours.parameters())))
+    by_hand = ByHand(list(theirs.parameters()), make)
+
+    def closure() -> Tensor:
+        assert ours.weight.dtype is BF16
+        optimizer.zero_grad()
+        loss = loss_of(ours, 0)
+        loss.backward()
+        return loss
+
+    def closure_by_hand() -> Tensor:
+        by_hand.round()
+        theirs.zero_grad()
+        loss = loss_of(theirs, 0)
+        loss.backward()
+        for param, weight in zip(by_hand.params, by_hand.weights, strict=True):
+            assert param.grad is not None
+            weight.grad = param.grad.float()
+        return loss
+
+    for _ in range(3):
+        found = optimizer.step(closure)
+        expected = by_hand.optimizer.step(closure_by_hand)  # type: ignore[arg-type]
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+        by_hand.round()
+        assert_same(list(ours.parameters()), by_hand.params)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_of_any_optimizer(by_name: bool) -> None:
+    ours, theirs = linear(), linear()
+    optimizer = master_weights(torch.optim.SGD(ours.parameters(), lr=0.1))
+    by_hand = ByHand(list(theirs.parameters()), lambda p: torch.optim.SGD(p, lr=0.1))
+    for seed in range(3):
+
+        def closure(seed: int = seed) -> float:
+            assert ours.weight.dtype is BF16
+            optimizer.zero_grad()
+            loss = loss_of(ours, seed)
+            loss.backward()
+            return loss.item()
+
+        found: Any = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        theirs.zero_grad()
+        loss = loss_of(theirs, seed)
+        loss.backward()
+        by_hand.step()
+        assert found == loss.item()
+        assert_same(list(ours.parameters()), by_hand.params)
+
+
+# --- what else has the optimizer ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["scheduler", "masters"])
+def test_a_scheduler(first: str, recwarn: pytest.WarningsRecorder) -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer = torch.optim.SGD(ours, lr=0.1)
+    if first == "masters":
+        master_weights(optimizer)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    if first == "scheduler":
+        master_weights(optimizer)
+    by_hand = ByHand(theirs, lambda p: torch.optim.SGD(p, lr=0.1))
+    by_hand_scheduler = torch.optim.lr_scheduler.ExponentialLR(by_hand.optimizer, 0.5)
+    for seed in range(4):
+        give_gradients(ours, seed)
+        give_gradients(theirs, seed)
+        optimizer.step()
+        scheduler.step()
+        by_hand.step()
+        by_hand_scheduler.step()
+    assert_same(ours, theirs)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("name", ["SGD momentum", "AdamW", "AdamW fused", "Signs"])
+def test_empty_parameters_and_a_step_without_gradients(name: str) -> None:
+    params = [nn.Parameter(torch.zeros(0, 3, dtype=BF16)), nn.Parameter(torch.ones(2, dtype=BF16))]
+    optimizer = master_weights(OPTIMIZERS[name](params))
+    optimizer.step()
+    give_gradients(params, 0, share=1.0)
+    optimizer.step()
+    assert all((param != 1.0).all() for param in weights_of(optimizer, params))
+
+
+def weights_of(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    """Return the float32 weights behind parameters, of the default store."""
+    return [
+        Split().widen(
+            param.detach(), optimizer.state[param]["master_remainder"], torch.empty(param.shape)
+        )
+        for param in params
+    ]
+
+
+def test_hooks_of_a_step_are_called_once() -> None:
+    params, seen = parameters(), []
+    optimizer = master_weights(torch.optim.SGD(params, lr=0.1))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(("before", params[0].dtype)))
+    optimizer.register_step_post_hook(lambda *_: seen.append(("after", params[0].dtype)))
+    give_gradients(params, 0)
+    optimizer.step()
+    assert seen == [("before", BF16), ("after", BF16)]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_float16_parameters_with_a_scaler(fused: bool, max_norm: float | None) -> None:
+    """Unscaled, checked and clipped in float32; a step that overflows changes nothing."""
+    ours, theirs = linear(FP16), linear(FP16)
+
+    def make(params: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=1e-3, fused=fused)
+
+    optimizer = master_weights(make(list(ours.parameters())), "float32")
+    by_hand = ByHand(list(theirs.parameters()), make)
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0**12)
+    taken = []
+    for seed in range(6):
+        factor = 1e4 if seed == 2 else 1.0
+        optimizer.zero_grad()
+        scaler.scale(loss_of(ours, seed) * factor).backward()
+        assert all(
+            param.grad is None or param.grad.dtype is torch.float32 for param in ours.parameters()
+        )
+        before = [param.detach().clone() for param in ours.parameters()]
+        scale = scaler.get_scale()
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+        taken.append(scaler.outcome(optimizer).taken)
+        if not taken[-1]:
+            assert_same(list(ours.parameters()), [nn.Parameter(each) for each in before])
+            continue
+        theirs.zero_grad()
+        (loss_of(theirs, seed) * scale).backward()
+        for param, weight in zip(by_hand.params, by_hand.weights, strict=True):
+            assert param.grad is not None
+            weight.grad = param.grad.float() / scale
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(by_hand.weights, max_norm)
+        by_hand.optimizer.step()
+        by_hand.round()
+        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(param, other, rtol=1e-3, atol=1e-6)
+    assert taken == [True, True, False, True, True, True]
+
+
+def test_a_scaler_with_a_closure_and_with_retries() -> None:
+    model = linear(FP16)
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1), "float32")
+    scaler = halfstep.GradScaler("cpu", init_scale=2.0**30)
+    attempt = 0
+    for attempt in scaler.retry(optimizer, times=30):  # noqa: B007
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert attempt > 0
+    assert scaler.outcome(optimizer).taken
+    scaler.update(1024.0)
+    before = model.weight.detach().clone()
+    scaler.step(optimizer, lambda: loss_of(model, 1))
+    scaler.update()
+    assert scaler.outcome(optimizer).taken
+    assert not torch.equal(model.weight, before)
+
+
+def test_a_skipped_fused_step_changes_nothing() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True))
+    scaler = halfstep.GradScaler("cpu")
+    for is_bad in (False, True):
+        before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        (scaler.scale(loss_of(model, 0)) * (float("inf") if is_bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert not scaler.outcome(optimizer).taken
+    assert torch.equal(model.weight, before[0]["weight"])
+    after = optimizer.state_dict()["state"][0]
+    for key, value in before[1]["state"][0].items():
+        assert torch.equal(after[key], value), key
+
+
+def test_a_scaler_leaves_unscaled_gradients_of_a_fused_optimizer() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.AdamW(model.parameters(), fused=True))
+    scaler = halfstep.GradScaler("cpu", init_scale=1024.0)
+    loss_of(model, 0).backward()
+    expected = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    optimizer.zero_grad()
+    for _ in range(30):  # the first steps of an optimizer are measured
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 0)).backward()
+        last = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(expected) == 2
+    for param, scaled in zip(model.parameters(), last, strict=True):
+        assert param.grad is not None
+        assert torch.equal(param.grad, scaled / 1024)
+
+
+def test_compiled_models_and_contexts() -> None:
+    """Casts of a weight are not served after the step that changed it."""
+    model = linear(FP16)
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1.0), "float32")
+    x = torch.randn(2, 16)
+    with halfstep.autocast("cpu", BF16):
+        first = model(x)
+        first.float().sum().backward()
+        optimizer.step()
+        second = model(x)
+        assert not torch.equal(first, second)
+        again = nn.functional.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
+        assert torch.equal(second, again)
+
+
+def test_a_graph_from_before_a_step_is_an_error() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1.0))
+    loss_of(model, 0).backward()
+    loss = (model.weight.square()).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# --- gradients in float32 -------------------------------------------------------------------------
+
+
+def test_gradients_of_many_parts_are_added_up_in_float32() -> None:
+    sums = {}
+    for gradients in (None, "float32"):
+        param = nn.Parameter(torch.zeros(4, dtype=BF16))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        master_weights(optimizer, gradients=gradients)  # type: ignore[arg-type]
+        for _ in range(1000):
+            (param * 0.001).sum().backward()
+        assert param.grad is not None
+        sums[gradients] = param.grad.float().mean().item()
+        optimizer.step()
+        assert param.dtype is BF16
+        assert param.grad.dtype is (BF16 if gradients is None else torch.float32)
+    part = torch.tensor(0.001).bfloat16().item()
+    assert sums["float32"] == pytest.approx(1000 * part, rel=1e-5)
+    assert abs(sums[None] - 1000 * part) > 0.1
+
+
+def test_gradients_that_were_there_become_float32() -> None:
+    param = nn.Parameter(torch.zeros(4, dtype=FP16))
+    (param * 3.0).sum().backward()
+    master_weights(torch.optim.SGD([param], lr=1.0), "float32")
+    assert param.grad is not None
+    assert param.grad.dtype is torch.float32
+    (param * 4.0).sum().backward()
+    assert param.grad.tolist() == [7.0] * 4
+
+
+# --- whatever is written to a parameter -----------------------------------------------------------
+
+WRITES: dict[str, Callable[[nn.Linear], object]] = {
+    "load_state_dict": lambda m: m.load_state_dict(
+        {k: v * 0 + 2 for k, v in m.state_dict().items()}
+    ),
+    "data": lambda m: [p.data.fill_(2.0) for p in m.parameters()],
+    "new data": lambda m: [setattr(p, "data", torch.full_like(p, 2.0)) for p in m.parameters()],
+    "no_grad": lambda m: [torch.no_grad()(p.fill_)(2.0) for p in m.parameters()],
+    "zeros": lambda m: [p.data.zero_() for p in m.parameters()],
+    "numbers": lambda m: [p.data.copy_(-(p.data * 64).round() / 64) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+@pytest.mark.parametrize("write", WRITES)
+def test_the_next_step_goes_on_from_there(store: Any, write: str) -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1), store)
+    for seed in range(2):
+        loss_of(model, seed).backward()
+        optimizer.step()
+    WRITES[write](model)
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.param_groups[0]["lr"] = 0.0
+    loss_of(model, 2).backward()
+    optimizer.step()
+    assert_same(list(model.parameters()), [nn.Parameter(each) for each in before])
+
+
+def test_tied_frozen_and_added_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False, dtype=BF16) for _ in range(3)))
+    theirs = copy.deepcopy(model)
+    for each in (model, theirs):
+        each[1].weight = each[0].weight
+        each[2].weight.requires_grad_(False)
+    make = OPTIMIZERS["AdamW"]
+    optimizer = master_weights(make([model[0].weight]))
+    by_hand = ByHand([theirs[0].weight], make)
+    for seed in range(6):
+        if seed == 3:
+            for each in (model, theirs):
+                each[2].weight.requires_grad_(True)
+            optimizer.add_param_group({"params": [model[2].weight]})
+            by_hand.params.append(theirs[2].weight)
+            by_hand.weights.append(nn.Parameter(theirs[2].weight.detach().float()))
+            by_hand.optimizer.add_param_group({"params": [by_hand.weights[-1]]})
+        for each in (model, theirs):
+            each.zero_grad()
+            loss_of(each, seed).backward()
+        optimizer.step()
+        by_hand.step()
+        assert_same(list(model.parameters()), list(theirs.parameters()))
+
+
+def test_a_parameter_of_a_new_shape_begins_anew() -> None:
+    param = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = master_weights(torch.optim.SGD([param], lr=1e-3))
+    (param * 1.0).sum().backward()
+    optimizer.step()
+    param.grad = None
+    param.data = torch.ones(6, dtype=BF16)
+    (param * 1.0).sum().backward()
+    optimizer.step()
+    assert optimizer.state[param]["master_remainder"].shape == (6,)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_the_state_of_a_plain_optimizer_loads() -> None:
+    plain = linear()
+    before = torch.optim.AdamW(plain.parameters(), foreach=True)
+    loss_of(plain, 0).backward()
+    before.step()
+    model = copy.deepcopy(plain)
+    optimizer = master_weights(torch.optim.AdamW(model.parameters(), foreach=True))
+    optimizer.load_state_dict(before.state_dict())
+    state = optimizer.state[model.weight]
+    assert state["exp_avg"].dtype is torch.float32
+    assert torch.equal(state["exp_avg"], before.state[plain.weight]["exp_avg"].float())
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    optimizer.step()
+
+
+def test_state_that_an_optimizer_has_already_becomes_float32() -> None:
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    master_weights(optimizer)
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
+    optimizer.step()
+
+
+@pytest.mark.parametrize("saved", ["split", "float32", "kahan", "stochastic"])
+@pytest.mark.parametrize("loaded", ["split", "float32", "kahan", "stochastic"])
+def test_another_store_may_go_on(saved: Any, loaded: Any) -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1e-4), saved)
+    for seed in range(3):
+        loss_of(model, seed).backward()
+        optimizer.step()
+    other = copy.deepcopy(model)
+    after = master_weights(torch.optim.SGD(other.parameters(), lr=1e-4), loaded)
+    after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, stepped in ((model, optimizer), (other, after)):
+        each.zero_grad()
+        loss_of(each, 9).backward()
+        stepped.step()
+    if "stochastic" not in (saved, loaded):
+        torch.testing.assert_close(other.weight, model.weight, rtol=2**-7, atol=0)
+    keys = {"split": "master_remainder", "float32": "master_weight", "kahan": "master_compensation"}
+    assert set(after.state[other.weight]) == ({keys[loaded]} if loaded in keys else set())
+
+
+def test_chance_goes_on_after_loading() -> None:
+    def trained(model: nn.Linear, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            optimizer.step()
+
+    def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        model = linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(5)
+        return model, master_weights(optimizer, "stochastic", generator=generator)
+
+    whole, optimizer = made()
+    trained(whole, optimizer, range(6))
+    first, optimizer = made()
+    trained(first, optimizer, range(3))
+    second, other = made()
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    trained(second, other, range(3, 6))
+    assert torch.equal(whole.weight, second.weight)
+
+
+def test_a_state_that_was_loaded_too_early_is_refused() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    late.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(ValueError, match=r"Call\s+master_weights\(\) first"):
+        master_weights(late)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many() -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[int]]:
+    """Forty parameters of an SGD, and how many entries were float32 at each call of its kernel."""
+    params = [nn.Parameter(torch.ones(100, dtype=BF16)) for _ in range(40)]
+    sizes: list[int] = []
+
+    class Seen(torch.optim.SGD):
+        pass
+
+    Seen.__module__, Seen.__name__ = torch.optim.SGD.__module__, "SGD"
+    original = Seen.step.__wrapped__  # type: ignore[attr-defined]
+
+    def step(self: Any, closure: Any = None) -> Any:
+        sizes.append(sum(param.numel() for param in params if param.dtype is torch.float32))
+        return original(self, closure)
+
+    Seen.step = step  # type: ignore[method-assign, assignment]
+    return params, Seen(params[:20], lr=0.1), sizes
+
+
+def test_a_tenth_is_float32_at_a_time(many: Any) -> None:
+    params, optimizer, sizes = many
+    optimizer.add_param_group({"params": params[20:]})
+    master_weights(optimizer)
+    give_gradients(params, 0, share=1.0)
+    optimizer.step()
+    assert sizes == [400] * 10
+    assert all((param != 1.0).any() for param in params)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [20, 20]
+
+
+def test_all_are_float32_where_another_step_was_put(many: Any) -> None:
+    params, optimizer, sizes = many
+    original = optimizer.step
+    optimizer.step = lambda *args: original(*args)
+    master_weights(optimizer)
+    give_gradients(params, 0, share=1.0)
+    optimizer.step()
+    assert sizes == [2000]
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["step", "closure"])
+def test_parameters_are_put_back_after_an_error(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = linear()
+    optimizer = master_weights(Signs(list(model.parameters()), lr=0.1))
+    loss_of(model, 0).backward()
+    grads = [param.grad for param in model.parameters()]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    if place == "step":
+        monkeypatch.setattr(Tensor, "sign", fail)
+    with pytest.raises(MemoryError):
+        optimizer.step(fail if place == "closure" else None)
+    monkeypatch.undo()
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert param.dtype is BF16
+        assert param.grad is grad
+    loss_of(model, 0).backward()
+
+
+def test_groups_are_put_back_after_an_error(many: Any) -> None:
+    params, optimizer, _ = many
+    master_weights(optimizer)
+    give_gradients(params, 0, share=1.0)
+    optimizer.param_groups[0]["lr"] = "wrong"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step()
+    assert all(param.dtype is BF16 for param in params)
+    assert len(optimizer.param_groups[0]["params"]) == 20
+
+
+def wrong(dtype: torch.dtype, **kwargs: Any) -> None:
+    params = [nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=dtype.is_floating_point)]
+    master_weights(torch.optim.SGD(params, lr=0.1), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: wrong(torch.float32), ValueError, r"all its parameters are float32.*model\.to"),
+        (lambda: wrong(FP16), ValueError, r"parameter 0 is float16\[3\].*store='float32'"),
+        (lambda: wrong(torch.int32), ValueError, r"parameter 0 is int32\[3\]"),
+        (lambda: wrong(BF16, store="both"), ValueError, "store='both': one of 'split', 'float32'"),
+        (lambda: wrong(BF16, gradients="bf16"), ValueError, "gradients='bf16'"),
+        (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "rounds nothing by chance"),
+        (lambda: master_weights(nn.Linear(1, 1)), TypeError, "Linear"),  # type: ignore[type-var]
+    ],
+)
+def test_wrong_use(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_second_call_is_refused() -> None:
+    optimizer = master_weights(torch.optim.SGD(linear().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="SGD has master weights already"):
+        master_weights(optimizer)
+
+
+def test_a_group_that_cannot_be_served_is_not_added() -> None:
+    optimizer = master_weights(torch.optim.SGD(linear().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="parameter 0 is float16"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=FP16))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_names_in_errors() -> None:
+    params = [("head.weight", nn.Parameter(torch.ones(2, dtype=FP16)))]
+    with pytest.raises(ValueError, match=r"parameter head\.weight is float16"):
+        master_weights(torch.optim.SGD(params, lr=0.1))
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss_of(model, 0).backward()
+    optimizer.step()
+    gone = weakref.ref(optimizer), weakref.ref(model)
+    del optimizer, model
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert isinstance(module._MASTERS, weakref.WeakKeyDictionary)
+    assert Split.key == "master_remainder"

@@ -1,0 +1,212 @@
+"""The stores of master weights against float32 weights, over all bits."""
+
+import math
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfstep._master_weights.stores import (
+    KEEPING,
+    PIECE,
+    STORES,
+    Float32,
+    Kahan,
+    Split,
+    Stochastic,
+    Store,
+)
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SPECIAL = [
+    *(0.0, -0.0, math.inf, -math.inf, math.nan, 3.4e38, -3.4e38, 1e-45, -1e-45, 1.0, -1.0),
+    *(3.3895313892515355e38, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 6.1e-5, 5.9e-8),
+]
+
+
+def weights(count: int = 1 << 20) -> Tensor:
+    """Return float32 numbers of all magnitudes, and the special ones."""
+    bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int64).to(torch.int32)
+    ties = (bits[:1000] & ~0xFFFF) | 0x8000
+    return (
+        torch.cat([bits, ties])
+        .view(torch.float32)
+        .clone()
+        .index_copy_(0, torch.arange(len(SPECIAL)), torch.tensor(SPECIAL))
+    )
+
+
+def all_numbers(dtype: torch.dtype) -> Tensor:
+    """Return all 65,536 numbers of a dtype."""
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def narrowed(store: Store, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    param = torch.zeros(weight.shape, dtype=dtype)
+    kept = store.empty(param)
+    store.narrow_(weight.clone(), param, kept, 0)
+    return param, kept
+
+
+def widened(store: Store, param: Tensor, kept: Tensor | None) -> Tensor:
+    kept = None if kept is None else kept.clone()
+    return store.widen(param.clone(), kept, torch.empty(param.shape)).clone()
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits, any NaN being as good as another."""
+    is_nan = one.isnan()
+    kind = torch.int32 if one.dtype is torch.float32 else torch.int16
+    return torch.equal(is_nan, other.isnan()) and torch.equal(
+        one.view(kind)[~is_nan], other.view(kind)[~is_nan]
+    )
+
+
+def halves(number: float) -> tuple[int, int]:
+    """Return the bits of bfloat16, ties away from zero, and what is left: the slow reference."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    upper = (bits + 0x8000) >> 16
+    return upper, bits - (upper << 16)
+
+
+def test_split_is_exact() -> None:
+    """Over numbers of all magnitudes, in more than one piece."""
+    weight = weights()
+    assert weight.numel() > 2 * PIECE
+    param, kept = narrowed(Split(), weight, BF16)
+    assert kept is not None
+    assert kept.dtype is torch.int16
+    assert same_bits(widened(Split(), param, kept), weight)
+
+
+def test_split_against_the_bits() -> None:
+    weight = weights(5000)
+    param, kept = narrowed(Split(), weight, BF16)
+    assert kept is not None
+    for number, upper, left in zip(
+        weight.tolist(), param.view(torch.int16).tolist(), kept.tolist(), strict=True
+    ):
+        if not math.isnan(number):
+            assert halves(number) == (upper & 0xFFFF, left)
+
+
+def test_split_rounds_as_pytorch_but_for_ties() -> None:
+    weight = weights()
+    param, _ = narrowed(Split(), weight, BF16)
+    is_tie = (weight.view(torch.int32) & 0xFFFF) == 0x8000
+    assert same_bits(param[~is_tie], weight[~is_tie].to(BF16))
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FFF8000, 0x7F800001])
+def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
+    """A CUDA device makes 0x7FFFFFFF; with half a unit added it would be -0."""
+    weight = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    for kind in STORES.values():
+        param, kept = narrowed(kind(), weight, BF16)
+        assert param.isnan().all()
+        assert widened(kind(), param, kept).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("store", "dtype"), [(store, dtype) for store in KEEPING for dtype in store.dtypes]
+)
+def test_a_weight_rounds_to_whatever_is_in_the_parameter(store: Store, dtype: torch.dtype) -> None:
+    """All numbers of the dtype, written over weights of any other."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        numbers = all_numbers(dtype)
+        weight = torch.randn(numbers.shape) * 10.0 ** torch.randint(-40, 38, numbers.shape)
+        _, kept = narrowed(store, weight, dtype)
+        found = widened(store, numbers, kept)
+        if isinstance(store, Kahan):  # but for halves, which may round to the next number
+            found = numbers.float() + 0.99 * (found - numbers.float()).nan_to_num()
+        again, _ = narrowed(store, found, dtype)
+        assert same_bits(again, numbers) or torch.equal(again.nan_to_num(), numbers.nan_to_num())
+        assert torch.equal(found.isnan(), numbers.isnan())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_float32_keeps_the_weight(dtype: torch.dtype) -> None:
+    weight = weights()
+    param, kept = narrowed(Float32(), weight, dtype)
+    assert same_bits(param, weight.to(dtype))
+    assert same_bits(widened(Float32(), param, kept), weight)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_kahan_keeps_about_twice_the_digits(dtype: torch.dtype) -> None:
+    weight = torch.randn(100_000)
+    param, kept = narrowed(Kahan(), weight, dtype)
+    error = (widened(Kahan(), param, kept) - weight).abs()
+    assert (error <= torch.finfo(dtype).eps ** 2 * weight.abs() + 2.0**-25).all()
+    assert (param == weight.to(dtype)).all()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "number", [1.001, -1.001, 0.3, 3.14e-5, -5.9e-5, 2e-8, -7.3e-8, 60001.0, 1.9999]
+)
+def test_chance_is_right_on_average(dtype: torch.dtype, number: float) -> None:
+    """Each is one of the two numbers around, each with its chance."""
+    weight = torch.full((200_000,), number)
+    param, kept = narrowed(Stochastic(3), weight, dtype)
+    assert kept is None
+    found = param.double().unique()
+    assert 1 <= len(found) <= 2
+    below, above = found.min().item(), found.max().item()
+    exact = weight[0].double().item()
+    assert below <= exact <= above
+    nearest = weight[0].to(dtype).item()
+    assert nearest in (below, above)
+    spread = max(above - below, 1e-30)
+    assert abs(param.double().mean().item() - exact) < 5 * spread / 200_000**0.5
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_chance_leaves_what_the_dtype_has(dtype: torch.dtype) -> None:
+    numbers = all_numbers(dtype)
+    param, _ = narrowed(Stochastic(), numbers.float(), dtype)
+    assert same_bits(param, numbers)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_chance_keeps_finite_weights_finite(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    weight = torch.tensor([3.4e38, -3.4e38, largest * 1.0001, math.inf, -math.inf, math.nan])
+    for seed in range(50):
+        param, _ = narrowed(Stochastic(seed), weight, dtype)
+        assert param[:3].tolist() == [largest, -largest, largest]
+        assert param[3:5].tolist() == [math.inf, -math.inf]
+        assert param[5].isnan()
+
+
+def test_chance_is_seeded_and_goes_on_where_it_was() -> None:
+    weight = torch.randn(1000)
+    store = Stochastic(7)
+    first, second = (narrowed(store, weight, BF16)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    other = Stochastic(7)
+    assert torch.equal(narrowed(other, weight, BF16)[0], first)
+    third = Stochastic(0)
+    third.load_state(other.state())
+    assert torch.equal(narrowed(third, weight, BF16)[0], second)
+
+
+def test_shards_draw_other_bits_than_replicas() -> None:
+    weight, drawn = torch.randn(1000), []
+    for shard in (0, 0, 1):
+        param = torch.zeros(1000, dtype=BF16)
+        Stochastic(7).narrow_(weight.clone(), param, None, shard)
+        drawn.append(param)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize("store", [kind() for kind in STORES.values()], ids=STORES)
+def test_a_weight_is_not_changed_by_rounding_it(store: Store) -> None:
+    """The optimizer may have kept hold of it."""
+    weight = weights(1000).nan_to_num(nan=1.0)
+    before, param = weight.clone(), torch.zeros(weight.shape, dtype=BF16)
+    store.narrow_(weight, param, store.empty(param), 0)
+    assert same_bits(weight, before)
