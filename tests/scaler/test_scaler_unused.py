@@ -155,6 +155,48 @@ def test_gradients_that_were_unscaled_and_not_used(how: str) -> None:
     assert moved(b) == 2.0
 
 
+@pytest.mark.parametrize("how", ["unscale_", "clip_grad_norm_", "accumulate"])
+def test_unscaled_after_another_optimizer_has_stepped(how: str) -> None:
+    """That one shares a parameter, and has used an earlier gradient of it."""
+    shared, first = make()
+    second = torch.optim.SGD([shared], lr=1.0)
+    scaler = growing()
+    backward(scaler, shared)
+    scaler.step(first)
+    first.zero_grad()
+    if how == "accumulate":
+        with scaler.accumulate(second):
+            backward(scaler, shared)
+    else:
+        backward(scaler, shared)
+    if how == "unscale_":
+        scaler.unscale_(second)
+    if how == "clip_grad_norm_":
+        scaler.clip_grad_norm_([shared], math.inf)
+    scaler.update()
+    backward(scaler, shared)
+    scaler.step(second)
+    assert moved(shared) == 1.0 + 2.0
+
+
+def test_unscaled_together_with_what_another_optimizer_has_used() -> None:
+    (shared, first), (own, other) = make(), make()
+    both = torch.optim.SGD([shared, own], lr=1.0)
+    scaler = growing()
+    backward(scaler, own)
+    scaler.step(other)
+    other.zero_grad()
+    backward(scaler, shared, own)
+    scaler.unscale_(both)
+    scaler.step(first)
+    first.zero_grad()
+    scaler.scale(torch.ones(()))  # the step is not the last that happens
+    scaler.update()
+    backward(scaler, own)
+    scaler.step(both)
+    assert moved(own) == 1.0 + 2.0
+
+
 def test_unscaled_before_a_state_is_loaded() -> None:
     param, optimizer = make()
     scaler = growing()

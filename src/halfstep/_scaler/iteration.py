@@ -270,9 +270,13 @@ class Iteration:
         """Return what the last call of an optimizer has left, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
+    def check_of(self, param: Tensor) -> GradientCheck | None:
+        """Return the check that has divided the gradient by its scale, None if there is none."""
+        return None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
+
     def scale_of(self, param: Tensor) -> LossScale | None:
         """Return the scale that the gradient has been divided by, None if it has not."""
-        check = None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
+        check = self.check_of(param)
         return None if check is None else check.scale
 
     def scales_of_blocks(self) -> dict[int, LossScale | None]:

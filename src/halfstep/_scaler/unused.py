@@ -138,7 +138,14 @@ class Unused:
         if is_usual and len(done) == len(steps) == len(self._journal.memories):
             return {}
         self._prune()
-        ids_done, ids_stepped = _ids(done), _ids(stepped)
+        ids_done = {id(param) for step in done for param in step.parameters()}
+        # A step has used what was unscaled before it or by it, and not what was unscaled later.
+        used = {
+            (id(param), check)
+            for step in stepped
+            for param in step.parameters()
+            for check in step.checks
+        }
         in_blocks = iteration.scales_of_blocks()
         names = list(iteration.losses) or [None]
         of_losses = scales.get(names[0]) if len(names) == 1 else None
@@ -152,10 +159,10 @@ class Unused:
             if waiting is not None and waiting.untouched() is param:
                 found[key] = waiting
                 continue
-            divided_by = in_blocks.get(key) or iteration.scale_of(param)
+            check = iteration.check_of(param)
+            divided_by = in_blocks.get(key) or (None if check is None else check.scale)
             scale = divided_by or of_losses
-            is_used = divided_by is not None and key in ids_stepped
-            if scale is None or scale.live is None or is_used:
+            if scale is None or scale.live is None or (key, check) in used:
                 continue
             if divided_by is None and scale not in before:
                 before[scale] = scale.tensor.clone()
@@ -265,7 +272,3 @@ class Unused:
                 passes.multiply_(collect_local(params), now)
             elif before.device.type != "cpu" or not torch.equal(before, now):
                 passes.multiply_(collect_local(params), ratio(now, before))
-
-
-def _ids(steps: Iterable[Step]) -> set[int]:
-    return {id(param) for step in steps for param in step.parameters()}
