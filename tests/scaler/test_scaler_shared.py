@@ -70,6 +70,42 @@ def test_an_overflow_in_the_shared_parameter_stops_both(fused: bool) -> None:
 
 
 @fused_or_not
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "unscale_"])
+def test_an_overflow_in_a_gradient_that_came_after_unscale(fused: bool, how: str) -> None:
+    first, second, (shared, _), scaler = make(fused)
+    scaler.unscale_(first)
+    first.zero_grad()
+    scaler.scale(shared.sum()).backward()
+    shared.grad[0] = math.inf
+    if how == "unscale_":
+        scaler.unscale_(second)
+    else:
+        scaler.clip_grad_norm_(shared, 1.0)
+    scaler.step(first)
+    scaler.update()
+    assert not shared.any()
+    assert scaler.get_scale() == SCALE / 2
+
+
+@fused_or_not
+def test_a_gradient_that_came_after_unscale_and_was_left_by_a_skipped_step(fused: bool) -> None:
+    first, second, (shared, own), scaler = make(fused)
+    scaler.set_norm_limit(2.0, 2)
+    scaler.step(second)
+    scaler.update()
+    second.zero_grad()
+    scaler.scale(shared.sum()).backward()
+    scaler.unscale_(first)
+    first.zero_grad()
+    scaler.scale(shared.sum() + 100 * own.sum()).backward()
+    scaler.step(second)
+    assert scaler.outcome(second).skipped
+    scaler.step(first)
+    assert torch.equal(shared, torch.full((2,), -2.0))
+    assert torch.equal(own, torch.full((3,), -1.0))
+
+
+@fused_or_not
 @pytest.mark.parametrize("unscale", ["wrapper", "inner"])
 @pytest.mark.parametrize("step", ["wrapper", "inner"])
 def test_an_optimizer_behind_a_wrapper(fused: bool, unscale: str, step: str) -> None:

@@ -153,18 +153,20 @@ def gather(
         )
     if not is_scaled:
         assert earlier is not None
+        checks = earlier.checks
         if iteration.num_losses > earlier.num_losses:
-            _require_the_same(call, gradients, iteration, owner)
-        step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
+            scaled, later, _ = _split(iteration, gradients, ranks, params)
+            _refuse_new(call, scaled, gradients, owner)
+            # Another optimizer, or a list of parameters, may have had the new gradients checked.
+            for check in later:
+                _unscale_what_was_left(check)
+            checks = [*checks, *(check for check in later if check not in checks)]
+        step = Step(optimizer, loss_scale, gradients, None, checks, ranks)
         step.norms, step.norm = earlier.norms, earlier.norm
         return step
     if not (iteration.checks or ranks.is_together):
         return Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
-    scaled, checks = iteration.split(gradients)
-    asked: frozenset[int] = frozenset()
-    if ranks.is_together:
-        asked = frozenset(map(id, params))
-        checks = [check for check in iteration.checks if check.asked & asked]
+    scaled, checks, asked = _split(iteration, gradients, ranks, params)
     step = Step(optimizer, loss_scale, scaled, loss_scale.number(), checks, ranks, asked)
     if not checks:
         return step
@@ -186,8 +188,21 @@ def _require_gradients(
         raise nothing_checked(optimizer)
 
 
-def _require_the_same(call: str, gradients: Gradients, iteration: Iteration, owner: object) -> None:
-    new, _ = iteration.split(gradients)
+def _split(
+    iteration: Iteration, gradients: Gradients, ranks: Alone | Together, params: list[Tensor]
+) -> tuple[Gradients, list[GradientCheck], frozenset[int]]:
+    """Return what is still scaled, the checks of the rest, and whose gradients ranks are asked for.
+
+    The checks are the same on all ranks that decide, whichever of them have gradients.
+    """
+    scaled, checks = iteration.split(gradients)
+    if not ranks.is_together:
+        return scaled, checks, frozenset()
+    asked = frozenset(map(id, params))
+    return scaled, [check for check in iteration.checks if check.asked & asked], asked
+
+
+def _refuse_new(call: str, new: Gradients, gradients: Gradients, owner: object) -> None:
     if new.grads:
         raise CallOrderError(
             f"{call}({name(owner)}): backward() of a scaled loss came after its "
