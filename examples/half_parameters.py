@@ -28,7 +28,7 @@ def train(steps: int, dtype: torch.dtype, has_masters: bool) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
     if has_masters:
         halfstep.master_weights(optimizer)
-    num_moved = num_entries = 0
+    lost = halfstep.lost_updates(optimizer)
 
     for _ in range(steps):
         x = 2 * torch.rand(256, 2, device=device) - 1
@@ -36,11 +36,8 @@ def train(steps: int, dtype: torch.dtype, has_masters: bool) -> float:
         optimizer.zero_grad()
         loss = F.mse_loss(model(x.to(dtype)).float(), y)
         loss.backward()
-        before = [param.detach().clone() for param in model.parameters()]
-        optimizer.step()
-        for param, was in zip(model.parameters(), before, strict=True):
-            num_moved += int((param != was).sum())
-            num_entries += param.numel()
+        with lost:
+            optimizer.step()
 
     with torch.no_grad():
         torch.manual_seed(1)
@@ -48,7 +45,7 @@ def train(steps: int, dtype: torch.dtype, has_masters: bool) -> float:
         y = torch.sin(3 * x[:, :1]) * torch.cos(3 * x[:, 1:])
         error = F.mse_loss(model(x.to(dtype)).float(), y).item()
     name = f"{dtype}".removeprefix("torch.") + (" + master weights" if has_masters else "")
-    print(f"{name:26} error {error:.4f}, a step moved {num_moved / num_entries:.0%} of the weights")
+    print(f"{name:26} error {error:.4f}, {lost.share:.1%} of all updates lost to rounding")
     return error
 
 

@@ -20,13 +20,16 @@ from halfstep import (
     Static,
     __version__,
     autocast,
+    bytes_per_parameter,
     custom_bwd,
     custom_fwd,
     diagnose,
     doctor,
+    float32_weights,
     hold_casts,
     is_autocast_available,
     keep,
+    lost_updates,
     master_weights,
     preset,
     record,
@@ -49,13 +52,16 @@ NAMES = (
     Static,
     __version__,
     autocast,
+    bytes_per_parameter,
     custom_bwd,
     custom_fwd,
     diagnose,
     doctor,
+    float32_weights,
     hold_casts,
     is_autocast_available,
     keep,
+    lost_updates,
     master_weights,
     preset,
     record,
@@ -84,6 +90,10 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+    with halfstep.lost_updates(optimizer, model) as lost:
+        optimizer.step()
+    weights: dict[str, Tensor] = halfstep.float32_weights(model, optimizer)
+    print(lost.share, lost.shares, weights, halfstep.bytes_per_parameter(model, optimizer).total)
     outcome: halfstep.Outcome = scaler.outcome(optimizer)
     is_overflow = outcome.reason is halfstep.Reason.OVERFLOW
     print(halfstep.__version__, rule, is_overflow, halfstep.is_autocast_available("cpu"))

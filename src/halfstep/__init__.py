@@ -26,7 +26,10 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._diagnose.diagnose import diagnose as diagnose
     from halfstep._diagnose.diagnosis import Diagnosis as Diagnosis
     from halfstep._doctor.doctor import doctor as doctor
+    from halfstep._master_weights.lost_updates import lost_updates as lost_updates
+    from halfstep._master_weights.master_weights import float32_weights as float32_weights
     from halfstep._master_weights.master_weights import master_weights as master_weights
+    from halfstep._master_weights.memory import bytes_per_parameter as bytes_per_parameter
     from halfstep._record.record import record as record
     from halfstep._scaler.outcome import Outcome as Outcome
     from halfstep._scaler.rules import Dynamic as Dynamic
@@ -52,13 +55,16 @@ _MODULES = {
     "Rule": "halfstep._autocast.rule",
     "Static": "halfstep._scaler.rules",
     "autocast": "halfstep._autocast.context",
+    "bytes_per_parameter": "halfstep._master_weights.memory",
     "custom_bwd": "halfstep._autocast.context",
     "custom_fwd": "halfstep._autocast.context",
     "diagnose": "halfstep._diagnose.diagnose",
     "doctor": "halfstep._doctor.doctor",
+    "float32_weights": "halfstep._master_weights.master_weights",
     "hold_casts": "halfstep._autocast.hold",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast.modules",
+    "lost_updates": "halfstep._master_weights.lost_updates",
     "master_weights": "halfstep._master_weights.master_weights",
     "preset": "halfstep._autocast.policy",
     "record": "halfstep._record.record",

@@ -120,17 +120,12 @@ class Exchange:
         return evaluate
 
     def _widen(self, param: Tensor) -> None:
-        state, low = self._optimizer.state[param], param.data
+        low, state = param.data, self._optimizer.state[param]
         local = _dense(local_part(low))
-        # What another store has kept was saved with it.
-        store = next((each for each in KEEPING if each.key in state), self._store)
-        saved = state.pop(store.key, None)
-        if saved is None or saved.shape != low.shape:
-            store, kept = self._store, self._store.empty(local)
-        else:
-            kept = _dense(local_part(saved).to(local.device), local)
+        store, kept = _kept(state, self._store, low)
         flat = None if kept is None else _flat(kept)
         weight = store.widen(_flat(local), flat, self._memory(local))
+        state.pop(store.key, None)
         if store is not self._store:
             kept = self._store.empty(local)
         self._exchanged.append(exchanged := _Exchanged(param, low, kept, param.grad_dtype))
@@ -178,6 +173,31 @@ class Exchange:
         if kept is not None:
             self._optimizer.state[param][self._store.key] = placed_like(low)(kept)
         increment_version((param,))
+
+
+@torch.no_grad()
+def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor) -> Tensor:
+    """Return a copy of the float32 weight behind a parameter."""
+    low = param.data
+    local = _dense(local_part(low))
+    store, kept = _kept(optimizer.state.get(param, {}), store, low)
+    memory = torch.empty(local.numel(), dtype=torch.float32, device=local.device)
+    weight = store.widen(_flat(local), None if kept is None else _flat(kept), memory)
+    return placed_like(low)(_shaped(weight, local).clone())
+
+
+def _kept(state: dict[str, Any], store: Store, low: Tensor) -> tuple[Store, Tensor | None]:
+    """Return what is kept of a parameter, here and dense, and the store that has kept it.
+
+    Another one may have, and saved it. If it is of another shape, or nothing is kept, ``store``
+    begins anew.
+    """
+    local = _dense(local_part(low))
+    keeper = next((each for each in KEEPING if each.key in state), store)
+    saved = state.get(keeper.key)
+    if saved is None or saved.shape != low.shape:
+        return store, store.empty(local)
+    return keeper, _dense(local_part(saved).to(local.device), local)
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:

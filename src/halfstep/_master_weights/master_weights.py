@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep._master_weights.exchange import Exchange, Scratch
+from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
 from halfstep._pytorch.distributed import is_dtensor, local_part
 from halfstep._pytorch.optim import step_without_hooks, tell_scheduler, with_step_hooks
@@ -324,9 +324,57 @@ class MasterWeights:
             state_dict[GENERATORS] = self.store.state()
 
 
-def masters_of(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
-    """Return the master weights of an optimizer, None if it has none."""
-    return _MASTERS.get(optimizer)
+def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the ``state_dict`` of a model with exact float32 weights, to export it.
+
+    Args:
+        model: The model.
+        optimizer: An optimizer of its parameters with master weights.
+
+    Returns:
+        Copies of all bfloat16 and float16 parameters in float32, those that the optimizer does not
+        have as they are; everything else as ``model.state_dict()`` has it.
+
+    Raises:
+        ValueError: The optimizer has no master weights.
+
+    Memory: the float32 weights. Sync: none.
+
+    Example:
+        >>> import halfstep
+        >>> model = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
+        >>> optimizer = halfstep.master_weights(torch.optim.SGD(model.parameters(), lr=1e-3))
+        >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> exported = torch.nn.Linear(2, 1)
+        >>> exported.load_state_dict(float32_weights(model, optimizer))
+        <All keys matched successfully>
+    """
+    if optimizer not in _MASTERS:
+        raise ValueError(
+            f"float32_weights({type(optimizer).__name__}): it has no master weights; the "
+            "parameters are all there is: model.state_dict()"
+        )
+    weights = model.state_dict(keep_vars=True)
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            is_lower = isinstance(value, torch.nn.Parameter) and value.dtype in LOWER
+            weights[name] = weight_of(optimizer, value) if is_lower else value.detach()
+    return weights
+
+
+def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """Return a copy of what an optimizer steps: the float32 weight behind a parameter, if any."""
+    masters = _MASTERS.get(optimizer)
+    if masters is None or param.dtype not in masters.store.dtypes:
+        return param.detach().clone()
+    return float32_weight(optimizer, masters.store, param)
+
+
+def kept_of(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    """Return what the state of an optimizer keeps of a parameter beside it, by key."""
+    state = optimizer.state.get(param, {})
+    return {key: state[key] for key in _KEYS & state.keys()}
 
 
 def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,148 @@
+"""The count of lost updates against a loop over the entries; memory; weights to export."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import bytes_per_parameter, float32_weights, lost_updates, master_weights
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def mixed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8, dtype=BF16), nn.LayerNorm(8), nn.Linear(8, 8, dtype=FP16))
+
+
+def give_gradients(model: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape) * (torch.rand(param.shape) < 0.7)
+        param.grad = grad.to(param.grad_dtype)
+
+
+def counted(before: Tensor, after: Tensor, grad: Tensor) -> tuple[int, int]:
+    """Return updates lost and updates: the slow reference."""
+    lost = updates = 0
+    for was, now, slope in zip(*(t.flatten().tolist() for t in (before, after, grad)), strict=True):
+        updates += slope != 0
+        lost += slope != 0 and was == now
+    return lost, updates
+
+
+@pytest.mark.parametrize("rate", [1e-5, 1e-3, 1e-1])
+def test_against_a_loop(rate: float) -> None:
+    model = mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    sums: dict[str, list[int]] = {name: [0, 0] for name, _ in model.named_parameters()}
+    with lost_updates(optimizer, model) as lost:
+        for seed in range(3):
+            give_gradients(model, seed)
+            before = {name: param.detach().clone() for name, param in model.named_parameters()}
+            optimizer.step()
+            for name, param in model.named_parameters():
+                assert param.grad is not None
+                for index, count in enumerate(counted(before[name], param.detach(), param.grad)):
+                    sums[name][index] += count
+    assert lost.shares == {name: few / all for name, (few, all) in sums.items()}
+    lost_in_all, updates = (sum(counts) for counts in zip(*sums.values(), strict=True))
+    assert lost.share == lost_in_all / updates
+    dtypes = "bfloat16, float16, float32"
+    assert f"{lost.share:.1%} of the updates were lost to rounding in {dtypes}" in str(lost)
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan"])
+def test_master_weights_lose_next_to_none(store: Any) -> None:
+    model = nn.Linear(64, 64, dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    give_gradients(model, 0)
+    with lost_updates(optimizer, model) as plain:
+        optimizer.step()
+    master_weights(optimizer, store)
+    optimizer.step()
+    with lost_updates(optimizer, model) as kept:
+        optimizer.step()
+    assert plain.share > 0.9
+    assert kept.share < (0.02 if store == "kahan" else 1e-3)
+    assert model.weight.dtype is BF16
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_loses_nothing(fused: bool) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = halfstep.GradScaler("cpu")
+    with lost_updates(optimizer) as lost:
+        scaler.scale(model(torch.full((1, 4), math.inf)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert math.isnan(lost.share)
+    assert str(lost) == "no updates were seen: optimizer.step() belongs in the block"
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_only_steps_in_the_block_count() -> None:
+    model = mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    with lost_updates(optimizer, model) as lost:
+        pass
+    give_gradients(model, 0)
+    optimizer.step()
+    assert lost.shares == {}
+
+
+def test_bytes_of_each_kind() -> None:
+    model = nn.Linear(100, 100, bias=False, dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    assert bytes_per_parameter(model, optimizer).total == 2.0
+    give_gradients(model, 0)
+    master_weights(optimizer)
+    optimizer.step()
+    found = bytes_per_parameter(model, optimizer)
+    assert found.num_parameters == 10_000
+    assert found.weights == found.gradients == {BF16: 20_000}
+    assert found.states == {torch.float32: 80_004}  # and the count of steps
+    assert found.masters == {torch.int16: 20_000}
+    assert round(found.total, 2) == 14.0
+    assert "masters                2.00  int16" in str(found)
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+def test_weights_to_export(store: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 8, dtype=BF16), nn.BatchNorm1d(8), nn.Linear(8, 8, dtype=BF16)
+    )
+    model[2].weight = model[0].weight
+    model[2].bias.requires_grad_(False)
+    by_hand = nn.Parameter(model[0].weight.detach().float())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = master_weights(torch.optim.SGD(trained, lr=1e-4), store)
+    reference = torch.optim.SGD([by_hand], lr=1e-4)
+    for seed in range(4):
+        give_gradients(model, seed)
+        assert model[0].weight.grad is not None
+        by_hand.grad = model[0].weight.grad.float()
+        optimizer.step()
+        reference.step()
+    weights = float32_weights(model, optimizer)
+    assert weights.keys() == model.state_dict().keys()
+    assert {value.dtype for key, value in weights.items() if key != "1.num_batches_tracked"} == {
+        torch.float32
+    }
+    assert torch.equal(weights["0.weight"], weights["2.weight"])
+    if store in ("split", "float32"):
+        assert torch.equal(weights["0.weight"], by_hand.detach())
+    assert torch.equal(weights["2.bias"], model[2].bias.float())
+    weights["0.weight"].zero_()  # a copy
+    assert float32_weights(model, optimizer)["0.weight"].any()
+
+
+def test_weights_without_masters() -> None:
+    model = nn.Linear(2, 2, dtype=BF16)
+    with pytest.raises(ValueError, match="no master weights"):
+        float32_weights(model, torch.optim.SGD(model.parameters()))
