@@ -276,7 +276,7 @@ class Blocks:
         ranks.agree_on(check)
         iteration.add(check)
         del iteration.blocks[id(optimizer)]
-        iteration.steps[id(optimizer)] = Step(optimizer, self.scale, checks=[check])
+        iteration.steps[id(optimizer)] = Step(optimizer, self.scale, NONE, checks=[check])
 
     def _versions(self) -> list[int]:
         return [version_of(p.grad) for p in parameters(self.optimizer) if p.grad is not None]

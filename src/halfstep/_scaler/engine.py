@@ -198,7 +198,7 @@ class Engine:
 
     def _keep_check(self, optimizer: torch.optim.Optimizer, check: GradientCheck) -> None:
         self.iteration.add(check)
-        earlier = self.iteration.step_of(optimizer) or Step(optimizer, check.scale)
+        earlier = self.iteration.step_of(optimizer) or Step(optimizer, check.scale, NONE)
         earlier.checks = [check]
         self.iteration.steps[id(optimizer)] = earlier
 

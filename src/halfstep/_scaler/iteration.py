@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import float32_from_bits
-from halfstep._scaler.gradients import NONE, Gradients, parameters
+from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
@@ -110,7 +110,7 @@ class Step:
 
     optimizer: torch.optim.Optimizer | None
     loss_scale: LossScale
-    gradients: Gradients = NONE
+    gradients: Gradients
     multiplier: Scalar | None = None
     checks: list[GradientCheck] = field(default_factory=list)
     ranks: Alone | Together = ALONE

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import parameters
+from halfstep._scaler.gradients import NONE, parameters
 from halfstep._scaler.iteration import Stage, Step
 from halfstep._scaler.optimizers import name
 from halfstep._scaler.step import require_not_stepped
@@ -221,7 +221,7 @@ class TorchAttributes:
         scale = engine.scale_of_iteration("step", optimizer, params)
         engine.unused.use(params)
         steps = engine.iteration.steps
-        steps[id(optimizer)] = earlier or Step(optimizer, scale)
+        steps[id(optimizer)] = earlier or Step(optimizer, scale, NONE)
         try:
             result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
             engine.finish_foreign(optimizer)
