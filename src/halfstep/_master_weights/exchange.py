@@ -193,7 +193,7 @@ def _kept(state: dict[str, Any], store: Store, low: Tensor) -> tuple[Store, Tens
     begins anew.
     """
     local = _dense(local_part(low))
-    keeper = next((each for each in KEEPING if each.key in state), store)
+    keeper = next((each for each in (store, *KEEPING) if each.key in state), store)
     saved = state.get(keeper.key)
     if saved is None or saved.shape != low.shape:
         return store, store.empty(local)
