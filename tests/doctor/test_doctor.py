@@ -95,6 +95,16 @@ def test_the_objects_that_a_function_uses_are_looked_at() -> None:
     assert list(doctor(model, optimizer, step_fn=step)) == []
 
 
+def test_master_weights_are_the_cure() -> None:
+    half = nn.Linear(4, 1).half()
+    rest = torch.optim.Adam(half.parameters(), lr=0.1)
+    found = doctor(half, rest)
+    assert {finding.id for finding in found} == {"half-parameters", "eps-underflow"}
+    (finding,) = [finding for finding in found if finding.id == "half-parameters"]
+    exec(finding.code.partition("\n")[0], {"halfstep": halfstep, "optimizer": rest})
+    assert list(doctor(half, rest)) == []
+
+
 class Trainer:
     def __init__(self) -> None:
         self.scaler = torch.amp.GradScaler("cpu")

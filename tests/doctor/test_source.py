@@ -555,6 +555,7 @@ ADAM = "optimizer = torch.optim.AdamW(model.parameters())\n"
     ("in a chain", "half-parameters:1", f"model = Net().cuda().half().train()\n{ADAM}"),
     ("bfloat16", "bf16-parameters:1", f"model.bfloat16()\n{ADAM}"),
     ("and back", "", f"model.half()\nmodel.float()\n{ADAM}"),
+    ("master weights", "", f"model.bfloat16()\n{ADAM}halfstep.master_weights(optimizer)\n"),
     ("another model", "", f"teacher.half()\n{ADAM}"),
     ("an input", "", f"x = x.half()\n{ADAM}"),
     (

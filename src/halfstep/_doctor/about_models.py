@@ -18,12 +18,12 @@ _LOST = {
         "half-parameters",
         "updates below 1/2048 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
         "unscales such gradients",
-        "",
+        ", store='float32'",
     ),
     "bfloat16": (
         "bf16-parameters",
         "updates below 1/256 of a weight are lost, which stops learning at small rates",
-        ", if the memory allows it",
+        "",
     ),
 }
 _CHAINED = (*_MOVES, *_LOWERS, *_RESTORES, "train", "eval", "requires_grad_")
@@ -78,6 +78,8 @@ def _is_same_run(site: Site, built: _Built) -> bool:
 
 
 def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
+    if "master_weights" in program.words:
+        return
     lowered: tuple[Site, str] | None = None
     for site in root.sites:
         if _is_same_run(site, built) and _model(site) == built.model:
@@ -87,12 +89,15 @@ def _lowered(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
     if lowered is None or not lowered[1]:
         return
     site, dtype = lowered
-    id, lost, proviso = _LOST[dtype]
+    id, lost, store = _LOST[dtype]
+    optimizer = "optimizer" if " " in built.name else built.name
     yield Finding(
         id,
         f"`{ast.unparse(site.call)}` makes the parameters {dtype}, and `{built.name}` updates them "
         f"there: {lost}",
-        f"keep the parameters in float32 and let autocast lower what an op takes{proviso}",
+        "keep what rounding leaves out; or keep the parameters in float32, and let autocast lower "
+        "what an op takes",
+        f"halfstep.master_weights({optimizer}{store})\n# or\n"
         f"with halfstep.autocast(dtype=torch.{dtype}):\n    ...  # {built.model} stays in float32",
         (built.model, built.name),
         line=site.line,

@@ -11,14 +11,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep._doctor.finding import Finding
+from halfstep._master_weights.master_weights import has_master_weights
 from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
 
 _LOST = {
-    torch.float16: ("half-parameters", 2**11, ", and no scaler unscales such gradients"),
-    torch.bfloat16: ("bf16-parameters", 2**8, ""),
+    torch.float16: (
+        "half-parameters",
+        2**11,
+        ", and no scaler unscales such gradients",
+        "halfstep.master_weights(optimizer, store='float32')",
+    ),
+    torch.bfloat16: ("bf16-parameters", 2**8, "", "halfstep.master_weights(optimizer)"),
 }
 """An update is lost if the weight is larger by this factor: half a unit in the last place."""
 _EPS_NAMES = ("eps", "epsilon", "variance_epsilon")
@@ -113,8 +119,10 @@ def _only_dtype(training: Training) -> torch.dtype | None:
 
 
 def _low_parameters(training: Training) -> Iterator[Finding]:
-    for dtype, (id, factor, more) in _LOST.items():
+    for dtype, (id, factor, more, cure) in _LOST.items():
         for optimizer in training.optimizers:
+            if has_master_weights(optimizer):
+                continue
             low = [param for param in parameters(optimizer) if param.dtype == dtype]
             if not low:
                 continue
@@ -124,14 +132,18 @@ def _low_parameters(training: Training) -> Iterator[Finding]:
                 id,
                 f"{type(optimizer).__name__} updates {len(low)} parameters in {kind} "
                 f"({_listed(names)}): updates below 1/{factor} of a weight are lost{more}",
-                "keep the parameters in float32 and let autocast lower what an op takes",
-                f"model.float()\nwith halfstep.autocast(dtype=torch.{kind}):\n    ...",
+                "keep what rounding leaves out; or keep the parameters in float32, and let "
+                "autocast lower what an op takes",
+                f"{cure}\n# or\nmodel.float()\n"
+                f"with halfstep.autocast(dtype=torch.{kind}):\n    ...",
                 tuple(names),
             )
 
 
 def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
     for optimizer in training.optimizers:
+        if has_master_weights(optimizer):
+            continue
         for group in optimizer.param_groups:
             eps, low = group.get("eps"), [p for p in group["params"] if p.dtype == torch.float16]
             # A fused optimizer adds eps in float32.

@@ -363,6 +363,11 @@ def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     return weights
 
 
+def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has master weights."""
+    return optimizer in _MASTERS
+
+
 def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
     """Return a copy of what an optimizer steps: the float32 weight behind a parameter, if any."""
     masters = _MASTERS.get(optimizer)

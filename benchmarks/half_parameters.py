@@ -1,0 +1,168 @@
+"""Memory and time of trainings whose parameters are bfloat16, beside float32 and torch.autocast.
+
+Times: all variants run in one process, in turn and in a new random order each round; the median of
+the ratios within a round counts. Peaks: each variant takes two steps in a process of its own, which
+on the CPU is asked for its largest resident memory. The exchange is that of all parameters for
+their float32 weights and back, to copying a float32 tensor of their size once.
+
+    python benchmarks/half_parameters.py
+    python benchmarks/half_parameters.py --size small --length 128 --rounds 30
+"""
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import halfstep
+from halfstep._common.machine import device_name
+from halfstep._demo.gpt import GPT, SIZES, GPTConfig
+from halfstep._master_weights.exchange import Exchange, Scratch
+from halfstep._master_weights.stores import STORES
+
+FLOAT32, PLAIN = "torch.autocast of float32", "no masters"
+VARIANTS = [FLOAT32, PLAIN, *STORES, "split, float32 gradients"]
+
+
+class Training:
+    """A GPT, a batch of random tokens and a fused AdamW."""
+
+    def __init__(self, variant: str, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        config = GPTConfig.of_size(args.size, vocab=256)
+        self.device, self._has_autocast = args.device, variant == FLOAT32
+        self.model = GPT(config).to(self.device)
+        if not self._has_autocast:
+            self.model.to(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        store, _, gradients = variant.partition(", ")
+        if store in STORES:
+            halfstep.master_weights(self.optimizer, store, "float32" if gradients else None)
+        shape = (args.batch, min(args.length, config.context) + 1)
+        self.tokens = torch.randint(config.vocab, shape, device=self.device)
+
+    def step(self) -> float:
+        """Train one step and return its seconds."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        context: AbstractContextManager[object] = nullcontext()
+        if self._has_autocast:
+            context = torch.autocast(self.device, torch.bfloat16)
+        with context:
+            logits = self.model(self.tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def resident() -> float:
+    """Return the largest resident memory of this process so far, in bytes; Linux alone tells it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024.0 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def peak(variant: str, args: argparse.Namespace) -> float:
+    """Return the bytes that two steps of a variant take at most; in a process of its own."""
+    GPT(GPTConfig.of_size("tiny", vocab=256))(torch.zeros(1, 8, dtype=torch.long))
+    if args.device == "cuda":
+        training = Training(variant, args)
+        training.step()
+        training.step()
+        return float(torch.cuda.max_memory_allocated())
+    before = resident()
+    training = Training(variant, args)
+    training.step()
+    training.step()
+    return resident() - before
+
+
+def exchange_ratio(store: str, args: argparse.Namespace) -> float:
+    """Return the time of the exchange and back, to that of copying a float32 tensor once."""
+    training = Training(store, args)
+    training.step()
+    params = list(training.model.parameters())
+    for param in params:
+        param.grad = None  # their conversion is not the store's
+    some, other = (torch.zeros(sum(p.numel() for p in params), device=args.device) for _ in "ab")
+    ratios = []
+    for _ in range(args.rounds):
+        synchronize(args.device)
+        start = time.perf_counter()
+        scratch = Scratch()
+        for index in range(0, len(params), 4):
+            with Exchange(training.optimizer, STORES[store](), params[index : index + 4], scratch):
+                pass
+        synchronize(args.device)
+        middle = time.perf_counter()
+        some.copy_(other)
+        synchronize(args.device)
+        ratios.append((middle - start) / (time.perf_counter() - middle))
+    return statistics.median(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="43m")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=512, help="tokens in a sequence")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peak", choices=VARIANTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peak:
+        print(peak(args.peak, args))
+        return
+
+    trainings = {name: Training(name, args) for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for round_ in range(-2, args.rounds):  # the first two warm up
+        for name in random.sample(VARIANTS, len(VARIANTS)):
+            seconds = trainings[name].step()
+            if round_ >= 0:
+                times[name].append(seconds)
+    memory = {
+        name: halfstep.bytes_per_parameter(training.model, training.optimizer)
+        for name, training in trainings.items()
+    }
+    print(
+        f"{memory[PLAIN].num_parameters / 1e6:.1f} M parameters, {args.batch} x {args.length} "
+        f"tokens; {device_name(args.device)}, {torch.get_num_threads()} threads, "
+        f"PyTorch {torch.__version__}"
+    )
+    trainings.clear()
+    command = [sys.executable, __file__, *sys.argv[1:], "--peak"]
+    peaks = {name: float(subprocess.check_output([*command, name])) for name in VARIANTS}
+    print(f"{'':26}{'bytes':>7}{'peak':>9}{'ms':>9}   {'to the first':^21}{'exchange':>9}")
+    for name in VARIANTS:
+        # autocast casts every weight that it uses.
+        total = memory[name].total + (2.0 if name == FLOAT32 else 0.0)
+        pairs = zip(times[name], times[FLOAT32], strict=True)
+        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        exchange = f"{exchange_ratio(name, args):9.2f}" if name in STORES else ""
+        print(
+            f"{name:26}{total:7.2f}{peaks[name] / peaks[FLOAT32]:9.2f}"
+            f"{statistics.median(times[name]) * 1e3:9.1f}   "
+            f"{middle:6.3f} ({low:.3f}-{high:.3f}){exchange}"
+        )
+    print(
+        "bytes of weights, casts, gradients and state for each parameter; the peak to the first's"
+    )
+
+
+if __name__ == "__main__":
+    main()
