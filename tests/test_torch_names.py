@@ -452,6 +452,33 @@ def test_optimizers_are_hooked_when_the_first_is_made() -> None:
     assert optim.is_hooked(Own)
 
 
+def test_the_step_of_an_optimizer_alone() -> None:
+    seen = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            seen.append("step")
+
+    optimizer = Own([torch.nn.Parameter(torch.ones(1))])
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    alone = optim.step_without_hooks(optimizer)
+    assert alone is not None
+    alone()
+    optim.with_step_hooks(lambda optimizer: alone())(optimizer)
+    assert seen == ["step", "before", "step"]
+    optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+    assert optim.step_without_hooks(optimizer) is None
+
+
+def test_a_scheduler_hears_of_a_step(recwarn: pytest.WarningsRecorder) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    assert optim.step_without_hooks(optimizer) is not None
+    optim.tell_scheduler(optimizer)
+    scheduler.step()
+    assert not recwarn
+
+
 def test_versions_of_tensors_can_be_set_back() -> None:
     tensor = torch.zeros(2)
     tensor.add_(1)
