@@ -16,6 +16,11 @@ def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return getattr(optimizer_class.step, "hooked", False)
 
 
+def is_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether ``Optimizer.__init__`` was called: wrappers of optimizers may leave it out."""
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+
+
 # The code of the function that PyTorch puts around ``step`` of every class of optimizers.
 _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
