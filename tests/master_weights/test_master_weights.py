@@ -5,6 +5,7 @@ import gc
 import io
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -406,6 +407,20 @@ def weights_of(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> 
     ]
 
 
+def test_gradients_that_a_hook_sets_to_zero_are_zero() -> None:
+    """Hooks of a step that somebody has replaced see the float32 gradients."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda opt, *_: opt.zero_grad(set_to_none=False))
+    original = optimizer.step
+    optimizer.step = lambda *args: original(*args)  # type: ignore[method-assign, assignment]
+    master_weights(optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
+
+
 def test_hooks_of_a_step_are_called_once() -> None:
     params, seen = parameters(), []
     optimizer = master_weights(torch.optim.SGD(params, lr=0.1))
@@ -564,6 +579,19 @@ def test_a_step_inside_of_autocast(dtype: torch.dtype) -> None:
         loss.backward()
         optimizer.step()
         assert not torch.equal(model(torch.ones(2, 16)).float().sum(), loss)
+
+
+def test_a_step_in_inference_mode() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer = master_weights(torch.optim.SGD(ours, lr=0.1, momentum=0.9))
+    by_hand = ByHand(theirs, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    for seed in range(4):
+        give_gradients(ours, seed, share=1.0)
+        give_gradients(theirs, seed, share=1.0)
+        with torch.inference_mode(seed % 2 == 0):
+            optimizer.step()
+        by_hand.step()
+        assert_same(ours, theirs)
 
 
 def test_a_step_in_a_hook_of_the_backward_pass() -> None:
@@ -919,6 +947,15 @@ class Wrapper(torch.optim.Optimizer):
         self.param_groups = self.optimizer.param_groups
 
 
+def sharded() -> torch.optim.Optimizer:
+    optim = pytest.importorskip("torch.distributed.optim")
+    made: torch.optim.Optimizer = optim.ZeroRedundancyOptimizer.__new__(
+        optim.ZeroRedundancyOptimizer
+    )
+    made._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    return made
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -930,6 +967,7 @@ class Wrapper(torch.optim.Optimizer):
         (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "rounds nothing by chance"),
         (lambda: master_weights(nn.Linear(1, 1)), TypeError, "Linear"),  # type: ignore[type-var]
         (lambda: master_weights(Wrapper()), TypeError, "Pass the optimizer that it wraps"),
+        (lambda: master_weights(sharded()), TypeError, "ZeroRedundancyOptimizer.*that it wraps"),
     ],
 )
 def test_wrong_use(call: Callable[[], object], error: type[Exception], message: str) -> None:

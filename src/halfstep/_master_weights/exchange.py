@@ -87,6 +87,9 @@ class Exchange:
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function with float32 parameters."""
+        if torch.is_inference_mode_enabled():  # what is made in it could not be written to later
+            with torch.inference_mode(False):
+                return self.around(step, *args, **kwargs)
 
         def call() -> Any:
             self._widen_all()
@@ -139,14 +142,14 @@ class Exchange:
         if store is not self._store:
             kept = self._store.empty(local)
         wide = placed_like(low)(_shaped(weight, local).data).requires_grad_(param.requires_grad)
-        grad = param.grad
+        grad, version = param.grad, 0
         if grad is not None:
             if grad.dtype is low.dtype:
                 grad = self._wide(grad)
+                version = grad._version
             elif grad.dtype is not torch.float32:
                 wide.grad_dtype = grad.dtype
             wide.grad = grad
-        version = 0 if grad is None else grad._version
         swap = Swap(param, wide)
         self._exchanged.append(_Exchanged(swap, low, kept, grad, version))
         for each in KEEPING:

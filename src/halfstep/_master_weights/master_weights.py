@@ -89,7 +89,7 @@ def master_weights(
         The optimizer.
 
     Raises:
-        TypeError: It is not an optimizer, or one that lacks what ``Optimizer.__init__`` makes.
+        TypeError: It is not an optimizer, or wraps one: pass that.
         ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
             or one of them is of a dtype that the store cannot serve.
 
@@ -111,9 +111,8 @@ def master_weights(
         raise TypeError(f"master_weights({type(optimizer).__name__}): pass a torch.optim.Optimizer")
     if not is_whole(optimizer):
         raise TypeError(
-            f"master_weights({type(optimizer).__name__}): it wraps an optimizer and leaves out "
-            "Optimizer.__init__, so its checkpoints cannot be seen to. Pass the optimizer that it "
-            "wraps"
+            f"master_weights({type(optimizer).__name__}): it wraps an optimizer, and a checkpoint "
+            "would not have its own state. Pass the optimizer that it wraps"
         )
     if optimizer in _MASTERS:
         raise ValueError(f"{type(optimizer).__name__} has master weights already")

@@ -17,8 +17,13 @@ def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 def is_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``Optimizer.__init__`` was called: wrappers of optimizers may leave it out."""
-    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks")
+    """Return whether an optimizer saves its own state: wrappers have that of another one saved.
+
+    Those of many libraries do not call ``Optimizer.__init__``.
+    """
+    sharded: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    is_sharded = isinstance(optimizer, getattr(sharded, "ZeroRedundancyOptimizer", ()))
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks") and not is_sharded
 
 
 # The code of the function that PyTorch puts around ``step`` of every class of optimizers.
