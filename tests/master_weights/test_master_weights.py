@@ -569,16 +569,27 @@ def test_hooks_where_gradients_are_accumulated_stay() -> None:
         assert sorted(seen) == ["accumulated", "made", "there"]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_a_step_inside_of_autocast(dtype: torch.dtype) -> None:
-    """Its cache of casts refers to the parameters."""
-    model = linear(FP16)
-    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=1.0), "float32")
-    with torch.autocast("cpu", dtype):
-        loss = model(torch.ones(2, 16)).float().sum()
-        loss.backward()
-        optimizer.step()
-        assert not torch.equal(model(torch.ones(2, 16)).float().sum(), loss)
+class Squares(torch.optim.Optimizer):
+    """An optimizer whose step multiplies matrices, which autocast lowers and keeps casts for."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param @ param.t(), alpha=1e-3)
+
+
+def test_a_step_inside_of_autocast() -> None:
+    ours, theirs = [nn.Parameter(torch.ones(8, 8, dtype=BF16)) for _ in range(2)]
+    optimizer, by_hand = master_weights(Squares([ours])), ByHand([theirs], Squares)
+    for _ in range(4):
+        with torch.autocast("cpu", BF16):
+            optimizer.step()
+        with torch.autocast("cpu", BF16):
+            by_hand.step()
+        assert_same([ours], [theirs])
 
 
 def test_a_step_in_inference_mode() -> None:
@@ -979,6 +990,15 @@ def test_a_second_call_is_refused() -> None:
     optimizer = master_weights(torch.optim.SGD(linear().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="SGD has master weights already"):
         master_weights(optimizer)
+
+
+def test_a_model_that_became_float16_is_an_error() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.half()
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match=r"parameter 0 is float16.*store='float32'"):
+        optimizer.step()
 
 
 def test_a_group_that_cannot_be_served_is_not_added() -> None:

@@ -116,13 +116,13 @@ class Exchange:
     def _widen_all(self) -> None:
         if self._scratch is not None:
             self._scratch.clear()
-        torch.clear_autocast_cache()  # it would not let parameters be swapped
         for param in self._params:
             if param.dtype in self._store.dtypes:
                 self._widen(param)
 
     @torch.no_grad()
     def _narrow_all(self) -> None:
+        torch.clear_autocast_cache()  # of float32 parameters: those in it cannot be swapped
         while self._exchanged:
             self._narrow(self._exchanged[-1])
             self._exchanged.pop()

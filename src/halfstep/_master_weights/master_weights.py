@@ -183,6 +183,7 @@ class MasterWeights:
 
         @wraps(original)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._see_to_dtypes(optimizer)
             if alone is None:  # somebody's own: its hooks see float32 parameters
                 return self._step_at_once(optimizer, original, args, kwargs)
             tell_scheduler(optimizer)
@@ -246,6 +247,12 @@ class MasterWeights:
                         f"and leaves float32 alone.{cure}"
                     )
         return found
+
+    def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an error where a model was given another dtype since, as by ``model.half()``."""
+        known = (*self.store.dtypes, *UNTOUCHED)
+        if any(param.dtype not in known for param in parameters(optimizer)):
+            self._served(optimizer, optimizer.param_groups)
 
     def _see_to_gradients(self, param: Tensor, name: object) -> None:
         if self._float32_gradients or param.dtype is torch.float16:
