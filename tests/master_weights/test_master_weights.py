@@ -3,8 +3,11 @@
 import copy
 import gc
 import io
+import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import halfstep
 from halfstep import master_weights
 from halfstep._master_weights import master_weights as module
 from halfstep._master_weights.stores import Split
+from halfstep._pytorch import distributed
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -292,6 +296,72 @@ def test_a_closure_of_any_optimizer(by_name: bool) -> None:
         assert_same(list(ours.parameters()), by_hand.params)
 
 
+class TwoSteps(torch.optim.SGD):
+    """An optimizer that is stepped by two methods, to a neighbour and back."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data = self.state[param]["old"]
+        self.step()
+        self.zero_grad(set_to_none=False)
+
+
+def test_an_optimizer_that_goes_to_a_neighbour_and_back() -> None:
+    def make(params: list[Any]) -> TwoSteps:
+        return TwoSteps(params, lr=1e-3)
+
+    ours, theirs = linear(), linear()
+    optimizer = master_weights(make(list(ours.parameters())))
+    by_hand = ByHand(list(theirs.parameters()), make)
+    for seed in range(10):
+        for name in ("first_step", "second_step"):
+            give_gradients(list(ours.parameters()), seed, share=1.0)
+            give_gradients(by_hand.params, seed, share=1.0)
+            for param, weight in zip(by_hand.params, by_hand.weights, strict=True):
+                weight.grad = None if param.grad is None else param.grad.float()
+            getattr(optimizer, name)()
+            getattr(by_hand.optimizer, name)()
+            by_hand.round()
+            assert_same(list(ours.parameters()), by_hand.params)
+    assert all(param.grad is not None and not param.grad.any() for param in ours.parameters())
+
+
+class Averaged(torch.optim.SGD):
+    """An optimizer whose parameters are an average while it is in eval mode."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["trained"] = param.clone()
+            param.mul_(0.9)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.copy_(self.state[param].pop("trained"))
+
+
+def test_an_optimizer_that_swaps_weights_and_their_average() -> None:
+    params = [nn.Parameter(torch.randn(300).bfloat16())]
+    optimizer = master_weights(Averaged(params, lr=1e-3))
+    for seed in range(3):
+        give_gradients(params, seed, share=1.0)
+        optimizer.step()
+    (exact,) = weights_of(optimizer, params)
+    optimizer.eval()
+    assert torch.equal(weights_of(optimizer, params)[0], exact * 0.9)
+    assert torch.equal(params[0], rounded(exact * 0.9))
+    optimizer.train()
+    assert torch.equal(weights_of(optimizer, params)[0], exact)
+
+
 # --- what else has the optimizer ------------------------------------------------------------------
 
 
@@ -335,6 +405,20 @@ def weights_of(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> 
         )
         for param in params
     ]
+
+
+def test_gradients_that_a_hook_sets_to_zero_are_zero() -> None:
+    """Hooks of a step that somebody has replaced see the float32 gradients."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda opt, *_: opt.zero_grad(set_to_none=False))
+    original = optimizer.step
+    optimizer.step = lambda *args: original(*args)  # type: ignore[method-assign, assignment]
+    master_weights(optimizer)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert model.weight.grad is not None
+    assert not model.weight.grad.any()
 
 
 def test_hooks_of_a_step_are_called_once() -> None:
@@ -468,6 +552,76 @@ def test_a_graph_from_before_a_step_is_an_error() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_hooks_where_gradients_are_accumulated_stay() -> None:
+    """DistributedDataParallel reduces gradients by such a hook."""
+    param, seen = nn.Parameter(torch.ones(4, dtype=BF16)), []
+    accumulates = param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulates.register_hook(lambda *_: seen.append("accumulated"))  # type: ignore[attr-defined]
+    param.register_hook(lambda _: seen.append("made"))
+    param.register_post_accumulate_grad_hook(lambda _: seen.append("there"))
+    optimizer = master_weights(torch.optim.SGD([param], lr=0.1))
+    for _ in range(3):
+        seen.clear()
+        (param * 2).sum().backward()
+        optimizer.step()
+        assert sorted(seen) == ["accumulated", "made", "there"]
+
+
+class Squares(torch.optim.Optimizer):
+    """An optimizer whose step multiplies matrices, which autocast lowers and keeps casts for."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param @ param.t(), alpha=1e-3)
+
+
+def test_a_step_inside_of_autocast() -> None:
+    ours, theirs = [nn.Parameter(torch.ones(8, 8, dtype=BF16)) for _ in range(2)]
+    optimizer, by_hand = master_weights(Squares([ours])), ByHand([theirs], Squares)
+    for _ in range(4):
+        with torch.autocast("cpu", BF16):
+            optimizer.step()
+        with torch.autocast("cpu", BF16):
+            by_hand.step()
+        assert_same([ours], [theirs])
+
+
+def test_a_step_in_inference_mode() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer = master_weights(torch.optim.SGD(ours, lr=0.1, momentum=0.9))
+    by_hand = ByHand(theirs, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    for seed in range(4):
+        give_gradients(ours, seed, share=1.0)
+        give_gradients(theirs, seed, share=1.0)
+        with torch.inference_mode(seed % 2 == 0):
+            optimizer.step()
+        by_hand.step()
+        assert_same(ours, theirs)
+
+
+def test_a_step_in_a_hook_of_the_backward_pass() -> None:
+    ours, theirs = linear(), linear()
+    by_hand = ByHand(list(theirs.parameters()), OPTIMIZERS["AdamW"])
+    optimizers = {p: master_weights(OPTIMIZERS["AdamW"]([p])) for p in ours.parameters()}
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()  # type: ignore[index]
+        param.grad = None
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    for seed in range(4):
+        loss_of(ours, seed).backward()
+        theirs.zero_grad()
+        loss_of(theirs, seed).backward()
+        by_hand.step()
+        assert_same(list(ours.parameters()), by_hand.params)
 
 
 # --- gradients in float32 -------------------------------------------------------------------------
@@ -735,9 +889,82 @@ def test_groups_are_put_back_after_an_error(many: Any) -> None:
     assert len(optimizer.param_groups[0]["params"]) == 20
 
 
+def interrupt(call: Callable[[], Any], at: int) -> bool:
+    """Return whether a call was interrupted, as by Ctrl-C, before so many instructions of ours."""
+    folder = str(Path(module.__file__).parent)
+    seen = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal seen
+        if not frame.f_code.co_filename.startswith((folder, distributed.__file__)):
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if event == "opcode" and seen == at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("kind", ["chunks", "all", "closure"])
+def test_an_interrupt_at_any_place(kind: str) -> None:
+    at, step = 1, 41
+    while True:
+        params = parameters()[1:3] + parameters()[-3:]
+        make = OPTIMIZERS["Signs" if kind == "all" else "SGD momentum"]
+        optimizer = master_weights(make(in_groups(params, 2)))
+        give_gradients(params, 0, share=1.0)
+        optimizer.step()
+        give_gradients(params, 1, share=1.0)
+        before = [list(group["params"]) for group in optimizer.param_groups]
+        found = [(p.dtype, p.data_ptr(), p.grad) for p in params]
+        closure: Any = (lambda: 1.0) if kind == "closure" else None
+        is_interrupted = interrupt(lambda opt=optimizer, c=closure: opt.step(c), at)
+        assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
+            list(map(id, group)) for group in before
+        ]
+        for param, (dtype, address, grad) in zip(params, found, strict=True):
+            assert param.dtype is dtype
+            assert param.data_ptr() == address
+            assert param.grad is grad
+            assert dtype is torch.float32 or "master_remainder" in optimizer.state[param]
+        optimizer.step()
+        if not is_interrupted:
+            break
+        at += step
+    assert at > 10 * step
+
+
 def wrong(dtype: torch.dtype, **kwargs: Any) -> None:
     params = [nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=dtype.is_floating_point)]
     master_weights(torch.optim.SGD(params, lr=0.1), **kwargs)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As some libraries make it: it has the type, and what it wraps has the rest."""
+
+    def __init__(self) -> None:
+        self.optimizer = torch.optim.SGD(linear().parameters())
+        self.param_groups = self.optimizer.param_groups
+
+
+def sharded() -> torch.optim.Optimizer:
+    optim = pytest.importorskip("torch.distributed.optim")
+    made: torch.optim.Optimizer = optim.ZeroRedundancyOptimizer.__new__(
+        optim.ZeroRedundancyOptimizer
+    )
+    made._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    return made
 
 
 @pytest.mark.parametrize(
@@ -750,6 +977,8 @@ def wrong(dtype: torch.dtype, **kwargs: Any) -> None:
         (lambda: wrong(BF16, gradients="bf16"), ValueError, "gradients='bf16'"),
         (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "rounds nothing by chance"),
         (lambda: master_weights(nn.Linear(1, 1)), TypeError, "Linear"),  # type: ignore[type-var]
+        (lambda: master_weights(Wrapper()), TypeError, "Pass the optimizer that it wraps"),
+        (lambda: master_weights(sharded()), TypeError, "ZeroRedundancyOptimizer.*that it wraps"),
     ],
 )
 def test_wrong_use(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -761,6 +990,15 @@ def test_a_second_call_is_refused() -> None:
     optimizer = master_weights(torch.optim.SGD(linear().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="SGD has master weights already"):
         master_weights(optimizer)
+
+
+def test_a_model_that_became_float16_is_an_error() -> None:
+    model = linear()
+    optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.half()
+    loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match=r"parameter 0 is float16.*store='float32'"):
+        optimizer.step()
 
 
 def test_a_group_that_cannot_be_served_is_not_added() -> None:

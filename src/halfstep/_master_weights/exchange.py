@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from halfstep._master_weights.stores import KEEPING, Store
 from halfstep._pytorch.amp import increment_version
-from halfstep._pytorch.distributed import local_part, placed_like, put_data, shard_number
+from halfstep._pytorch.distributed import Swap, local_part, placed_like, shard_number
 
 ALIGNMENT = 16
 """Weights begin at multiples of so many entries, as in memory of their own: reductions depend on
@@ -46,32 +47,31 @@ class _Exchanged:
     """A parameter that is float32 at present.
 
     Attributes:
-        param: The parameter.
+        swap: The parameter, and what it is at present; or what it was, which that has become.
         low: Its value, which lies where it always does.
         kept: What the store keeps of it, laid out in memory as :func:`_dense` says.
-        grad_dtype: The dtype of gradients that it takes.
-        grad: Its gradient, in the dtype of the parameter; None for none, or one in float32.
-        wide: The same in float32.
+        wide: The gradient that it was given, None if it has none.
+        version: How often that had been written to.
     """
 
-    param: Tensor
+    swap: Swap
     low: Tensor
     kept: Tensor | None
-    grad_dtype: torch.dtype | None
-    grad: Tensor | None = None
-    wide: Tensor | None = None
+    wide: Tensor | None
+    version: int
 
 
 class Exchange:
-    """A block in which parameters and their gradients are float32.
+    """Calls for which parameters and their gradients are float32.
 
-    However it ends, the parameters are afterwards what their weights round to.
+    However one ends, the parameters are afterwards what their weights round to.
 
     Args:
         optimizer: Has in its state what the store keeps.
         store: The store.
         params: The parameters; those that the store does not serve stay as they are.
-        scratch: Memory for a step that keeps no hold of it.
+        scratch: Memory for a step that keeps no hold of it, and does not write to gradients but to
+            unscale them.
     """
 
     def __init__(
@@ -85,24 +85,17 @@ class Exchange:
         self._scratch = scratch
         self._exchanged: list[_Exchanged] = []
 
-    def __enter__(self) -> None:
-        """Make them float32."""
-        if self._scratch is not None:
-            self._scratch.clear()
-        try:
-            with torch.no_grad():
-                for param in self._params:
-                    if param.dtype in self._store.dtypes:
-                        self._widen(param)
-        except BaseException:
-            self.__exit__()
-            raise
+    def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function with float32 parameters."""
+        if torch.is_inference_mode_enabled():  # what is made in it could not be written to later
+            with torch.inference_mode(False):
+                return self.around(step, *args, **kwargs)
 
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        """Make them what they were."""
-        while self._exchanged:
-            self._narrow(self._exchanged.pop())
+        def call() -> Any:
+            self._widen_all()
+            return step(*args, **kwargs)
+
+        return in_any_case(call, self._narrow_all)
 
     def outside(self, argument: Any) -> Any:
         """Return a closure that runs with the parameters as they were; else the argument itself."""
@@ -111,35 +104,57 @@ class Exchange:
 
         @wraps(argument)
         def evaluate(*args: Any, **kwargs: Any) -> Any:
-            self.__exit__()
+            self._narrow_all()
             try:
                 return argument(*args, **kwargs)
             finally:
-                self.__enter__()
+                self._widen_all()
 
         return evaluate
 
+    @torch.no_grad()
+    def _widen_all(self) -> None:
+        if self._scratch is not None:
+            self._scratch.clear()
+        for param in self._params:
+            if param.dtype in self._store.dtypes:
+                self._widen(param)
+
+    @torch.no_grad()
+    def _narrow_all(self) -> None:
+        torch.clear_autocast_cache()  # of float32 parameters: those in it cannot be swapped
+        while self._exchanged:
+            self._narrow(self._exchanged[-1])
+            self._exchanged.pop()
+
     def _widen(self, param: Tensor) -> None:
-        low, state = param.data, self._optimizer.state[param]
+        low, state = param.data, self._optimizer.state.get(param, {})
         local = _dense(local_part(low))
         store, kept = _kept(state, self._store, low)
         flat = None if kept is None else _flat(kept)
         weight = store.widen(_flat(local), flat, self._memory(local))
-        state.pop(store.key, None)
         if store is not self._store:
             kept = self._store.empty(local)
-        self._exchanged.append(exchanged := _Exchanged(param, low, kept, param.grad_dtype))
-        put_data(param, placed_like(low)(_shaped(weight, local)))
-        grad = param.grad
-        if grad is not None and grad.dtype is low.dtype:
-            exchanged.grad, exchanged.wide = grad, self._wide(grad)
-            param.grad = exchanged.wide
+        wide = placed_like(low)(_shaped(weight, local).data).requires_grad_(param.requires_grad)
+        grad, version = param.grad, 0
+        if grad is not None:
+            if grad.dtype is low.dtype:
+                grad = self._wide(grad)
+                version = grad._version
+            elif grad.dtype is not torch.float32:
+                wide.grad_dtype = grad.dtype
+            wide.grad = grad
+        swap = Swap(param, wide)
+        self._exchanged.append(_Exchanged(swap, low, kept, grad, version))
+        for each in KEEPING:
+            state.pop(each.key, None)
+        swap.make()
 
     def _wide(self, grad: Tensor) -> Tensor:
         if grad.layout is not torch.strided:
             return grad.float()
         local = _dense(local_part(grad))
-        return placed_like(grad)(_shaped(self._memory(local), local).copy_(local))
+        return placed_like(grad)(_shaped(self._memory(local), local).copy_(local).data)
 
     def _memory(self, like: Tensor) -> Tensor:
         if self._scratch is None:
@@ -147,32 +162,57 @@ class Exchange:
         return self._scratch.take(like.numel(), like.device)
 
     def _narrow(self, exchanged: _Exchanged) -> None:
-        param, low, kept = exchanged.param, exchanged.low, exchanged.kept
-        # The optimizer may have put another tensor there.
-        local, target = local_part(param.data), local_part(low)
-        dense = _dense(target)
-        self._store.narrow_(
-            _flat(_dense(local, dense)),
-            _flat(dense),
-            None if kept is None else _flat(kept),
-            shard_number(low),
-        )
-        if dense is not target:
-            target.copy_(dense)
-        grad, wide = param.grad, exchanged.wide
-        if wide is not None and grad is wide:
-            grad = exchanged.grad
-            assert grad is not None
-            if getattr(self._optimizer, "grad_scale", None) is not None:
-                grad.copy_(wide)  # the step has divided it
-        elif grad is not None and exchanged.grad_dtype is low.dtype:
-            grad = grad.to(low.dtype)
-        param.grad = None
-        put_data(param, low)
-        param.grad = grad
+        """Put a parameter back. Interrupted, it can be called again."""
+        swap, low, kept = exchanged.swap, exchanged.low, exchanged.kept
+        if swap.is_made():
+            # The optimizer may have put another tensor there.
+            local, target = local_part(swap.param.data), local_part(low)
+            dense = _dense(target)
+            self._store.narrow_(
+                _flat(_dense(local.float(), dense)),
+                _flat(dense),
+                None if kept is None else _flat(kept),
+                shard_number(low),
+            )
+            if dense is not target:
+                target.copy_(dense)
+            self._narrow_gradient(exchanged)
+            increment_version((swap.other,))
         if kept is not None:
-            self._optimizer.state[param][self._store.key] = placed_like(low)(kept)
-        increment_version((param,))
+            self._optimizer.state[swap.param][self._store.key] = placed_like(low)(kept)
+        swap.undo()
+
+    def _narrow_gradient(self, exchanged: _Exchanged) -> None:
+        own = exchanged.swap.other  # what the parameter was
+        grad, wide = exchanged.swap.param.grad, exchanged.wide
+        if grad is not wide:
+            if grad is not None and own.grad_dtype is own.dtype:
+                grad = grad.to(own.dtype)
+            own.grad = grad
+        elif wide is not None and own.grad is not wide and self._is_written_to(exchanged):
+            own.grad.copy_(wide)
+
+    def _is_written_to(self, exchanged: _Exchanged) -> bool:
+        """Return whether the step has changed a gradient: unscaled it, or set it to zero."""
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            return True
+        # Fused steps count as writing to all gradients.
+        wide = exchanged.wide
+        return self._scratch is None and wide is not None and wide._version != exchanged.version
+
+
+def in_any_case(call: Callable[[], Any], end: Callable[[], None]) -> Any:
+    """Call a function and, whatever happens, another one, which may be called again.
+
+    Ctrl-C may cut short the first call of that as well.
+    """
+    try:
+        try:
+            return call()
+        finally:
+            end()
+    finally:
+        end()
 
 
 @torch.no_grad()

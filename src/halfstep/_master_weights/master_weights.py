@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
+from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight, in_any_case
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
 from halfstep._pytorch.distributed import is_dtensor, local_part
-from halfstep._pytorch.optim import step_without_hooks, tell_scheduler, with_step_hooks
+from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.scalars import describe
 
@@ -31,6 +31,12 @@ ONE_AT_A_TIME = (
     *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
 """The optimizers of PyTorch whose step of a parameter needs no other one: they step in chunks."""
+
+BESIDE_STEP = ("train", "eval", "first_step", "second_step")
+"""Methods by which optimizers of other libraries change parameters outside of ``step``.
+
+Schedule-free ones swap weights and their average, sharpness-aware ones go to a neighbour and
+back."""
 
 CHUNK = 0.1
 """The share of all parameters that is in float32 at a time."""
@@ -83,7 +89,7 @@ def master_weights(
         The optimizer.
 
     Raises:
-        TypeError: It is not an optimizer.
+        TypeError: It is not an optimizer, or wraps one: pass that.
         ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
             or one of them is of a dtype that the store cannot serve.
 
@@ -103,6 +109,11 @@ def master_weights(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"master_weights({type(optimizer).__name__}): pass a torch.optim.Optimizer")
+    if not is_whole(optimizer):
+        raise TypeError(
+            f"master_weights({type(optimizer).__name__}): it wraps an optimizer, and a checkpoint "
+            "would not have its own state. Pass the optimizer that it wraps"
+        )
     if optimizer in _MASTERS:
         raise ValueError(f"{type(optimizer).__name__} has master weights already")
     if gradients not in (None, "float32"):
@@ -158,6 +169,7 @@ class MasterWeights:
                 )
         self._widen_state(optimizer)
         self._take_step(optimizer)
+        self._take_methods(optimizer)
         self._take_groups(optimizer)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -171,6 +183,7 @@ class MasterWeights:
 
         @wraps(original)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._see_to_dtypes(optimizer)
             if alone is None:  # somebody's own: its hooks see float32 parameters
                 return self._step_at_once(optimizer, original, args, kwargs)
             tell_scheduler(optimizer)
@@ -178,6 +191,19 @@ class MasterWeights:
 
         hooked = step if alone is None else with_step_hooks(step)
         optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+
+    def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
+        def taken(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                return self._step_at_once(optimizer, original, args, kwargs)
+
+            return MethodType(call, optimizer)
+
+        for name in BESIDE_STEP:
+            original = getattr(optimizer, name, None)
+            if callable(original):
+                setattr(optimizer, name, taken(original))
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         original = optimizer.add_param_group
@@ -222,6 +248,12 @@ class MasterWeights:
                     )
         return found
 
+    def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise an error where a model was given another dtype since, as by ``model.half()``."""
+        known = (*self.store.dtypes, *UNTOUCHED)
+        if any(param.dtype not in known for param in parameters(optimizer)):
+            self._served(optimizer, optimizer.param_groups)
+
     def _see_to_gradients(self, param: Tensor, name: object) -> None:
         if self._float32_gradients or param.dtype is torch.float16:
             if is_dtensor(param):
@@ -252,16 +284,21 @@ class MasterWeights:
         groups = optimizer.param_groups
         before = [group["params"] for group in groups]
         scratch = Scratch()
-        try:
+
+        def step_all() -> Any:
+            result = None
             for chunk in _chunks(before):
                 for group, params in zip(groups, chunk, strict=True):
                     group["params"] = params
-                with Exchange(optimizer, self.store, list(parameters(optimizer)), scratch):
-                    result = step(*args, **kwargs)
-        finally:
+                exchange = Exchange(optimizer, self.store, list(parameters(optimizer)), scratch)
+                result = exchange.around(step, *args, **kwargs)
+            return result
+
+        def put_back() -> None:
             for group, params in zip(groups, before, strict=True):
                 group["params"] = params
-        return result
+
+        return in_any_case(step_all, put_back)
 
     def _step_at_once(
         self,
@@ -274,8 +311,7 @@ class MasterWeights:
         args = (*map(exchange.outside, args[:1]), *args[1:])
         if "closure" in kwargs:
             kwargs = kwargs | {"closure": exchange.outside(kwargs["closure"])}
-        with exchange:
-            return step(*args, **kwargs)
+        return exchange.around(step, *args, **kwargs)
 
     # --- checkpoints ------------------------------------------------------------------------------
 

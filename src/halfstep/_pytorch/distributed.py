@@ -119,11 +119,43 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return place
 
 
-def put_data(param: Any, data: Any) -> None:
-    """Put another tensor, of any dtype, in the place of a parameter's data."""
-    param.data = data
-    if is_dtensor(param):  # whose own data is that of an empty tensor
-        param._local_tensor, param._spec = data._local_tensor, data._spec
+class Swap:
+    """A parameter that is another tensor for a while, of any dtype: data, gradient, version.
+
+    It stays the same Python object. What autograd keeps of it is left alone, too: assigned to
+    ``param.data``, a tensor of another dtype would make PyTorch forget the node that accumulates
+    its gradient, and so the hooks there, by which DistributedDataParallel reduces gradients.
+
+    Args:
+        param: The parameter.
+        other: The tensor, a leaf that nothing else knows. It is the parameter meanwhile.
+    """
+
+    __slots__ = ("_id", "_own", "other", "param")
+
+    def __init__(self, param: Any, other: Any) -> None:
+        self.param, self.other = param, other
+        self._id: int = param._cdata
+        self._own = (param._local_tensor, param._spec) if is_dtensor(param) else None
+
+    def is_made(self) -> bool:
+        """Return whether the parameter is the other tensor."""
+        made: bool = self.param._cdata != self._id
+        return made
+
+    def make(self) -> None:
+        """Let it be the other tensor. Interrupted, it is wholly so or can be undone."""
+        if self._own is not None:
+            self.param._local_tensor = self.other._local_tensor
+            self.param._spec = self.other._spec
+        torch._C._swap_tensor_impl(self.param, self.other)
+
+    def undo(self) -> None:
+        """Let it be itself, whether it is already or not."""
+        if self.is_made():
+            torch._C._swap_tensor_impl(self.param, self.other)
+        if self._own is not None:
+            self.param._local_tensor, self.param._spec = self._own
 
 
 def shard_number(tensor: Any) -> int:

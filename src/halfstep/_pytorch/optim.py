@@ -16,6 +16,16 @@ def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return getattr(optimizer_class.step, "hooked", False)
 
 
+def is_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer saves its own state: wrappers have that of another one saved.
+
+    Those of many libraries do not call ``Optimizer.__init__``.
+    """
+    sharded: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    is_sharded = isinstance(optimizer, getattr(sharded, "ZeroRedundancyOptimizer", ()))
+    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks") and not is_sharded
+
+
 # The code of the function that PyTorch puts around ``step`` of every class of optimizers.
 _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
