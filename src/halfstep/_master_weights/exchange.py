@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep._master_weights.stores import KEEPING, Store
 from halfstep._pytorch.amp import increment_version
-from halfstep._pytorch.distributed import local_part, placed_like, put_data, shard_number
+from halfstep._pytorch.distributed import local_part, placed_like, shard_name, swap
 
 ALIGNMENT = 16
 """Weights begin at multiples of so many entries, as in memory of their own: reductions depend on
@@ -47,19 +47,19 @@ class _Exchanged:
 
     Attributes:
         param: The parameter.
-        low: Its value, which lies where it always does.
+        other: What it was before.
+        low: Its value then, which lies where it always does.
         kept: What the store keeps of it, laid out in memory as :func:`_dense` says.
-        grad_dtype: The dtype of gradients that it takes.
-        grad: Its gradient, in the dtype of the parameter; None for none, or one in float32.
-        wide: The same in float32.
+        grad: Its gradient.
+        wide: The same in float32; the gradient itself if it is.
     """
 
     param: Tensor
+    other: Tensor
     low: Tensor
     kept: Tensor | None
-    grad_dtype: torch.dtype | None
-    grad: Tensor | None = None
-    wide: Tensor | None = None
+    grad: Tensor | None
+    wide: Tensor | None
 
 
 class Exchange:
@@ -120,7 +120,7 @@ class Exchange:
         return evaluate
 
     def _widen(self, param: Tensor) -> None:
-        state, low = self._optimizer.state[param], param.data
+        state, low = self._optimizer.state.get(param, {}), param.data
         local = _dense(local_part(low))
         # What another store has kept was saved with it.
         store = next((each for each in KEEPING if each.key in state), self._store)
@@ -133,14 +133,16 @@ class Exchange:
         weight = store.widen(_flat(local), flat, self._memory(local))
         if store is not self._store:
             kept = self._store.empty(local)
-        self._exchanged.append(exchanged := _Exchanged(param, low, kept, param.grad_dtype))
-        put_data(param, placed_like(low)(_shaped(weight, local)))
         grad = param.grad
-        if grad is not None and grad.dtype is low.dtype:
-            exchanged.grad, exchanged.wide = grad, self._wide(grad)
-            param.grad = exchanged.wide
+        wide = None if grad is None else self._wide(grad)
+        other = placed_like(low)(_shaped(weight, local)).requires_grad_(param.requires_grad)
+        swap(param, other)
+        self._exchanged.append(_Exchanged(param, other, low, kept, grad, wide))
+        param.grad = wide
 
     def _wide(self, grad: Tensor) -> Tensor:
+        if grad.dtype is torch.float32:
+            return grad
         if grad.layout is not torch.strided:
             return grad.float()
         local = _dense(local_part(grad))
@@ -160,21 +162,18 @@ class Exchange:
             _flat(_dense(local, dense)),
             _flat(dense),
             None if kept is None else _flat(kept),
-            shard_number(low),
+            shard_name(low),
         )
         if dense is not target:
             target.copy_(dense)
-        grad, wide = param.grad, exchanged.wide
-        if wide is not None and grad is wide:
-            grad = exchanged.grad
+        grad, found = exchanged.grad, param.grad
+        swap(param, exchanged.other)
+        if found is not exchanged.wide:
+            param.grad = None if found is None else found.to(param.grad_dtype)
+        elif grad is not found and getattr(self._optimizer, "grad_scale", None) is not None:
             assert grad is not None
-            if getattr(self._optimizer, "grad_scale", None) is not None:
-                grad.copy_(wide)  # the step has divided it
-        elif grad is not None and exchanged.grad_dtype is low.dtype:
-            grad = grad.to(low.dtype)
-        param.grad = None
-        put_data(param, low)
-        param.grad = grad
+            assert found is not None
+            grad.copy_(found)  # the step has divided it
         if kept is not None:
             self._optimizer.state[param][self._store.key] = placed_like(low)(kept)
         increment_version((param,))

@@ -35,8 +35,8 @@ ONE_AT_A_TIME = (
 CHUNK = 0.1
 """The share of all parameters that is in float32 at a time."""
 
-GENERATORS = "halfstep_generators"
-"""The key of the states of the random number generators in the state of an optimizer."""
+SEED, STEPS = "master_seed", "master_steps"
+"""The keys, in groups of parameters, of what random bits depend on: these are saved everywhere."""
 
 StoreName = Literal["split", "float32", "kahan", "stochastic"]
 
@@ -161,7 +161,7 @@ class MasterWeights:
         self._take_groups(optimizer)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        optimizer.register_state_dict_post_hook(self._add_generators)
+        self._number_step(optimizer, 0)
 
     # Calls are replaced on the instance, as schedulers and accelerate do it. Hooks of the step are
     # not enough: nothing would put the parameters back after one that raises, for want of memory.
@@ -171,6 +171,7 @@ class MasterWeights:
 
         @wraps(original)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._number_step(optimizer, 1)
             if alone is None:  # somebody's own: its hooks see float32 parameters
                 return self._step_at_once(optimizer, original, args, kwargs)
             tell_scheduler(optimizer)
@@ -277,6 +278,16 @@ class MasterWeights:
         with exchange:
             return step(*args, **kwargs)
 
+    def _number_step(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        """Let random bits be those of the next step."""
+        if isinstance(self.store, Stochastic):
+            groups = optimizer.param_groups
+            seed = next((group[SEED] for group in groups if SEED in group), self.store.seed)
+            step = max(group.get(STEPS, 0) for group in groups)
+            self.store.begin(seed, step)
+            for group in groups:
+                group |= {SEED: seed, STEPS: step + num_steps}
+
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _before_load(
@@ -284,9 +295,6 @@ class MasterWeights:
     ) -> dict[str, Any]:
         """Keep the state of lower parameters from PyTorch, which would cast it to their dtype."""
         state_dict = dict(state_dict)
-        generators = state_dict.pop(GENERATORS, None)
-        if generators is not None and isinstance(self.store, Stochastic):
-            self.store.load_state(generators)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
         self._loaded = {}
@@ -318,10 +326,6 @@ class MasterWeights:
                     is_low = isinstance(value, Tensor) and value.dtype in LOWER
                     if is_low and key not in _KEYS:
                         state[key] = value.float()
-
-    def _add_generators(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        if isinstance(self.store, Stochastic):
-            state_dict[GENERATORS] = self.store.state()
 
 
 def masters_of(optimizer: torch.optim.Optimizer) -> MasterWeights | None:

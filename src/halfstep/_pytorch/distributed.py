@@ -119,22 +119,32 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return place
 
 
-def put_data(param: Any, data: Any) -> None:
-    """Put another tensor, of any dtype, in the place of a parameter's data."""
-    param.data = data
-    if is_dtensor(param):  # whose own data is that of an empty tensor
-        param._local_tensor, param._spec = data._local_tensor, data._spec
+def swap(one: Any, other: Any) -> None:
+    """Exchange two tensors of any dtypes: memory, gradient, and hooks, but not the objects.
+
+    ``one.data = other`` with another dtype would part a parameter from the hooks by which
+    DistributedDataParallel hears of its gradient.
+    """
+    torch._C._swap_tensor_impl(one, other)
+    if is_dtensor(one):
+        one._local_tensor, other._local_tensor = other._local_tensor, one._local_tensor
+        one._spec, other._spec = other._spec, one._spec
 
 
-def shard_number(tensor: Any) -> int:
-    """Return which part of a DTensor this rank has: 0 of what all ranks have."""
-    number = 0
-    if is_dtensor(tensor):
-        mesh = tensor.device_mesh
-        for dim, place in enumerate(tensor.placements):
-            if place.is_shard():
-                number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-    return number
+def shard_name(tensor: Any) -> str:
+    """Return a name for the part of a DTensor that this rank has, "" for what all ranks have.
+
+    Ranks with the same name have the same parts of all tensors whose parts have that name.
+    """
+    if not is_dtensor(tensor):
+        return ""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return " ".join(
+        f"{names[dim]}={mesh.get_local_rank(dim)}"
+        for dim, place in enumerate(tensor.placements)
+        if not place.is_replicate()  # is_shard() leaves out strided ones
+    )
 
 
 def has_process_group() -> bool:
