@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfstep._master_weights.exchange import Exchange, Scratch
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
-from halfstep._pytorch.distributed import is_dtensor, local_part
+from halfstep._pytorch.distributed import is_dtensor
 from halfstep._pytorch.optim import step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.scalars import describe
@@ -339,16 +339,19 @@ def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _chunks(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the parameters with a gradient, by group, so many at a time as are to be float32."""
+    """Yield the parameters with a gradient, by group, so many at a time as are to be float32.
+
+    DTensors count as a whole: a step may ask other ranks, which need the same parameters then.
+    """
     groups = [[param for param in group if param.grad is not None] for group in groups]
-    limit = CHUNK * sum(local_part(p).numel() for p in chain.from_iterable(groups))
+    limit = CHUNK * sum(p.numel() for p in chain.from_iterable(groups))
     chunk: list[list[Tensor]] = [[] for _ in groups]
     size = 0
     for index, group in enumerate(groups):
         for param in group:
-            if size > 0 and size + local_part(param).numel() > limit:
+            if size > 0 and size + param.numel() > limit:
                 yield chunk
                 chunk, size = [[] for _ in groups], 0
             chunk[index].append(param)
-            size += local_part(param).numel()
+            size += param.numel()
     yield chunk
