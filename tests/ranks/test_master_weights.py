@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tests.ranks import cases
 from tests.ranks.pool import Pool
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import master_weights
@@ -143,10 +152,16 @@ def both(rank: int, form: str, name: str, store: Any, max_norm: float | None) ->
 
 
 def whole(module: nn.Module) -> list[Tensor]:
-    return [
-        (param.full_tensor() if is_dtensor(param) else param).detach().clone()  # type: ignore[operator]
-        for param in module.parameters()
-    ]
+    return [full(param) for param in module.parameters()]
+
+
+def full(tensor: Any) -> Tensor:
+    """Return all of a tensor; no backend gathers int16."""
+    if is_dtensor(tensor):
+        wide = tensor.int() if tensor.dtype is torch.int16 else tensor
+        tensor = wide.full_tensor().to(tensor.dtype)
+    copy: Tensor = tensor.detach().clone()
+    return copy
 
 
 def assert_same(ranks: list[list[Tensor]]) -> None:
@@ -177,11 +192,9 @@ def kahan(rank: int, form: str) -> None:
     by_hand = ByHand(list(theirs.parameters()), "SGD", "float32")
     for step in range(4):
         for param, reference in zip(params, by_hand.params, strict=True):
-            grad = torch.randn(
-                param.shape, generator=torch.Generator().manual_seed(step)
-            ).bfloat16()
-            whole_grad = distribute(grad, param)
-            param.grad, reference.grad = whole_grad, whole_grad.clone()
+            generator = torch.Generator().manual_seed(step)
+            grad = distribute(torch.randn(param.shape, generator=generator).bfloat16(), param)
+            param.grad, reference.grad = grad, grad.clone()
         optimizer.step()
         by_hand.step()
     for param, weight in zip(params, by_hand.weights, strict=True):
@@ -281,6 +294,113 @@ def chunks(rank: int) -> list[list[int]]:
         param.grad = torch.zeros_like(param)
     numbers = {id(param): number for number, param in enumerate(params)}
     return [[numbers[id(param)] for param in chunk] for (chunk,) in _chunks([params])]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Training:
+    """A sharded model and an optimizer with master weights; the same data on all ranks.
+
+    Gradients are given, so that they do not depend on the number of ranks.
+    """
+
+    def __init__(self, name: str, store: Any, *, is_sharded: bool = True) -> None:
+        self.module = cases.fsdp2(net()) if is_sharded else net()
+        self.params = dict(self.module.named_parameters())
+        self.optimizer = master_weights(OPTIMIZERS[name](self.params.values()), store)
+
+    def steps(self, first: int, last: int) -> dict[str, Tensor]:
+        """Train; return parameters and all state, whole."""
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            for param in self.params.values():
+                grad = torch.randn(param.shape, generator=generator).bfloat16()
+                param.grad = distribute(grad, param)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        found = dict(self.params.items())
+        for name, param in self.params.items():
+            state = self.optimizer.state[param]
+            found |= {f"{name} {key}": value for key, value in state.items()}
+        return {name: full(value) for name, value in found.items()}
+
+    def state(self, **options: Any) -> dict[str, Any]:
+        chosen = StateDictOptions(**options)
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=chosen)
+        return {"model": get_model_state_dict(self.module), "optimizer": optimizer}
+
+    def load(self, folder: str, **options: Any) -> None:
+        state = self.state(**options)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.module, state["model"])
+        set_optimizer_state_dict(
+            self.module,
+            self.optimizer,
+            state["optimizer"],
+            options=StateDictOptions(**options),
+        )
+
+
+def save(rank: int, folder: str, name: str, store: str, options: dict[str, Any]) -> Any:
+    training = Training(name, store)
+    before = training.steps(0, 4)
+    dcp.save(training.state(**options), checkpoint_id=folder)
+    return before, training.steps(4, 8)
+
+
+def go_on(rank: int, folder: str, name: str, store: str, options: dict[str, Any]) -> Any:
+    training = Training(name, store)
+    training.load(folder, **options)
+    return training.steps(4, 4), training.steps(4, 8)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert one[name].dtype is value.dtype, name
+            assert torch.equal(one[name], value), name
+
+
+COURSES = [
+    ("AdamW", "split", {}),
+    ("AdamW", "split", {"flatten_optimizer_state_dict": True}),
+    ("AdamW", "float32", {}),
+    ("SGD", "kahan", {}),
+    ("SGD", "split", {}),
+    ("AdamW", "stochastic", {}),
+    ("SGD", "stochastic", {"flatten_optimizer_state_dict": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(("name", "store", "options"), COURSES)
+def test_training_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str, store: str, options: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = pool.run(save, folder, name, store, options)
+    for found in pool.run(go_on, folder, name, store, options):
+        assert_equal(found, saved[0])
+    alone = Training(name, store, is_sharded=False)
+    alone.load(folder, **options)
+    found = alone.steps(4, 4), alone.steps(4, 8)
+    if store == "stochastic":  # which draws by shard
+        assert_equal(found[:1], saved[0][:1])
+    else:
+        assert_equal(found, saved[0])
+
+
+@pytest.mark.ranks4
+@pytest.mark.parametrize(("name", "store", "options"), COURSES[:3])
+def test_on_four_ranks_too(
+    pool: Pool, pool4: Pool, tmp_path: Path, name: str, store: str, options: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = pool.run(save, folder, name, store, options)
+    for found in pool4.run(go_on, folder, name, store, options):
+        assert_equal(found, saved[0])
 
 
 # --- wrong use ------------------------------------------------------------------------------------

@@ -159,8 +159,8 @@ class Stochastic(Store):
     Source: Gupta et al., "Deep learning with limited numerical precision" (2015, arXiv:1502.02551).
 
     The random bits of a step depend on a seed, the number of the step, and the shard. So two
-    numbers are all that is to be saved, whatever shards there are after loading, and all ranks draw the
-    same bits for what all of them have.
+    numbers are all that is to be saved, whatever shards there are after loading, and all ranks draw
+    the same bits for what all of them have.
 
     Args:
         seed: Seed of the first step.
