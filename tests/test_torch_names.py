@@ -573,6 +573,21 @@ def test_the_parts_of_a_dtensor() -> None:
     assert distributed.placed_like(values)(local) is local
 
 
+def test_two_tensors_are_exchanged() -> None:
+    one, other = torch.nn.Parameter(torch.ones(2)), torch.zeros(3, dtype=torch.bfloat16)
+    held = one.data_ptr(), torch.autograd.graph.get_gradient_edge(one).node
+    swap = distributed.Swap(one, other)
+    swap.make()
+    assert swap.is_made()
+    assert (one.shape, one.dtype, other.shape) == ((3,), torch.bfloat16, (2,))
+    assert other.data_ptr() == held[0]
+    for _ in range(2):
+        swap.undo()
+        assert not swap.is_made()
+    assert isinstance(one, torch.nn.Parameter)
+    assert (one.data_ptr(), torch.autograd.graph.get_gradient_edge(one).node) == held
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_fully_shard_tells_in_which_dtype_it_gathers() -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -431,6 +431,21 @@ def test_hooks_of_a_step_are_called_once() -> None:
     assert seen == [("before", BF16), ("after", BF16)]
 
 
+def test_hooks_of_gradients_are_called_after_a_step() -> None:
+    """DistributedDataParallel hears of a gradient by a hook of the node that adds it up."""
+    param, seen = nn.Parameter(torch.ones(2, dtype=BF16)), []
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    node.register_hook(lambda *_: seen.append("node"))
+    param.register_hook(lambda _: seen.append("tensor"))
+    param.register_post_accumulate_grad_hook(lambda _: seen.append("after"))
+    optimizer = master_weights(torch.optim.SGD([param], lr=0.1))
+    for _ in range(2):
+        seen.clear()
+        (param * 1.0).sum().backward()
+        assert sorted(seen) == ["after", "node", "tensor"]
+        optimizer.step()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_float16_parameters_with_a_scaler(fused: bool, max_norm: float | None) -> None:
@@ -780,17 +795,17 @@ def test_chance_goes_on_after_loading() -> None:
             loss_of(model, seed).backward()
             optimizer.step()
 
-    def made() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    def made(seed: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
         model = linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator().manual_seed(seed)
         return model, master_weights(optimizer, "stochastic", generator=generator)
 
-    whole, optimizer = made()
+    whole, optimizer = made(5)
     trained(whole, optimizer, range(6))
-    first, optimizer = made()
+    first, optimizer = made(5)
     trained(first, optimizer, range(3))
-    second, other = made()
+    second, other = made(6)
     second.load_state_dict(first.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     trained(second, other, range(3, 6))

@@ -2,6 +2,7 @@
 
 import math
 import struct
+from itertools import combinations
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def all_numbers(dtype: torch.dtype) -> Tensor:
 def narrowed(store: Store, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     param = torch.zeros(weight.shape, dtype=dtype)
     kept = store.empty(param)
-    store.narrow_(weight.clone(), param, kept, 0)
+    store.narrow_(weight.clone(), param, kept, "")
     return param, kept
 
 
@@ -181,26 +182,32 @@ def test_chance_keeps_finite_weights_finite(dtype: torch.dtype) -> None:
         assert param[5].isnan()
 
 
-def test_chance_is_seeded_and_goes_on_where_it_was() -> None:
+def test_bits_of_chance_depend_on_seed_step_and_shard() -> None:
     weight = torch.randn(1000)
-    store = Stochastic(7)
+
+    def drawn(seed: int, step: int, shard: str) -> torch.Tensor:
+        store, param = Stochastic(), torch.zeros(1000, dtype=BF16)
+        store.begin(seed, step)
+        store.narrow_(weight, param, None, shard)
+        return param
+
+    found = [
+        drawn(seed, step, shard)
+        for seed in (0, 2**64 - 1)
+        for step in (0, 1)
+        for shard in ("", "x=0", "x=1")
+    ]
+    for one, other in combinations(found, 2):
+        assert not torch.equal(one, other)
+    assert torch.equal(drawn(0, 1, "x=0"), found[4])
+
+
+def test_chance_goes_on_within_a_step() -> None:
+    weight, store = torch.randn(1000), Stochastic(7)
     first, second = (narrowed(store, weight, BF16)[0] for _ in range(2))
     assert not torch.equal(first, second)
-    other = Stochastic(7)
-    assert torch.equal(narrowed(other, weight, BF16)[0], first)
-    third = Stochastic(0)
-    third.load_state(other.state())
-    assert torch.equal(narrowed(third, weight, BF16)[0], second)
-
-
-def test_shards_draw_other_bits_than_replicas() -> None:
-    weight, drawn = torch.randn(1000), []
-    for shard in (0, 0, 1):
-        param = torch.zeros(1000, dtype=BF16)
-        Stochastic(7).narrow_(weight.clone(), param, None, shard)
-        drawn.append(param)
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
+    store.begin(7, 0)
+    assert torch.equal(narrowed(store, weight, BF16)[0], first)
 
 
 @pytest.mark.parametrize("store", [kind() for kind in STORES.values()], ids=STORES)
@@ -208,5 +215,5 @@ def test_a_weight_is_not_changed_by_rounding_it(store: Store) -> None:
     """The optimizer may have kept hold of it."""
     weight = weights(1000).nan_to_num(nan=1.0)
     before, param = weight.clone(), torch.zeros(weight.shape, dtype=BF16)
-    store.narrow_(weight, param, store.empty(param), 0)
+    store.narrow_(weight, param, store.empty(param), "")
     assert same_bits(weight, before)

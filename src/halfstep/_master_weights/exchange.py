@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep._master_weights.stores import KEEPING, Store
 from halfstep._pytorch.amp import increment_version
-from halfstep._pytorch.distributed import Swap, local_part, placed_like, shard_number
+from halfstep._pytorch.distributed import Swap, local_part, placed_like, shard_name
 
 ALIGNMENT = 16
 """Weights begin at multiples of so many entries, as in memory of their own: reductions depend on
@@ -151,6 +151,8 @@ class Exchange:
         swap.make()
 
     def _wide(self, grad: Tensor) -> Tensor:
+        if grad.dtype is torch.float32:
+            return grad
         if grad.layout is not torch.strided:
             return grad.float()
         local = _dense(local_part(grad))
@@ -172,7 +174,7 @@ class Exchange:
                 _flat(_dense(local.float(), dense)),
                 _flat(dense),
                 None if kept is None else _flat(kept),
-                shard_number(low),
+                shard_name(low),
             )
             if dense is not target:
                 target.copy_(dense)

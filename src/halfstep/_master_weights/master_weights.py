@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight, in_any_case
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
-from halfstep._pytorch.distributed import is_dtensor, local_part
+from halfstep._pytorch.distributed import is_dtensor
 from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.scalars import describe
@@ -41,8 +41,8 @@ back."""
 CHUNK = 0.1
 """The share of all parameters that is in float32 at a time."""
 
-GENERATORS = "halfstep_generators"
-"""The key of the states of the random number generators in the state of an optimizer."""
+SEED, STEPS = "master_seed", "master_steps"
+"""The keys, in groups of parameters, of what random bits depend on: these are saved everywhere."""
 
 StoreName = Literal["split", "float32", "kahan", "stochastic"]
 
@@ -173,7 +173,7 @@ class MasterWeights:
         self._take_groups(optimizer)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
-        optimizer.register_state_dict_post_hook(self._add_generators)
+        self._number_step(optimizer, 0)
 
     # Calls are replaced on the instance, as schedulers and accelerate do it. Hooks of the step are
     # not enough: nothing would put the parameters back after one that raises, for want of memory.
@@ -184,6 +184,7 @@ class MasterWeights:
         @wraps(original)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._see_to_dtypes(optimizer)
+            self._number_step(optimizer, 1)
             if alone is None:  # somebody's own: its hooks see float32 parameters
                 return self._step_at_once(optimizer, original, args, kwargs)
             tell_scheduler(optimizer)
@@ -313,6 +314,16 @@ class MasterWeights:
             kwargs = kwargs | {"closure": exchange.outside(kwargs["closure"])}
         return exchange.around(step, *args, **kwargs)
 
+    def _number_step(self, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
+        """Let random bits be those of the next step."""
+        if isinstance(self.store, Stochastic):
+            groups = optimizer.param_groups
+            seed = next((group[SEED] for group in groups if SEED in group), self.store.seed)
+            step = max(group.get(STEPS, 0) for group in groups)
+            self.store.begin(seed, step)
+            for group in groups:
+                group |= {SEED: seed, STEPS: step + num_steps}
+
     # --- checkpoints ------------------------------------------------------------------------------
 
     def _before_load(
@@ -320,9 +331,6 @@ class MasterWeights:
     ) -> dict[str, Any]:
         """Keep the state of lower parameters from PyTorch, which would cast it to their dtype."""
         state_dict = dict(state_dict)
-        generators = state_dict.pop(GENERATORS, None)
-        if generators is not None and isinstance(self.store, Stochastic):
-            self.store.load_state(generators)
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
         self._loaded = {}
@@ -354,10 +362,6 @@ class MasterWeights:
                     is_low = isinstance(value, Tensor) and value.dtype in LOWER
                     if is_low and key not in _KEYS:
                         state[key] = value.float()
-
-    def _add_generators(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        if isinstance(self.store, Stochastic):
-            state_dict[GENERATORS] = self.store.state()
 
 
 def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -424,16 +428,19 @@ def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _chunks(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the parameters with a gradient, by group, so many at a time as are to be float32."""
+    """Yield the parameters with a gradient, by group, so many at a time as are to be float32.
+
+    DTensors count as a whole: a step may ask other ranks, which need the same parameters then.
+    """
     groups = [[param for param in group if param.grad is not None] for group in groups]
-    limit = CHUNK * sum(local_part(p).numel() for p in chain.from_iterable(groups))
+    limit = CHUNK * sum(p.numel() for p in chain.from_iterable(groups))
     chunk: list[list[Tensor]] = [[] for _ in groups]
     size = 0
     for index, group in enumerate(groups):
         for param in group:
-            if size > 0 and size + local_part(param).numel() > limit:
+            if size > 0 and size + param.numel() > limit:
                 yield chunk
                 chunk, size = [[] for _ in groups], 0
             chunk[index].append(param)
-            size += local_part(param).numel()
+            size += param.numel()
     yield chunk

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -46,14 +47,14 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
         """Round a float32 weight to its parameter, and keep what is left.
 
         Args:
             weight: The weight, which stays as it is but for the bits of a NaN.
             param: The parameter.
             kept: What is kept.
-            shard: The number of the shard of a DTensor, 0 for what all ranks have.
+            shard: Names the shard of a DTensor, "" for what all ranks have.
         """
 
 
@@ -84,7 +85,7 @@ class Split(Store):
                 torch.where(wide.isnan(), low.float(), wide, out=wide)
         return weight
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
         """Split the bits. Sync: none."""
         assert kept is not None
         for wide, low, left in _pieces(weight, param.view(torch.int16), kept):
@@ -112,7 +113,7 @@ class Float32(Store):
             torch.where(wide.to(low.dtype) == low, wide, low.float(), out=wide)
         return kept
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
         """Round to nearest, ties to even; what is kept is the weight itself."""
         assert kept is not None
         param.copy_(weight)
@@ -143,7 +144,7 @@ class Kahan(Store):
             torch.add(low.float(), torch.where(is_rest, left.float(), 0.0), out=wide)
         return weight
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
         """Round to nearest, and keep the difference."""
         assert kept is not None
         for wide, low, left in _pieces(weight, param, kept):
@@ -157,8 +158,12 @@ class Stochastic(Store):
 
     Source: Gupta et al., "Deep learning with limited numerical precision" (2015, arXiv:1502.02551).
 
+    The random bits of a step depend on a seed, the number of the step, and the shard. So two
+    numbers are all that is to be saved, whatever shards there are after loading, and all ranks draw
+    the same bits for what all of them have.
+
     Args:
-        seed: Seed of the random numbers, the same on all ranks: replicas are to stay equal.
+        seed: Seed of the first step.
     """
 
     name = "stochastic"
@@ -166,8 +171,14 @@ class Stochastic(Store):
     dtypes = (torch.bfloat16, torch.float16)
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = seed
-        self._generators: dict[str, torch.Generator] = {}
+        self.seed = seed
+        self._generators: dict[tuple[torch.device, str], torch.Generator] = {}
+        self.begin(seed, 0)
+
+    def begin(self, seed: int, step: int) -> None:
+        """Draw the bits of another step from now on."""
+        self._step = seed, step
+        self._generators.clear()
 
     def empty(self, param: Tensor) -> None:
         """Return None."""
@@ -176,27 +187,20 @@ class Stochastic(Store):
         """Return the parameter in float32."""
         return weight.copy_(param)
 
-    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: int) -> None:
+    def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
         """Round up or down. inf and NaN stay, and finite weights stay finite."""
-        generator = self._generator(f"{param.device} {shard}")
+        generator = self._generator(param.device, shard)
         for wide, low in _pieces(weight, param):
             low.copy_(_rounded_by_chance(wide, low.dtype, generator))
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the states of all generators, by device and shard."""
-        return {place: each.get_state() for place, each in self._generators.items()}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what :meth:`state` has returned."""
-        for place, value in state.items():
-            self._generator(place).set_state(value.cpu())
-
-    def _generator(self, place: str) -> torch.Generator:
-        found = self._generators.get(place)
+    def _generator(self, device: torch.device, shard: str) -> torch.Generator:
+        found = self._generators.get((device, shard))
         if found is None:
-            device, shard = place.split()
-            found = self._generators[place] = torch.Generator(device)
-            found.manual_seed(self._seed + int(shard))
+            # Not by the number of the device, which is another one on each rank.
+            number = sum(shard == other for _, other in self._generators)
+            text = repr((*self._step, shard, number))
+            found = self._generators[device, shard] = torch.Generator(device)
+            found.manual_seed(int.from_bytes(sha256(text.encode()).digest()[:8]))
         return found
 
 

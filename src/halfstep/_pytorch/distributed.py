@@ -158,15 +158,20 @@ class Swap:
             self.param._local_tensor, self.param._spec = self._own
 
 
-def shard_number(tensor: Any) -> int:
-    """Return which part of a DTensor this rank has: 0 of what all ranks have."""
-    number = 0
-    if is_dtensor(tensor):
-        mesh = tensor.device_mesh
-        for dim, place in enumerate(tensor.placements):
-            if place.is_shard():
-                number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-    return number
+def shard_name(tensor: Any) -> str:
+    """Return a name for the part of a DTensor that this rank has, "" for what all ranks have.
+
+    Ranks with the same name have the same parts of all tensors whose parts have that name.
+    """
+    if not is_dtensor(tensor):
+        return ""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return " ".join(
+        f"{names[dim]}={mesh.get_local_rank(dim)}"
+        for dim, place in enumerate(tensor.placements)
+        if not place.is_replicate()  # is_shard() leaves out strided ones
+    )
 
 
 def has_process_group() -> bool:

@@ -1,0 +1,423 @@
+"""Master weights on several ranks against float32 copies of what each rank holds, made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.ranks import cases
+from tests.ranks.pool import Pool
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep import master_weights
+from halfstep._master_weights.master_weights import _chunks
+from halfstep._pytorch.distributed import is_dtensor, local_part, placed_like
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def net(dtype: torch.dtype = BF16) -> nn.Sequential:
+    """Of two ranks, the second one has less of 3 rows, and nothing of 1."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3), nn.Linear(3, 1)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def tensor_parallel() -> nn.Module:
+    """Shards, replicas (bias of the rows, the norm), and parameters that are no DTensors."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6), nn.Linear(6, 4), nn.LayerNorm(4))
+    mesh = distributed.init_device_mesh("cpu", (distributed.get_world_size(),))
+    plan = {
+        "1": ColwiseParallel(),
+        "2": RowwiseParallel(),
+        "3": SequenceParallel(sequence_dim=0, use_local_output=True),
+    }
+    parallelize_module(module.to(BF16), mesh, plan)  # type: ignore[arg-type]
+    return module
+
+
+def fsdp_reducing_in_float32() -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    module = net()
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    return module
+
+
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "ddp": lambda: DistributedDataParallel(net()),
+    "ddp, views": lambda: DistributedDataParallel(net(), gradient_as_bucket_view=True),
+    "fsdp": lambda: cases.fsdp2(net()),
+    "fsdp, reduce_dtype": fsdp_reducing_in_float32,
+    "tensor parallel": tensor_parallel,
+}
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
+
+
+def rounded(weight: Tensor, store: str) -> Tensor:
+    """Return a weight in bfloat16, as a store rounds it."""
+    if store == "float32":
+        return weight.bfloat16()
+    upper = (weight.contiguous().view(torch.int32) + 0x8000) >> 16
+    return upper.to(torch.int16).view(BF16)
+
+
+class ByHand:
+    """A float32 copy of what this rank holds of each parameter, which is stepped and rounded."""
+
+    def __init__(self, params: list[nn.Parameter], name: str, store: str) -> None:
+        self.params, self.store = params, store
+        self.weights = [nn.Parameter(local_part(param).detach().float()) for param in params]
+        self.optimizer = OPTIMIZERS[name](self.weights)
+
+    def step(self) -> None:
+        for param, weight in zip(self.params, self.weights, strict=True):
+            weight.grad = None if param.grad is None else whole_gradient(param).float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, weight in zip(self.params, self.weights, strict=True):
+                local_part(param.detach()).copy_(rounded(weight, self.store))
+
+
+def whole_gradient(param: nn.Parameter) -> Tensor:
+    """Return a gradient of this rank's part; tensor parallel may leave each rank a summand."""
+    grad: Any = param.grad
+    if not is_dtensor(grad):
+        return grad  # type: ignore[no-any-return]
+    wide = placed_like(grad)(local_part(grad).float())
+    return local_part(wide.redistribute(placements=param.placements))  # type: ignore[attr-defined]
+
+
+def train(
+    rank: int, step: int, module: nn.Module, optimizer: Any, max_norm: float | None = None
+) -> Tensor:
+    module.zero_grad(set_to_none=step % 3 != 2)
+    loss: Tensor = module(cases.batch(rank, step).bfloat16()).float().square().mean()
+    loss.backward()
+    if max_norm is not None:  # PyTorch cannot measure DTensors beside other tensors
+        params = list(module.parameters())
+        clipped = list(filter(is_dtensor, params)) or params
+        nn.utils.clip_grad_norm_(clipped, max_norm)
+    optimizer.step()
+    return loss.detach()
+
+
+def both(rank: int, form: str, name: str, store: Any, max_norm: float | None) -> list[Tensor]:
+    """Train with master weights and by hand; return the parameters, whole."""
+    ours, theirs = WRAPPED[form](), WRAPPED[form]()
+    params = list(ours.parameters())
+    optimizer = master_weights(OPTIMIZERS[name](params), store)
+    by_hand = ByHand(list(theirs.parameters()), name, store)
+    places = [local_part(param).data_ptr() for param in params]
+    data = 0 if form == "tensor parallel" else rank
+    for step in range(6):
+        loss = train(data, step, ours, optimizer, max_norm)
+        assert torch.equal(loss, train(data, step, theirs, by_hand, max_norm))
+        for param, reference in zip(params, by_hand.params, strict=True):
+            assert param.dtype is BF16
+            assert type(param) is type(reference)
+            assert torch.equal(local_part(param), local_part(reference))
+    assert [local_part(param).data_ptr() for param in params] == places
+    for param, weight in zip(params, by_hand.weights, strict=True):
+        for key, value in by_hand.optimizer.state[weight].items():
+            found = optimizer.state[param][key]
+            assert is_dtensor(found) == (is_dtensor(param) and key != "step")
+            assert torch.equal(local_part(found), value), key
+    return whole(ours)
+
+
+def whole(module: nn.Module) -> list[Tensor]:
+    return [full(param) for param in module.parameters()]
+
+
+def full(tensor: Any) -> Tensor:
+    """Return all of a tensor; no backend gathers int16."""
+    if is_dtensor(tensor):
+        wide = tensor.int() if tensor.dtype is torch.int16 else tensor
+        tensor = wide.full_tensor().to(tensor.dtype)
+    copy: Tensor = tensor.detach().clone()
+    return copy
+
+
+def assert_same(ranks: list[list[Tensor]]) -> None:
+    for values in zip(*ranks, strict=True):
+        assert all(torch.equal(value, values[0]) for value in values)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("store", ["split", "float32"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("form", WRAPPED)
+def test_a_step_is_that_of_float32_weights(
+    pool: Pool, form: str, name: str, store: str, max_norm: float | None
+) -> None:
+    ranks = pool.run(both, form, name, store, max_norm)
+    assert_same(ranks)
+
+
+@pytest.mark.parametrize("form", WRAPPED)
+def test_kahan_is_close_to_it(pool: Pool, form: str) -> None:
+    pool.run(kahan, form)
+
+
+def kahan(rank: int, form: str) -> None:
+    ours, theirs = WRAPPED[form](), WRAPPED[form]()
+    params = list(ours.parameters())
+    optimizer = master_weights(OPTIMIZERS["SGD"](params), "kahan")
+    by_hand = ByHand(list(theirs.parameters()), "SGD", "float32")
+    for step in range(4):
+        for param, reference in zip(params, by_hand.params, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            grad = distribute(torch.randn(param.shape, generator=generator).bfloat16(), param)
+            param.grad, reference.grad = grad, grad.clone()
+        optimizer.step()
+        by_hand.step()
+    for param, weight in zip(params, by_hand.weights, strict=True):
+        kept = optimizer.state[param]["master_compensation"]
+        assert is_dtensor(kept) == is_dtensor(param)
+        found = local_part(param).float() + local_part(kept).float()
+        torch.testing.assert_close(found, weight, rtol=2.0**-14, atol=2.0**-20)
+
+
+def distribute(values: Tensor, like: Tensor) -> Tensor:
+    """Return values that lie on the ranks as another tensor."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not is_dtensor(like):
+        return values.clone()
+    tensor: Any = like
+    return distribute_tensor(values, tensor.device_mesh, tensor.placements)
+
+
+# --- rounding by chance ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", WRAPPED)
+def test_what_all_ranks_have_stays_the_same_on_all(pool: Pool, form: str) -> None:
+    """Beside shards, which draw bits of their own."""
+    first, second = pool.run(by_chance, form)
+    assert_same([first, second])
+
+
+def by_chance(rank: int, form: str) -> list[Tensor]:
+    module = WRAPPED[form]()
+    optimizer = master_weights(OPTIMIZERS["AdamW"](module.parameters()), "stochastic")
+    before = whole(module)
+    for step in range(6):
+        train(0 if form == "tensor parallel" else rank, step, module, optimizer)
+    after = whole(module)
+    assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return after
+
+
+def test_shards_draw_bits_of_their_own(pool: Pool) -> None:
+    first, second = pool.run(equal_shards)
+    assert first.shape == second.shape == (16, 32)
+    assert 0 < (first != second).float().mean() < 1
+
+
+def equal_shards(rank: int) -> Tensor:
+    layer = nn.Linear(32, 32, bias=False).to(BF16)
+    nn.init.ones_(layer.weight)
+    module = cases.fsdp2(nn.Sequential(layer))
+    optimizer = master_weights(torch.optim.SGD(module.parameters(), lr=0.1), "stochastic")
+    module(torch.full((1, 32), 0.03, dtype=BF16)).sum().backward()
+    optimizer.step()
+    return local_part(layer.weight.detach()).clone()
+
+
+@pytest.mark.ranks4
+def test_shards_of_shards_draw_bits_of_their_own(pool4: Pool) -> None:
+    """Of fully_shard over tensor parallel, whose shards PyTorch calls strided."""
+    shards = pool4.run(shards_of_two_dimensions)
+    assert shards[0].shape == (8, 32)
+    for rank, shard in enumerate(shards):
+        assert not any(torch.equal(shard, other) for other in shards[:rank])
+
+
+def shards_of_two_dimensions(rank: int) -> Tensor:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layer = nn.Linear(32, 32, bias=False).to(BF16)
+    nn.init.ones_(layer.weight)
+    module = nn.Sequential(layer)
+    parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(module, mesh=mesh["data"])
+    optimizer = master_weights(torch.optim.SGD(module.parameters(), lr=0.1), "stochastic")
+    layer.weight.grad = torch.full_like(layer.weight, 0.03)
+    optimizer.step()
+    return local_part(layer.weight.detach()).clone()
+
+
+# --- chunks ---------------------------------------------------------------------------------------
+
+
+def test_all_ranks_step_the_same_parameters_at_a_time(pool: Pool) -> None:
+    """Else collectives of a step, of gradients that are summands, would not meet."""
+    first, second = pool.run(chunks)
+    assert len(first) > 2
+    assert first == second
+
+
+def chunks(rank: int) -> list[list[int]]:
+    sizes = 1, 2, 3, 1, 1, 5, 1, 2
+    module = cases.fsdp2(nn.Sequential(*(nn.Linear(2, size, dtype=BF16) for size in sizes)))
+    params = list(module.parameters())
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    numbers = {id(param): number for number, param in enumerate(params)}
+    return [[numbers[id(param)] for param in chunk] for (chunk,) in _chunks([params])]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+class Training:
+    """A sharded model and an optimizer with master weights; the same data on all ranks.
+
+    Gradients are given, so that they do not depend on the number of ranks.
+    """
+
+    def __init__(self, name: str, store: Any, *, is_sharded: bool = True) -> None:
+        self.module = cases.fsdp2(net()) if is_sharded else net()
+        self.params = dict(self.module.named_parameters())
+        self.optimizer = master_weights(OPTIMIZERS[name](self.params.values()), store)
+
+    def steps(self, first: int, last: int) -> dict[str, Tensor]:
+        """Train; return parameters and all state, whole."""
+        for step in range(first, last):
+            generator = torch.Generator().manual_seed(step)
+            for param in self.params.values():
+                grad = torch.randn(param.shape, generator=generator).bfloat16()
+                param.grad = distribute(grad, param)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        found = dict(self.params.items())
+        for name, param in self.params.items():
+            state = self.optimizer.state[param]
+            found |= {f"{name} {key}": value for key, value in state.items()}
+        return {name: full(value) for name, value in found.items()}
+
+    def state(self, **options: Any) -> dict[str, Any]:
+        chosen = StateDictOptions(**options)
+        optimizer = get_optimizer_state_dict(self.module, self.optimizer, options=chosen)
+        return {"model": get_model_state_dict(self.module), "optimizer": optimizer}
+
+    def load(self, folder: str, **options: Any) -> None:
+        state = self.state(**options)
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.module, state["model"])
+        set_optimizer_state_dict(
+            self.module,
+            self.optimizer,
+            state["optimizer"],
+            options=StateDictOptions(**options),
+        )
+
+
+def save(rank: int, folder: str, name: str, store: str, options: dict[str, Any]) -> Any:
+    training = Training(name, store)
+    before = training.steps(0, 4)
+    dcp.save(training.state(**options), checkpoint_id=folder)
+    return before, training.steps(4, 8)
+
+
+def go_on(rank: int, folder: str, name: str, store: str, options: dict[str, Any]) -> Any:
+    training = Training(name, store)
+    training.load(folder, **options)
+    return training.steps(4, 4), training.steps(4, 8)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in other.items():
+            assert one[name].dtype is value.dtype, name
+            assert torch.equal(one[name], value), name
+
+
+COURSES = [
+    ("AdamW", "split", {}),
+    ("AdamW", "split", {"flatten_optimizer_state_dict": True}),
+    ("AdamW", "float32", {}),
+    ("SGD", "kahan", {}),
+    ("SGD", "split", {}),
+    ("AdamW", "stochastic", {}),
+    ("SGD", "stochastic", {"flatten_optimizer_state_dict": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize(("name", "store", "options"), COURSES)
+def test_training_goes_on_bit_for_bit(
+    pool: Pool, tmp_path: Path, name: str, store: str, options: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = pool.run(save, folder, name, store, options)
+    for found in pool.run(go_on, folder, name, store, options):
+        assert_equal(found, saved[0])
+    alone = Training(name, store, is_sharded=False)
+    alone.load(folder, **options)
+    found = alone.steps(4, 4), alone.steps(4, 8)
+    if store == "stochastic":  # which draws by shard
+        assert_equal(found[:1], saved[0][:1])
+    else:
+        assert_equal(found, saved[0])
+
+
+@pytest.mark.ranks4
+@pytest.mark.parametrize(("name", "store", "options"), COURSES[:3])
+def test_on_four_ranks_too(
+    pool: Pool, pool4: Pool, tmp_path: Path, name: str, store: str, options: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    saved = pool.run(save, folder, name, store, options)
+    for found in pool4.run(go_on, folder, name, store, options):
+        assert_equal(found, saved[0])
+
+
+# --- wrong use ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["fsdp", "tensor parallel"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_of_dtensors_cannot_be_float32(pool: Pool, form: str, dtype: torch.dtype) -> None:
+    for kind, message in pool.run(wrong_use, form, dtype):
+        assert kind == "ValueError"
+        assert "MixedPrecisionPolicy(reduce_dtype=torch.float32)" in message
+        assert "a DTensor of torch." in message
+
+
+def wrong_use(rank: int, form: str, dtype: torch.dtype) -> tuple[str, str]:
+    module = WRAPPED[form]().to(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if dtype is FP16:
+        return cases.raised(lambda: master_weights(optimizer, "float32"))
+    return cases.raised(lambda: master_weights(optimizer, gradients="float32"))
