@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from halfstep._pytorch.compiler import keep_out_of_graphs
+
 
 def default_store() -> Any:
     """Return the store through which the ranks of this job have found each other."""
@@ -120,6 +122,7 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return place
 
 
+@keep_out_of_graphs
 def swap(one: Any, other: Any) -> None:
     """Exchange two tensors of any dtypes: memory, gradient, and hooks, but not the objects.
 
