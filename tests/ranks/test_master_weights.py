@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+import halfstep
 from halfstep import master_weights
 from halfstep._master_weights.master_weights import _chunks
 from halfstep._pytorch.distributed import is_dtensor, local_part, placed_like
@@ -169,15 +172,15 @@ def assert_same(ranks: list[list[Tensor]]) -> None:
         assert all(torch.equal(value, values[0]) for value in values)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("store", ["split", "float32"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("form", WRAPPED)
-def test_a_step_is_that_of_float32_weights(
-    pool: Pool, form: str, name: str, store: str, max_norm: float | None
-) -> None:
-    ranks = pool.run(both, form, name, store, max_norm)
-    assert_same(ranks)
+def test_a_step_is_that_of_float32_weights(pool: Pool, form: str, name: str) -> None:
+    assert_same(pool.run(all_stores, form, name))
+
+
+def all_stores(rank: int, form: str, name: str) -> list[Tensor]:
+    courses = ("split", None), ("split", 0.1), ("float32", 0.1)
+    return [value for store, norm in courses for value in both(rank, form, name, store, norm)]
 
 
 @pytest.mark.parametrize("form", WRAPPED)
@@ -296,6 +299,76 @@ def chunks(rank: int) -> list[list[int]]:
     return [[numbers[id(param)] for param in chunk] for (chunk,) in _chunks([params])]
 
 
+# --- gradients in float32 -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_are_reduced_in_float32(
+    pool: Pool, dtype: torch.dtype, views: bool, static_graph: bool, is_late: bool
+) -> None:
+    """With a scaler; of micro-batches, only the last of which is reduced."""
+    options = {"gradient_as_bucket_view": views, "static_graph": static_graph}
+    assert_same(pool.run(float32_gradients, dtype, options, is_late))
+
+
+def float32_gradients(
+    rank: int, dtype: torch.dtype, options: dict[str, Any], is_late: bool
+) -> list[Tensor]:
+    ours, theirs = net(dtype), net(dtype)
+    module = DistributedDataParallel(ours, **options)
+    if is_late:  # the buckets were made anew after the first backward pass
+        for _ in range(2):
+            module(cases.batch(rank).to(dtype)).sum().backward()
+        module.zero_grad()
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+    master_weights(optimizer, "float32", gradients="float32")
+    scaler = halfstep.GradScaler("cpu", init_scale=64.0)
+    weights = [nn.Parameter(param.detach().float()) for param in theirs.parameters()]
+    by_hand = torch.optim.AdamW(weights, lr=1e-3)
+
+    num_parts = 1 if options["static_graph"] else 2
+
+    def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+        loss: Tensor = model(cases.batch(rank, number).to(dtype)).float().square().mean()
+        return loss
+
+    for step in range(5):
+        numbers = range(num_parts * step, num_parts * (step + 1))
+        module.zero_grad(set_to_none=step % 2 == 0)
+        for number in numbers:
+            with nullcontext() if number == numbers[-1] else module.no_sync():
+                scaler.scale(loss_of(module, rank, number)).backward()
+        found = [param.grad.clone() for param in ours.parameters() if param.grad is not None]
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.outcome(optimizer).taken
+
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        for other in range(2):
+            for param in theirs.parameters():
+                param.grad, param.grad_dtype = None, torch.float32
+            for number in numbers:
+                (loss_of(theirs, other, number) * 64).backward()
+            for param, weight in zip(theirs.parameters(), weights, strict=True):
+                weight.grad += param.grad / 2
+        for weight, grad in zip(weights, found, strict=True):
+            assert grad.dtype is torch.float32
+            assert torch.equal(grad, weight.grad)
+            weight.grad /= 64
+        by_hand.step()
+        for mine, reference, weight in zip(
+            ours.parameters(), theirs.parameters(), weights, strict=True
+        ):
+            reference.data.copy_(weight)
+            assert mine.dtype is dtype
+            assert torch.equal(mine, reference)
+    return whole(ours)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -392,6 +465,51 @@ def test_training_goes_on_bit_for_bit(
         assert_equal(found, saved[0])
 
 
+def gathered(rank: int, store: str) -> Any:
+    """Gather all state on every rank, and give it to a fresh optimizer from the first one."""
+    first, second = Training("AdamW", store), Training("AdamW", store)
+    before = first.steps(0, 3)
+    state = copy.deepcopy(first.state(full_state_dict=True))
+    set_model_state_dict(second.module, get_model_state_dict(first.module))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    optimizer = state["optimizer"] if rank == 0 else {}
+    set_optimizer_state_dict(second.module, second.optimizer, optimizer, options=options)
+    return (before, first.steps(3, 6)), (second.steps(3, 3), second.steps(3, 6))
+
+
+@pytest.mark.parametrize("store", ["float32", "stochastic"])
+def test_state_that_is_gathered_goes_on(pool: Pool, store: str) -> None:
+    for expected, found in pool.run(gathered, store):
+        assert_equal(found, expected)
+
+
+def test_state_of_split_cannot_be_gathered(pool: Pool) -> None:
+    for kind, message in pool.run(gathering_error):
+        assert kind == "RuntimeError"
+        assert "Invalid scalar type" in message
+
+
+def gathering_error(rank: int) -> tuple[str, str]:
+    return cases.raised(lambda: gathered(rank, "split"))
+
+
+def test_a_fresh_optimizer_of_float32_gradients_has_no_state_for_checkpoint(pool: Pool) -> None:
+    """PyTorch makes its state by a step with gradients in the dtype of the parameters."""
+    for first, has_state in pool.run(fresh_state):
+        assert first[0] == "RuntimeError"
+        assert "attempting to assign a gradient with dtype" in first[1]
+        assert has_state
+
+
+def fresh_state(rank: int) -> Any:
+    module = net(FP16)
+    optimizer = master_weights(OPTIMIZERS["AdamW"](module.parameters()), "float32")
+    first = cases.raised(lambda: get_optimizer_state_dict(module, optimizer))
+    module(cases.batch(rank).half()).sum().backward()
+    optimizer.step()
+    return first, bool(get_optimizer_state_dict(module, optimizer)["state"])
+
+
 @pytest.mark.ranks4
 @pytest.mark.parametrize(("name", "store", "options"), COURSES[:3])
 def test_on_four_ranks_too(
@@ -404,6 +522,32 @@ def test_on_four_ranks_too(
 
 
 # --- wrong use ------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_cannot_have_float32_gradients(pool: Pool) -> None:
+    for kind, message in pool.run(unused):
+        assert kind == "ValueError"
+        assert "find_unused_parameters=True" in message
+        assert "static_graph=True" in message
+
+
+def unused(rank: int) -> tuple[str, str]:
+    module = DistributedDataParallel(net(FP16), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return cases.raised(lambda: master_weights(optimizer, "float32"))
+
+
+def test_a_model_that_is_wrapped_too_late(pool: Pool) -> None:
+    for kind, message in pool.run(too_late):
+        assert kind == "RuntimeError"
+        assert "Expected Half, got Float" in message
+
+
+def too_late(rank: int) -> tuple[str, str]:
+    model = net(FP16)
+    master_weights(torch.optim.SGD(model.parameters(), lr=0.1), "float32")
+    module = DistributedDataParallel(model)
+    return cases.raised(lambda: module(cases.batch(rank).half()).sum().backward())
 
 
 @pytest.mark.parametrize("form", ["fsdp", "tensor parallel"])

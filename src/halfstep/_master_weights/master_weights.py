@@ -15,7 +15,13 @@ from torch import Tensor
 
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight, in_any_case
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
-from halfstep._pytorch.distributed import is_dtensor
+from halfstep._pytorch.distributed import (
+    has_process_group,
+    is_dtensor,
+    names_left_out,
+    reduce_in_float32,
+    reduced_by,
+)
 from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.scalars import describe
@@ -82,7 +88,8 @@ def master_weights(
         store: What is kept.
         gradients: ``"float32"``: gradients are added up in float32, which takes 4 bytes a weight in
             place of 2. None: in the dtype of their parameter; but those of float16 parameters in
-            float32, as a GradScaler needs it. Not with DTensors.
+            float32, as a GradScaler needs it. Not with DTensors. DistributedDataParallel adds up
+            such gradients in float32, if it has wrapped the model before.
         generator: Gives ``"stochastic"`` its seed. Left out, all ranks have the same one.
 
     Returns:
@@ -91,7 +98,7 @@ def master_weights(
     Raises:
         TypeError: It is not an optimizer, or wraps one: pass that.
         ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
-            or one of them is of a dtype that the store cannot serve.
+            one of them is of a dtype that the store cannot serve, or gradients cannot be float32.
 
     Memory: while it steps, float32 weights and gradients of a tenth of the parameters at a time;
     of all of them with a closure, or an optimizer that is not PyTorch's. Sync: none.
@@ -228,7 +235,8 @@ class MasterWeights:
         """Return the parameters of lower precision; see to the dtype of their gradients.
 
         Raises:
-            ValueError: One of them is of a dtype that the store cannot serve.
+            ValueError: One of them is of a dtype that the store cannot serve, or its gradient is to
+                be float32 and cannot be.
         """
         found = []
         for group in groups:
@@ -247,6 +255,7 @@ class MasterWeights:
                         f"parameter {name} is {describe(param)}, and this store serves {served} "
                         f"and leaves float32 alone.{cure}"
                     )
+        self._see_to_buckets([param for param in found if param.grad_dtype is torch.float32])
         return found
 
     def _see_to_dtypes(self, optimizer: torch.optim.Optimizer) -> None:
@@ -268,6 +277,20 @@ class MasterWeights:
             grad, param.grad = param.grad, None
             param.grad_dtype = torch.float32
             param.grad = None if grad is None else grad.float()
+
+    @staticmethod
+    def _see_to_buckets(params: list[Tensor]) -> None:
+        """Let DistributedDataParallel take float32 gradients, once all that it reduces are."""
+        if params and has_process_group():
+            for module in {id(module): module for _, module in reduced_by(params)}.values():
+                left_out = names_left_out(module)
+                reduced = {
+                    param.grad_dtype
+                    for name, param in module.module.named_parameters()
+                    if param.requires_grad and name not in left_out
+                }
+                if reduced == {torch.float32}:
+                    reduce_in_float32(module)
 
     # --- a step -----------------------------------------------------------------------------------
 

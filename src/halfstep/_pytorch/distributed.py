@@ -5,11 +5,14 @@ None of it is imported here; what a program has not imported, it does not use.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from halfstep._pytorch.compiler import keep_out_of_graphs
 
 
 def default_store() -> Any:
@@ -143,6 +146,7 @@ class Swap:
         made: bool = self.param._cdata != self._id
         return made
 
+    @keep_out_of_graphs
     def make(self) -> None:
         """Let it be the other tensor. Interrupted, it is wholly so or can be undone."""
         if self._own is not None:
@@ -150,6 +154,7 @@ class Swap:
             self.param._spec = self.other._spec
         torch._C._swap_tensor_impl(self.param, self.other)
 
+    @keep_out_of_graphs
     def undo(self) -> None:
         """Let it be itself, whether it is already or not."""
         if self.is_made():
@@ -226,7 +231,46 @@ def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
     return bool(module._comm_hooks)
 
 
+def reduce_in_float32(module: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Let all gradients of a DistributedDataParallel be float32. A collective of its ranks.
+
+    Raises:
+        ValueError: It keeps the buckets that it has made, in the dtypes of its parameters.
+    """
+    if module.find_unused_parameters and not module.static_graph:
+        raise ValueError(
+            "the gradients of a DistributedDataParallel with find_unused_parameters=True must have "
+            "the dtypes of its parameters: leave that out, or pass static_graph=True"
+        )
+    reducer: Any = module.reducer
+    reducer._set_mixed_precision_param_dtype(torch.float32)
+    # Buckets are of that dtype once they are made anew; and again after a backward pass, in whose
+    # order they shall be.
+    reducer._reset_state()
+    reducer._push_all_rebuilt_params()
+    is_rebuilt = reducer._rebuild_buckets()
+    assert is_rebuilt
+    reducer._reset_state()
+
+
 def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
     """Return the names of parameters whose gradients DistributedDataParallel leaves alone."""
     names: set[str] = module.parameters_to_ignore
     return names
+
+
+def reduced_by(
+    params: Sequence[torch.Tensor],
+) -> Iterator[tuple[int, torch.nn.parallel.DistributedDataParallel]]:
+    """Yield the ids of the parameters that some DistributedDataParallel reduces, and which one."""
+    wanted = set(map(id, params))
+    # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
+            module = wrapped_by(candidate)
+            if module is None:
+                continue  # its constructor has raised
+            left_out = names_left_out(candidate)
+            for name, param in module.named_parameters():
+                if id(param) in wanted and name not in left_out:
+                    yield id(param), candidate

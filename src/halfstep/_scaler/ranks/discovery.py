@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,9 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from halfstep._pytorch.distributed import (
     has_comm_hook,
     is_dtensor,
-    names_left_out,
+    reduced_by,
     spec_of,
-    wrapped_by,
 )
 from halfstep._scaler.ranks.agreement import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import Group, has_ranks, listed, ranks_of
@@ -171,7 +169,7 @@ class Ranks:
         meshes = {param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
         plain = [param for param in params if not is_dtensor(param)]
         sharing = _spread(list(meshes))
-        reduced = {} if self._is_local or not plain else dict(_reduced(plain))
+        reduced = {} if self._is_local or not plain else dict(reduced_by(plain))
         copies = {id(p): each for p in plain if (each := self._copies(p, reduced)) is not None}
         group = Group((), (distributed.get_rank(),)) if self._is_local else self._given
         trained = [p for p in plain if p.requires_grad or p.grad is not None]
@@ -263,18 +261,3 @@ def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:
     if whole is not None:
         return Group.of_mesh(whole)
     return Group.world() if len(ranks) == distributed.get_world_size() else Group((), ranks)
-
-
-def _reduced(params: Sequence[Tensor]) -> Iterator[tuple[int, DistributedDataParallel]]:
-    """Yield the ids of the parameters that some DistributedDataParallel reduces, and which one."""
-    wanted = set(map(id, params))
-    # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), DistributedDataParallel):
-            module = wrapped_by(candidate)
-            if module is None:
-                continue  # its constructor has raised
-            left_out = names_left_out(candidate)
-            for name, param in module.named_parameters():
-                if id(param) in wanted and name not in left_out:
-                    yield id(param), candidate
