@@ -122,8 +122,8 @@ def exchange_ratio(store: str, args: argparse.Namespace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="43m")
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=512, help="tokens in a sequence")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peak", choices=VARIANTS, help=argparse.SUPPRESS)
