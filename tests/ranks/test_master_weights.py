@@ -150,7 +150,12 @@ def both(rank: int, form: str, name: str, store: Any, max_norm: float | None) ->
         for key, value in by_hand.optimizer.state[weight].items():
             found = optimizer.state[param][key]
             assert is_dtensor(found) == (is_dtensor(param) and key != "step")
-            assert torch.equal(local_part(found), value), key
+            if is_dtensor(found) and found.placements != param.placements:
+                # SGD of 2.15 leaves a buffer of summands what it is: they are added up later.
+                settled = found.redistribute(placements=param.placements)
+                torch.testing.assert_close(local_part(settled), value)
+            else:
+                assert torch.equal(local_part(found), value), key
     return whole(ours)
 
 
