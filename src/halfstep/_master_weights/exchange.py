@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfstep._master_weights.stores import KEEPING, Store
 from halfstep._pytorch.amp import increment_version
-from halfstep._pytorch.distributed import Swap, local_part, placed_like, shard_name
+from halfstep._pytorch.distributed import Swap, in_place_of, local_part, shard_name
 
 ALIGNMENT = 16
 """Weights begin at multiples of so many entries, as in memory of their own: reductions depend on
@@ -135,7 +135,7 @@ class Exchange:
         weight = store.widen(_flat(local), flat, self._memory(local))
         if store is not self._store:
             kept = self._store.empty(local)
-        wide = placed_like(low)(_shaped(weight, local).data).requires_grad_(param.requires_grad)
+        wide = in_place_of(low, _shaped(weight, local).data).requires_grad_(param.requires_grad)
         grad, version = param.grad, 0
         if grad is not None:
             if grad.dtype is low.dtype:
@@ -156,7 +156,7 @@ class Exchange:
         if grad.layout is not torch.strided:
             return grad.float()
         local = _dense(local_part(grad))
-        return placed_like(grad)(_shaped(self._memory(local), local).copy_(local).data)
+        return in_place_of(grad, _shaped(self._memory(local), local).copy_(local).data)
 
     def _memory(self, like: Tensor) -> Tensor:
         if self._scratch is None:
@@ -181,7 +181,7 @@ class Exchange:
             self._narrow_gradient(exchanged)
             increment_version((swap.other,))
         if kept is not None:
-            self._optimizer.state[swap.param][self._store.key] = placed_like(low)(kept)
+            self._optimizer.state[swap.param][self._store.key] = in_place_of(low, kept)
         swap.undo()
 
     def _narrow_gradient(self, exchanged: _Exchanged) -> None:
@@ -225,7 +225,7 @@ def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor
     store, kept = _kept(optimizer.state.get(param, {}), store, low)
     memory = torch.empty(local.numel(), dtype=torch.float32, device=local.device)
     weight = store.widen(_flat(local), None if kept is None else _flat(kept), memory)
-    return placed_like(low)(_shaped(weight, local).clone())
+    return in_place_of(low, _shaped(weight, local).clone())
 
 
 def _kept(state: dict[str, Any], store: Store, low: Tensor) -> tuple[Store, Tensor | None]:

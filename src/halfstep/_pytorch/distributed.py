@@ -110,16 +110,23 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda local: local
     cls: Any = type(tensor)
     spec = tensor._spec  # type: ignore[attr-defined]
+    return lambda local: cls(local, spec, requires_grad=False)
 
-    def place(local: torch.Tensor) -> torch.Tensor:
-        if local.dtype is tensor.dtype:
-            return cls(local, spec, requires_grad=False)  # type: ignore[no-any-return]
-        shape, stride = tensor.shape, tensor.stride()
-        return cls.from_local(  # type: ignore[no-any-return]
-            local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-        )
 
-    return place
+def in_place_of(tensor: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part, of any dtype, as a whole tensor that lies as ``tensor`` does.
+
+    Unlike :func:`placed_like`, whose tensors are thought to be of the dtype of ``tensor``: what is
+    computed with this one is of its own dtype.
+    """
+    if not is_dtensor(tensor):
+        return local
+    shape, stride = tensor.shape, tensor.stride()
+    placements, mesh = tensor.placements, tensor.device_mesh
+    whole: torch.Tensor = type(tensor).from_local(
+        local, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole
 
 
 class Swap:
