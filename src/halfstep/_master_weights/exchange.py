@@ -130,12 +130,10 @@ class Exchange:
     def _widen(self, param: Tensor) -> None:
         low, state = param.data, self._optimizer.state.get(param, {})
         local = _dense(local_part(low))
-        store, kept = _kept(state, self._store, low)
-        flat = None if kept is None else _flat(kept)
-        weight = store.widen(_flat(local), flat, self._memory(local))
+        store, kept, weight = _read(state, self._store, low.shape, local, self._memory(local))
         if store is not self._store:
             kept = self._store.empty(local)
-        wide = in_place_of(low, _shaped(weight, local).data).requires_grad_(param.requires_grad)
+        wide = in_place_of(low, weight.data).requires_grad_(param.requires_grad)
         grad, version = param.grad, 0
         if grad is not None:
             if grad.dtype is low.dtype:
@@ -151,8 +149,6 @@ class Exchange:
         swap.make()
 
     def _wide(self, grad: Tensor) -> Tensor:
-        if grad.dtype is torch.float32:
-            return grad
         if grad.layout is not torch.strided:
             return grad.float()
         local = _dense(local_part(grad))
@@ -220,26 +216,36 @@ def in_any_case(call: Callable[[], Any], end: Callable[[], None]) -> Any:
 @torch.no_grad()
 def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor) -> Tensor:
     """Return a copy of the float32 weight behind a parameter."""
-    low = param.data
+    low, state = param.data, optimizer.state.get(param, {})
     local = _dense(local_part(low))
-    store, kept = _kept(optimizer.state.get(param, {}), store, low)
     memory = torch.empty(local.numel(), dtype=torch.float32, device=local.device)
-    weight = store.widen(_flat(local), None if kept is None else _flat(kept), memory)
-    return in_place_of(low, _shaped(weight, local).clone())
+    *_, weight = _read(state, store, low.shape, local, memory)
+    return in_place_of(low, weight.clone())
 
 
-def _kept(state: dict[str, Any], store: Store, low: Tensor) -> tuple[Store, Tensor | None]:
-    """Return what is kept of a parameter, here and dense, and the store that has kept it.
+def _read(
+    state: dict[str, Any], store: Store, shape: torch.Size, local: Tensor, memory: Tensor
+) -> tuple[Store, Tensor | None, Tensor]:
+    """Return who has kept something of a parameter, what is kept, here and dense, and the weight.
 
-    Another one may have, and saved it. If it is of another shape, or nothing is kept, ``store``
+    Another store may have, and saved it. If that is of another shape, or nothing is kept, ``store``
     begins anew.
+
+    Args:
+        state: The state of the parameter.
+        store: Its store.
+        shape: Its shape, on all ranks together.
+        local: What this rank has of it, dense.
+        memory: Room for the weight, which may be what is kept.
     """
-    local = _dense(local_part(low))
     keeper = next((each for each in (store, *KEEPING) if each.key in state), store)
     saved = state.get(keeper.key)
-    if saved is None or saved.shape != low.shape:
-        return store, store.empty(local)
-    return keeper, _dense(local_part(saved).to(local.device), local)
+    if saved is None or saved.shape != shape:
+        keeper, kept = store, store.empty(local)
+    else:
+        kept = _dense(local_part(saved).to(local.device), local)
+    weight = keeper.widen(_flat(local), None if kept is None else _flat(kept), memory)
+    return keeper, kept, _shaped(weight, local)
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep._master_weights.master_weights import weight_of
+from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
@@ -59,7 +60,7 @@ class LostUpdates:
         """Return a sentence, and a line for each of the parameters that lost most."""
         if not self._counts:
             return "no updates were seen: optimizer.step() belongs in the block"
-        dtypes = sorted({str(kind).removeprefix("torch.") for _, _, kind in self._counts.values()})
+        dtypes = sorted({dtype_name(kind) for _, _, kind in self._counts.values()})
         lines = [f"{self.share:.1%} of the updates were lost to rounding in {', '.join(dtypes)}"]
         worst = sorted(self.shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight, in_any_case
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
+from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
     has_process_group,
     is_dtensor,
@@ -188,35 +189,31 @@ class MasterWeights:
     def _take_step(self, optimizer: torch.optim.Optimizer) -> None:
         alone, original = step_without_hooks(optimizer), optimizer.step
 
-        @wraps(original)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._see_to_dtypes(optimizer)
             self._number_step(optimizer, 1)
             if alone is None:  # somebody's own: its hooks see float32 parameters
-                return self._step_at_once(optimizer, original, args, kwargs)
+                return self._step_at_once(optimizer, original, *args, **kwargs)
             tell_scheduler(optimizer)
-            return self._step(optimizer, alone, args, kwargs)
+            return self._step(optimizer, alone, *args, **kwargs)
 
-        hooked = step if alone is None else with_step_hooks(step)
-        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]
+        _replace(optimizer, "step", step if alone is None else with_step_hooks(step))
 
     def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
-        def taken(original: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(original)
-            def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-                return self._step_at_once(optimizer, original, args, kwargs)
-
-            return MethodType(call, optimizer)
-
         for name in BESIDE_STEP:
             original = getattr(optimizer, name, None)
             if callable(original):
-                setattr(optimizer, name, taken(original))
+                _replace(optimizer, name, self._at_once(original))
+
+    def _at_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step_at_once(optimizer, original, *args, **kwargs)
+
+        return call
 
     def _take_groups(self, optimizer: torch.optim.Optimizer) -> None:
         original = optimizer.add_param_group
 
-        @wraps(original)
         def add_param_group(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             try:
@@ -225,9 +222,7 @@ class MasterWeights:
                 del optimizer.param_groups[-1]
                 raise
 
-        optimizer.add_param_group = MethodType(  # type: ignore[method-assign]
-            add_param_group, optimizer
-        )
+        _replace(optimizer, "add_param_group", add_param_group)
 
     def _served(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
@@ -247,9 +242,7 @@ class MasterWeights:
                     found.append(param)
                 elif param.dtype not in UNTOUCHED:
                     cure = " Pass store='float32'." if param.dtype is torch.float16 else ""
-                    served = " and ".join(
-                        str(dtype).removeprefix("torch.") for dtype in self.store.dtypes
-                    )
+                    served = " and ".join(map(dtype_name, self.store.dtypes))
                     raise ValueError(
                         f"master_weights({type(optimizer).__name__}, store={self.store.name!r}): "
                         f"parameter {name} is {describe(param)}, and this store serves {served} "
@@ -282,7 +275,7 @@ class MasterWeights:
     def _see_to_buckets(params: list[Tensor]) -> None:
         """Let DistributedDataParallel take float32 gradients, once all that it reduces are."""
         if params and has_process_group():
-            for module in {id(module): module for _, module in reduced_by(params)}.values():
+            for module in dict.fromkeys(module for _, module in reduced_by(params)):
                 left_out = names_left_out(module)
                 reduced = {
                     param.grad_dtype
@@ -298,13 +291,14 @@ class MasterWeights:
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Step in chunks, if that is the same."""
         has_closure = any(map(callable, (*args[:1], kwargs.get("closure"))))
         if has_closure or not _steps_one_at_a_time(optimizer):
-            return self._step_at_once(optimizer, step, args, kwargs)
+            return self._step_at_once(optimizer, step, *args, **kwargs)
         groups = optimizer.param_groups
         before = [group["params"] for group in groups]
         scratch = Scratch()
@@ -328,8 +322,9 @@ class MasterWeights:
         self,
         optimizer: torch.optim.Optimizer,
         step: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         exchange = Exchange(optimizer, self.store, list(parameters(optimizer)))
         args = (*map(exchange.outside, args[:1]), *args[1:])
@@ -443,6 +438,10 @@ def kept_of(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor
     """Return what the state of an optimizer keeps of a parameter beside it, by key."""
     state = optimizer.state.get(param, {})
     return {key: state[key] for key in _KEYS & state.keys()}
+
+
+def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
+    setattr(optimizer, name, MethodType(wraps(getattr(optimizer, name))(call), optimizer))
 
 
 def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep._master_weights.master_weights import kept_of
+from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._scaler.gradients import parameters
 
@@ -44,7 +45,7 @@ class BytesPerParameter:
         for name in ("weights", "gradients", "states", "masters"):
             kind: dict[torch.dtype, int] = getattr(self, name)
             each = sum(kind.values()) / max(self.num_parameters, 1)
-            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in kind)
+            dtypes = ", ".join(map(dtype_name, kind))
             rows.append((name, f"{each:.2f}", dtypes))
         rows.append(("total", f"{self.total:.2f}", f"of {self.num_parameters:,} parameters"))
         return "\n".join(f"{name:10}{each:>17}  {more}".rstrip() for name, each, more in rows)
