@@ -9,6 +9,7 @@ Lost updates are those of the last ten steps. Needs scikit-learn for its digits.
 """
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -196,9 +197,10 @@ def main() -> None:
             runs = [train(task, precision, args.steps, seed) for seed in range(args.seeds)]
             losses = [run.loss for run in runs]
             spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+            share = statistics.fmean(run.lost for run in runs)
+            lost = "-" if math.isnan(share) else f"{share:.2%}"  # rounded by chance
             print(
-                f"{precision.name:29}{statistics.fmean(losses):8.4f} +- {spread:.4f}"
-                f"{statistics.fmean(run.lost for run in runs):9.2%}"
+                f"{precision.name:29}{statistics.fmean(losses):8.4f} +- {spread:.4f}{lost:>9}"
                 f"{statistics.fmean(run.skipped for run in runs):8.1f}{runs[0].bytes:8.2f}",
                 flush=True,
             )

@@ -2,8 +2,9 @@
 
 A sink is any object with ``log(step, scalars)``. The scalars of a step are ``loss``, ``scale``,
 ``norm`` and ``skipped`` (1.0 or 0.0), as far as they are known; those of a sampled step
-``headroom`` (bits, the least of all tensors), ``underflow`` (share of entries, the largest of all
-gradients of parameters) and ``non_finite`` (number of tensors with NaN or inf).
+``share_lost_updates`` (of all weights), ``headroom`` (bits, the least of all tensors),
+``underflow`` (share of entries, the largest of all gradients of parameters) and ``non_finite``
+(number of tensors with NaN or inf).
 
 >>> class Printer:
 ...     def log(self, step, scalars):
@@ -116,7 +117,8 @@ def _named(scalars: Mapping[str, float]) -> dict[str, float]:
 
 def step_scalars(event: Mapping[str, Any]) -> dict[str, float]:
     """Return the scalars of a step from its line of the record."""
-    known = {name: event[name] for name in ("loss", "scale", "norm") if event[name] is not None}
+    names = ("loss", "scale", "norm", "share_lost_updates")
+    known = {name: event[name] for name in names if event[name] is not None}
     return known | {"skipped": float(not event["taken"])}
 
 

@@ -238,3 +238,35 @@ def test_the_limits_in_the_help_are_those_of_no_limits(capsys):
     names = ("skipped", "underflow", "overflow")
     limits = (f"--max-{n} {percent(s)}" for n, s in zip(names, shares, strict=True))
     assert " ".join(limits).replace(" %", "%") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lost", "limits", "code"),
+    [
+        (0.97, [], 1),
+        (0.2, [], 1),  # 60 % of one weight
+        (0.01, ["--max-lost-updates", "51%"], 0),
+        (0.01, ["--max-lost-updates", "50%"], 1),
+        (0.97, ["--max-overflow", "0%"], 0),
+    ],
+)
+def test_lost_updates(tmp_path, capsys, lost, limits, code):
+    found, lines = check(capsys, records.losing_updates(tmp_path, lost), *limits)
+    assert found == code
+    if not limits and lost == 0.2:
+        assert lines == [
+            f"{tmp_path}: lost updates: 60 % of the updates of blocks.1.mlp.weight in bfloat16, "
+            "the limit is 50 %: 3,600 of 6,000 counted"
+        ]
+
+
+def test_updates_of_float32_weights_are_held_to_no_default(tmp_path, capsys):
+    folder = records.losing_updates(tmp_path, dtype="float32")
+    assert check(capsys, folder)[0] == 0
+    assert check(capsys, folder, "--max-lost-updates", "10%")[0] == 1
+
+
+def test_updates_that_were_not_counted_cannot_be_held_to_a_limit(tmp_path, capsys):
+    code, (line,) = check(capsys, records.healthy(tmp_path), "--max-lost-updates", "10%")
+    assert code == 1
+    assert "lost updates: no updates were sampled, so the limit of 10 % cannot be checked" in line

@@ -81,8 +81,18 @@ def test_a_skipped_step_loses_nothing(fused: bool) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert math.isnan(lost.share)
-    assert str(lost) == "no updates were seen: optimizer.step() belongs in the block"
+    assert str(lost).startswith("no updates were seen: optimizer.step() belongs in the block. ")
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_what_is_rounded_by_chance_is_not_called_lost() -> None:
+    model = nn.Linear(64, 64, dtype=BF16)
+    optimizer = master_weights(torch.optim.AdamW(model.parameters(), lr=1e-5), "stochastic")
+    give_gradients(model, 0)
+    with lost_updates(optimizer, model) as lost:
+        optimizer.step()
+    assert lost.shares == {}
+    assert "store='stochastic', which loses none on average" in str(lost)
 
 
 def test_only_steps_in_the_block_count() -> None:

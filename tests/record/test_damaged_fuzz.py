@@ -17,7 +17,7 @@ from halfstep._record.files import line_of
 from halfstep._record.read import Follower, read_run
 from halfstep._report import text
 from halfstep._report.compare_runs import compare_runs
-from halfstep._report.limits import DEFAULTS, pass_line, violations
+from halfstep._report.limits import defaults, pass_line, violations
 from halfstep._report.page import render, render_comparison
 from halfstep._report.summarize import summarize
 from halfstep._watch.screen import Page
@@ -69,7 +69,9 @@ def events(rng):
     for number in range(1, 7):
         yield (records.skip if number == 3 else records.step)(number)
         if number in (1, 5):
-            yield records.sample(number, records.layers(LAYERS), scale)
+            rows = list(records.layers(LAYERS))
+            rows[0] |= {"dtype": "bfloat16", "updates": 900, "lost_updates": 90}
+            yield records.sample(number, rows, scale)
     yield records.culprits(3, "head")
     yield records.diagnosis(3)
     yield records.note(4, "a note")
@@ -179,8 +181,9 @@ def look(folder):
     render(summary, run).encode(errors="replace")
     json.dumps(text.summary_json(summary), allow_nan=False)
     text.summary_markdown(summary)
-    violations(summary, DEFAULTS)
-    pass_line(summary, DEFAULTS) if summary.layers else None
+    limits = defaults(summary)
+    violations(summary, limits)
+    pass_line(summary, limits) if summary.layers else None
     comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
     render_comparison(comparison, run, run)

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Line, Operand
 from halfstep._numerics.formats import FORMATS
@@ -295,6 +295,27 @@ def flushing(folder: Path, scales: Iterable[float] = (1024.0,) * 5) -> Path:
         events.append(sample(10 * number, rows, scale))
     last = 10 * number
     return write(folder, [header(), model(), policy(), *events, end(last / 2, last)])
+
+
+def losing_updates(folder: Path, lost: float = 0.97, dtype: str = "bfloat16") -> Path:
+    """Write a run of 60 steps whose weights lose this share of their updates.
+
+    ``blocks.1.mlp`` loses half of the rest as well.
+    """
+    events: list[Event] = []
+    for number in range(1, 61):
+        is_sampled = number % 10 == 0
+        share = lost if is_sampled else None
+        events.append(step(number, scale=None, scale_after=None, share_lost_updates=share))
+        if is_sampled:
+            rows = []
+            for name in LAYERS:
+                most = (1 + lost) / 2 if name == "blocks.1.mlp" else lost
+                counts = {"updates": 1000, "lost_updates": round(1000 * most)}
+                weight = replace(bell(-6, 3), **counts)
+                rows.append(tensor("parameter", f"{name}.weight", weight, dtype))
+            events.append(sample(number, rows, 1.0))
+    return write(folder, [header(), model(), *events, end(30.0, 60)])
 
 
 def norm_like(exponent: int = -30) -> Statistics:

@@ -19,6 +19,7 @@ WRITERS = (
     records.diagnosed,
     records.killed,
     records.bf16,
+    records.losing_updates,
     records.several_ranks,
     records.only_header,
     records.hostile,

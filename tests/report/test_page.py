@@ -20,6 +20,7 @@ RUNS = (
     records.diagnosed,
     records.killed,
     records.bf16,
+    records.losing_updates,
     records.several_ranks,
     records.only_header,
     records.hostile,
@@ -116,13 +117,14 @@ def test_the_table_of_layers_has_the_numbers_of_the_json(page):
     assert sorted(int(row.attributes["data-layer"]) for row in rows) == list(range(len(layers)))
     for row in rows:
         layer = layers[int(row.attributes["data-layer"])]
-        name, _, _, dtype, headroom, lost, amax, amin, *counts = (
+        name, _, _, dtype, headroom, lost, lost_updates, amax, amin, *counts = (
             cell.text.strip() for cell in cells(row)
         )
         assert name == layer["name"].strip()
         assert dtype in ("fp16", "bf16", "fp32")
         assert headroom + " bits" == numbers.bits(layer["headroom"])
         assert lost == share(layer["share_lost_worst"])
+        assert lost_updates == share(layer["share_lost_updates"])
         assert (amax, amin) == (numbers.number(layer["amax"]), numbers.number(layer["amin"]))
         of = [layer[what][name] for what in ("underflow", "overflow") for name in FORMATS]
         assert counts[:9] == [share(n / layer["measured"]) for n in (*of, layer["zeros"])]
@@ -134,7 +136,7 @@ def cells(row):
 
 
 def share(value):
-    return numbers.percent(value) if value else "0"
+    return numbers.percent(value) if value != 0 else "0"
 
 
 # --- one of them ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from halfstep._record.run import Step
 from halfstep._report.page_curves import COLUMNS, curves, kept, tracks_of
@@ -116,3 +117,16 @@ def test_the_tooltip_is_told_the_exact_scale():
     drawn = curves({"": [step(1, scale=65536.0 * 3, loss=1.234567)]})
     told = drawn.data["tracks"][0]
     assert (told["scale"], told["loss"]) == ([196608], [1.235])
+
+
+@pytest.mark.parametrize(("lost", "is_drawn"), [(0.5, True), (0.01, True), (0.001, False)])
+def test_lost_updates_have_an_axis_of_shares(lost, is_drawn):
+    steps = [
+        replace(step(n), share_lost_updates=lost if n % 10 == 0 else None) for n in range(1, 101)
+    ]
+    panels = {panel.key: panel for panel in curves({"": steps}).panels}
+    assert ("share_lost_updates" in panels) == is_drawn
+    if is_drawn:
+        labels = [label for _, label in panels["share_lost_updates"].ticks]
+        assert labels[0] == "0 %"
+        assert labels[-1] == "100 %"

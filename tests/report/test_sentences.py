@@ -435,3 +435,53 @@ def test_names_are_counted_when_there_are_many():
 def test_markup_from_outside_is_shown_as_it_is():
     assert plain("*a* [b](c) <i>\n|") == "\\*a\\* \\[b\\](c) \\<i\\> \\|"
     assert code("x``y") == "``` x``y ```"
+
+
+# --- lost updates ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lost", "severity"), [(0.97, "bad"), (0.2, "warning"), (0.02, "notice"), (0.001, None)]
+)
+def test_lost_updates_are_named_with_the_cure(tmp_path, lost, severity):
+    found = said_of(records.losing_updates(tmp_path, lost))
+    if severity is None:
+        assert found[0].text.endswith("; 0.1 % of the updates were lost to rounding.")
+        return
+    sentence = the_one(found, "updates were lost to rounding in bfloat16")
+    assert sentence.severity == severity
+    assert sentence.text.startswith(f"{lost * 100:.0f} % of the updates")
+    assert codes(sentence) == ["blocks.1.mlp.weight", "halfstep.master_weights(optimizer)"]
+
+
+def test_the_cure_of_float16_weights_is_another_store(tmp_path):
+    found = said_of(records.losing_updates(tmp_path, dtype="float16"))
+    sentence = the_one(found, "updates were lost to rounding in float16")
+    assert codes(sentence)[1] == 'halfstep.master_weights(optimizer, store="float32")'
+
+
+def test_no_master_weights_help_float32(tmp_path):
+    found = said_of(records.losing_updates(tmp_path, dtype="float32"))
+    sentence = the_one(found, "updates were lost to rounding in float32")
+    assert sentence.severity == "notice"
+    assert codes(sentence) == ["blocks.1.mlp.weight"]
+    assert "look at the learning rate" in sentence.text
+
+
+def test_the_cure_runs(tmp_path):
+    """The run that is told to keep master weights loses next to nothing with them."""
+    said = []
+    for folder in ("plain", "kept"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        if folder == "kept":
+            (call,) = [code for code in codes(said[0]) if "master_weights" in code]
+            eval(call)
+        with halfstep.record(tmp_path / folder, model=model, every=2):
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+                optimizer.step()
+        said.append(the_one(said_of(tmp_path / folder), "of the updates"))
+    assert [sentence.severity for sentence in said] == ["bad", "good"]

@@ -153,6 +153,20 @@ def test_curves_are_above_each_other_with_the_skips_below():
     assert line_of(text, "skips").rstrip() == "skips          1   x"
 
 
+def test_lost_updates_have_a_curve_and_the_share_of_the_latest_sample():
+    lost = (
+        taken(1, share_lost_updates=0.25),
+        taken(2),
+        taken(3, share_lost_updates=0.97),
+        taken(4),
+    )
+    known = live_run(None, update(steps=lost))
+    assert line_of(draw(known), "lost ").startswith("lost        97 %  ▁ █")
+    assert new_lines(known, update(steps=lost[:1]), every=1) == [
+        "step 1  loss 2.5  scale 1024  norm 1.5  taken  lost updates 25 %"
+    ]
+
+
 def test_a_norm_that_is_not_finite_in_a_step_that_was_taken_is_marked():
     known = live_run(None, update(steps=(taken(1), taken(2, norm=math.inf))))
     assert "▅!" in line_of(draw(known), "norm")

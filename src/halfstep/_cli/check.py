@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from halfstep._cli.report import RUN_HELP, run_at
@@ -15,9 +16,10 @@ EPILOG = """\
 Exit code 0 and one line if all limits hold; 1 and a line for each that does not; 2 if there is no
 record to read. A SHARE is 1% or 0.01. Without any limit it checks
   --max-skipped 1% --max-underflow 5% --max-overflow 0%
-and with some only those. Whatever the limits, a run fails whose loss was inf or NaN, in which a
-step was diagnosed (halfstep run --diagnose) with more than too large a scale, that ended with an
-error or has no end, or whose ranks disagree on a step.
+and, with weights in bfloat16 or float16, --max-lost-updates 50%; with some only those. Whatever the
+limits, a run fails whose loss was inf or NaN, in which a step was diagnosed (halfstep run
+--diagnose) with more than too large a scale, that ended with an error or has no end, or whose ranks
+disagree on a step.
 
 examples:
   halfstep check runs/a
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("skipped", "of the steps skipped, those at the start of dynamic scaling left out"),
         ("underflow", "of the gradient entries of any one parameter lost to underflow"),
         ("overflow", "of any one output or weight inf, NaN or too large for its format"),
+        ("lost-updates", "of the updates of any one weight lost to rounding"),
     ):
         parser.add_argument(
             f"--max-{name}", type=_share, metavar="SHARE", help=f"largest share {text}"
@@ -56,11 +59,17 @@ def run(arguments: argparse.Namespace) -> int:
     from halfstep._report.summarize import summarize
 
     summary = summarize(run)
-    shares = (arguments.max_skipped, arguments.max_underflow, arguments.max_overflow)
-    if shares == (None, None, None):
-        limits = defaults(summary)
-        shares = (limits.skipped, limits.underflow, limits.overflow)
-    limits = Limits(*shares, arguments.allow_nan, arguments.allow_unfinished)
+    limits = Limits(
+        arguments.max_skipped,
+        arguments.max_underflow,
+        arguments.max_overflow,
+        arguments.max_lost_updates,
+    )
+    limits = replace(
+        defaults(summary) if limits == Limits() else limits,
+        allow_nan=arguments.allow_nan,
+        allow_unfinished=arguments.allow_unfinished,
+    )
     found = violations(summary, limits)
     for note in run.left_out:
         print(printable(f"{run.path}: {note.text}"), file=sys.stderr)

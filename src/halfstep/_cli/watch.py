@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 HELP = "look at a training while it runs: loss, scale, skips, the worst layers"
 DESCRIPTION = (
     "Shows a recorded training while it runs, from a second terminal: loss, scale and norm of "
-    "all steps, the skips, and the layers that are closest to the ends of their format. Where "
-    "the output is no terminal, it prints plain lines."
+    "all steps, lost updates, the skips, and the layers that are closest to the ends of their "
+    "format. Where the output is no terminal, it prints plain lines."
 )
 EPILOG = """\
 examples:

@@ -25,6 +25,7 @@ Positive: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 LARGEST = 2.0**128
 """No finite float32 is larger."""
 Scale: TypeAlias = Annotated[float, Meta(ge=2.0**-149, le=LARGEST)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 
 

@@ -27,13 +27,15 @@ def number(value: float | None) -> str:
     return f"{value:.4g}"
 
 
-def percent(share: float) -> str:
-    """Return a share so that what is not none or all never reads as none or all.
+def percent(share: float | None) -> str:
+    """Return a share so that what is not none or all never reads as none or all; ``-`` for None.
 
     Example:
         >>> percent(0.00004), percent(0.1234), percent(0.9997), percent(0.0)
         ('0.004 %', '12 %', '99.97 %', '0 %')
     """
+    if share is None:
+        return NONE
     value = 100 * share
     if not math.isfinite(value):
         return number(value)

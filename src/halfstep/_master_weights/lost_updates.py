@@ -2,24 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep._master_weights.master_weights import weight_of
+from halfstep._master_weights.master_weights import is_rounded_by_chance, weight_of
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
+from halfstep._scaler.scalars import moved
+
+
+class Counted(NamedTuple):
+    """What became of the updates of one parameter in one step.
+
+    Attributes:
+        param: The parameter.
+        dtype: That of the weight behind it.
+        counts: Updates, and those that were lost, ``[2]``, int64.
+    """
+
+    param: Tensor
+    dtype: torch.dtype
+    counts: Tensor
+
+
+class StepUpdates:
+    """The weights of an optimizer before a step, to be counted after it.
+
+    Sparse gradients do not count, nor do weights that are rounded by chance. Sync: none.
+
+    Args:
+        optimizer: The optimizer. One that is given ``found_inf`` skips the step by itself: then
+            nothing counts.
+        part: Returns the entries of a tensor that are looked at.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        part: Callable[[Tensor], Tensor] = lambda values: values,
+    ) -> None:
+        self._optimizer, self._part = optimizer, part
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._is_taken = None if found_inf is None else found_inf == 0
+        self._before = [
+            (param, self._looked_at(param).clone(), part(local_part(param.grad)) != 0)
+            for param in parameters(optimizer)
+            if param.grad is not None
+            and param.layout is param.grad.layout is torch.strided
+            and not is_rounded_by_chance(optimizer, param)
+        ]
+
+    def _looked_at(self, param: Tensor) -> Tensor:
+        return self._part(local_part(weight_of(self._optimizer, param)))
+
+    @torch.no_grad()
+    def counted(self) -> list[Counted]:
+        """Return the counts of the step that has been made since."""
+        found = []
+        for param, before, has_gradient in self._before:
+            is_lost = has_gradient & (self._looked_at(param) == before)
+            counts = torch.stack([has_gradient.sum(), is_lost.sum()])
+            if self._is_taken is not None:
+                counts *= moved(self._is_taken, counts.device)
+            found.append(Counted(param, before.dtype, counts))
+        return found
 
 
 class LostUpdates:
     """What became of the updates of the weights in a block; see :func:`lost_updates`.
 
     An update is lost if its gradient is not zero and the weight does not move: it was smaller than
-    half a unit in the last place of the weight.
+    half a unit in the last place of the weight. Sync: one for each parameter when a share is read.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
@@ -28,8 +88,9 @@ class LostUpdates:
         if module is not None:
             self._names.watch(module)
         self._hooks = ExitStack()
-        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._counts: dict[str, tuple[int, int, torch.dtype]] = {}
+        self._before: StepUpdates | None = None
+        self._counts: dict[str, Tensor] = {}
+        self._dtypes: set[torch.dtype] = set()
 
     def __enter__(self) -> LostUpdates:
         """Begin to count."""
@@ -41,50 +102,43 @@ class LostUpdates:
     def __exit__(self, *_: object) -> None:
         """Stop counting."""
         self._hooks.close()
-        self._before = []
+        self._before = None
 
     @property
     def share(self) -> float:
         """The share of all updates that were lost, 0 to 1; NaN without any update."""
-        return _share(
-            sum(lost for lost, _, _ in self._counts.values()),
-            sum(updates for _, updates, _ in self._counts.values()),
-        )
+        counts = [each.cpu() for each in self._counts.values()]
+        return _share(torch.stack(counts).sum(0)) if counts else float("nan")
 
     @property
     def shares(self) -> dict[str, float]:
         """The same for each parameter, by its name."""
-        return {name: _share(lost, updates) for name, (lost, updates, _) in self._counts.items()}
+        return {name: _share(counts) for name, counts in self._counts.items()}
 
     def __str__(self) -> str:
         """Return a sentence, and a line for each of the parameters that lost most."""
-        if not self._counts:
-            return "no updates were seen: optimizer.step() belongs in the block"
-        dtypes = sorted({dtype_name(kind) for _, _, kind in self._counts.values()})
-        lines = [f"{self.share:.1%} of the updates were lost to rounding in {', '.join(dtypes)}"]
-        worst = sorted(self.shares.items(), key=lambda item: -item[1])[:5]
+        shares = {name: share for name, share in self.shares.items() if share == share}
+        if not shares:
+            return (
+                "no updates were seen: optimizer.step() belongs in the block. Steps that are "
+                "skipped do not count, nor does store='stochastic', which loses none on average"
+            )
+        dtypes = ", ".join(sorted(map(dtype_name, self._dtypes)))
+        lines = [f"{self.share:.1%} of the updates were lost to rounding in {dtypes}"]
+        worst = sorted(shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])
 
-    @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is not None and found_inf.item():  # a fused optimizer skips
-            return
-        self._before = [
-            (param, weight_of(optimizer, param), local_part(param.grad) != 0)
-            for param in parameters(optimizer)
-            if param.grad is not None and not param.grad.is_sparse
-        ]
+        self._before = StepUpdates(optimizer)
 
-    @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        names = self._names.of([param for param, _, _ in self._before], optimizer)
-        for name, (param, before, has_gradient) in zip(names, self._before, strict=True):
-            is_same = local_part(weight_of(optimizer, param)) == local_part(before)
-            lost, updates = self._counts.get(name, (0, 0, None))[:2]
-            lost += int(is_same.logical_and_(has_gradient).sum())
-            self._counts[name] = lost, updates + int(has_gradient.sum()), before.dtype
-        self._before = []
+        if self._before is None:
+            return
+        counted, self._before = self._before.counted(), None
+        names = self._names.of([each.param for each in counted], optimizer)
+        for name, each in zip(names, counted, strict=True):
+            self._counts[name] = each.counts + self._counts.get(name, 0)
+            self._dtypes.add(each.dtype)
 
 
 def lost_updates(
@@ -100,9 +154,10 @@ def lost_updates(
     Returns:
         A context manager, whose ``share`` and ``shares`` (by parameter) are the shares, 0 to 1, of
         the entries whose gradient was not zero and whose weight did not move. Steps that a
-        GradScaler skips do not count, nor do sparse gradients. Of DTensors, what this rank holds.
+        GradScaler skips do not count, nor do sparse gradients, nor the weights of
+        ``store="stochastic"``, which are right on average. Of DTensors, what this rank holds.
 
-    Memory: a copy of the weights for the time of a step. Sync: three for each parameter and step.
+    Memory: a copy of the weights for the time of a step. Sync: none before the shares are read.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
@@ -116,5 +171,6 @@ def lost_updates(
     return LostUpdates(optimizer, module)
 
 
-def _share(lost: int, updates: int) -> float:
+def _share(counts: Tensor) -> float:
+    updates, lost = counts.tolist()
     return lost / updates if updates else float("nan")

@@ -427,11 +427,21 @@ def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
-    """Return a copy of what an optimizer steps: the float32 weight behind a parameter, if any."""
+    """Return what an optimizer steps: the float32 weight behind a parameter, else itself."""
     masters = _MASTERS.get(optimizer)
     if masters is None or param.dtype not in masters.store.dtypes:
-        return param.detach().clone()
+        return param.detach()
     return float32_weight(optimizer, masters.store, param)
+
+
+def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> bool:
+    """Return whether a parameter has no weight behind it, but is right on average."""
+    masters = _MASTERS.get(optimizer)
+    return (
+        masters is not None
+        and masters.store.name == Stochastic.name
+        and param.dtype in masters.store.dtypes
+    )
 
 
 def kept_of(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     if values.numel() > _limit(values):
         low, high = torch.stack(torch.aminmax(values)).tolist()
         if max(abs(low), abs(high)) < float("inf"):  # else each NaN and inf is counted
-            sample, amax = _rows_of(values), max(-low, high)
+            sample, amax = counted_part(values), max(-low, high)
     sample = sample.float().contiguous()
     statistics = _counted(sample, values.numel(), amax)
     if not is_gradient:
@@ -89,8 +89,10 @@ def _limit(values: Tensor) -> int:
     return LARGE.get(values.device.type, LARGE_ELSEWHERE)
 
 
-def _rows_of(values: Tensor) -> Tensor:
-    """Return rows at equal distances, with about as many entries as the limit allows."""
+def counted_part(values: Tensor) -> Tensor:
+    """Return the entries that are counted: all, or rows of a large tensor at equal distances."""
+    if values.numel() <= _limit(values):
+        return values
     if values.ndim < 2:
         flat = values.reshape(-1)
         rows = flat[: flat.numel() // ROW * ROW].view(-1, ROW)

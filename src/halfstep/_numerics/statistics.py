@@ -37,6 +37,9 @@ class Statistics(Struct, frozen=True, gc=False):
             as :func:`halfstep._numerics.measure.measure` finds them. None for a gradient that has
             not, or that has no values small enough to tell, and for other tensors.
         square_sum: Sum of the squares of all entries; None if it was not computed.
+        updates: Of a weight that an optimizer has stepped, the measured entries whose gradient was
+            not zero; None for other tensors.
+        lost_updates: Those of them that the step did not move.
     """
 
     size: Count
@@ -52,6 +55,8 @@ class Statistics(Struct, frozen=True, gc=False):
     overflow: dict[str, Count]
     flushed: Count | None = None
     square_sum: float | None = None
+    updates: Count | None = None
+    lost_updates: Count | None = None
 
     def share(self, count: int) -> float:
         """Return a count as a share of the measured entries, 0 to 1."""
@@ -109,6 +114,8 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         overflow=_sum([part.overflow for part in parts]),
         flushed=_sum_of_known(part.flushed for part in parts),
         square_sum=_sum_of_known(part.square_sum for part in parts),
+        updates=_sum_of_known(part.updates for part in parts),
+        lost_updates=_sum_of_known(part.lost_updates for part in parts),
     )
 
 

@@ -23,7 +23,7 @@ LONGEST_WAIT = 0.25
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step whose numbers may still be on the device; loss and norm are scalars."""
+    """A step whose numbers may still be on the device."""
 
     step: int
     time: float
@@ -31,23 +31,29 @@ class PendingStep:
     outcome: Outcome | None  # without a scaler every step is taken
     loss: Tensor | None
     norm: Tensor | None  # as clip_grad_norm_ has measured it
+    share_lost_updates: Tensor | None
+
+    @property
+    def scalars(self) -> tuple[Tensor | None, ...]:
+        """The numbers that are scalars, None for what is not known."""
+        return self.loss, self.norm, self.share_lost_updates
 
     def packed(self, device: torch.device) -> Tensor:
-        """Return all numbers as one vector of float32, loss and norm first. Sync: none."""
+        """Return all numbers as one vector of float32, the scalars first. Sync: none."""
         missing = torch.full((), math.nan, dtype=torch.float32, device=device)
-        both = torch.stack(
+        scalars = torch.stack(
             [
                 missing if scalar is None else moved(scalar.float().reshape(()), device)
-                for scalar in (self.loss, self.norm)
+                for scalar in self.scalars
             ]
         )
         if self.outcome is None:
-            return both
-        return torch.cat([both, moved(self.outcome.packed(), device)])
+            return scalars
+        return torch.cat([scalars, moved(self.outcome.packed(), device)])
 
     def event(self, packed: Tensor) -> Event:
         """Return the line of the record, from the result of :meth:`packed` on the CPU."""
-        loss, norm = packed[:2].tolist()
+        loss, norm, lost = packed[:3].tolist()
         event = {
             "event": "step",
             "step": self.step,
@@ -59,9 +65,10 @@ class PendingStep:
             "scale_after": None,
             "norm": None if self.norm is None else norm,
             "loss": None if self.loss is None else loss,
+            "share_lost_updates": None if math.isnan(lost) else lost,
         }
         if self.outcome is not None:
-            entry, event["scale_after"] = self.outcome.unpack(packed[2:])
+            entry, event["scale_after"] = self.outcome.unpack(packed[3:])
             event["taken"], event["reason"], event["scale"] = entry.taken, entry.reason, entry.scale
             if self.outcome.is_measured:
                 event["norm"] = entry.norm
@@ -140,7 +147,7 @@ class PendingSteps:
 def _device_of(steps: Sequence[PendingStep]) -> torch.device:
     """Return the device of the newest number, an accelerator if there is one."""
     for step in reversed(steps):
-        for scalar in (step.loss, step.norm):
+        for scalar in step.scalars:
             if scalar is not None and scalar.device.type != "cpu":
                 return scalar.device
         if step.outcome is not None:

@@ -143,11 +143,13 @@ def _joined_step(first: Step, alike: Mapping[int, Step]) -> Step:
         return first
     losses = {rank: step.loss for rank, step in alike.items() if step.loss is not None}
     norms = (step.norm for step in alike.values() if step.norm is not None)
+    lost = [s.share_lost_updates for s in alike.values() if s.share_lost_updates is not None]
     ranks = (step.rank for step in alike.values() if step.rank is not None)
     return structs.replace(
         first,
         norm=next(norms, None),
         loss=_mean(list(losses.values())),
+        share_lost_updates=_mean(lost),
         rank=next(ranks, None),
         bad_losses=tuple(rank for rank, loss in losses.items() if not math.isfinite(loss)),
     )

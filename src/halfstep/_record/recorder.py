@@ -22,6 +22,7 @@ from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.files import Event, LineWriter
 from halfstep._record.pending import PendingStep, PendingSteps
 from halfstep._record.sample import Models, Sampler
+from halfstep._record.updates import UpdateCounter
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import OBSERVERS, is_in_step, watch_names
 from halfstep._scaler.gradients import collect, parameters
@@ -78,6 +79,7 @@ class Recorder:
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
         self._sampler = Sampler(models, is_searching, self.say, self._is_listening)
+        self._updates = UpdateCounter(self.say, self._is_listening)
         self._began, self._pid = time.monotonic(), os.getpid()
         self._said: set[str] = set()
         self._has_failed = False
@@ -86,7 +88,7 @@ class Recorder:
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_scaled = self._is_old = False
         self._num_backward = self._num_waits = 0
-        self._sampler.begin(is_measuring=every > 0)
+        self._begin_sample(is_measuring=every > 0)
 
     # --- events of the training -------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class Recorder:
             return  # inside another pass, a checkpoint is being recomputed
         self._num_backward += 1
         if self._sampler.is_open and self._num_backward > MOST_BACKWARD:
-            self._sampler.end()
+            self._discard_sample()
             self.say(f"no step of an optimizer was seen in {MOST_BACKWARD} backward passes")
         if self._counts_plain_steps():
             self._add_losses(tensors_in([roots]))
@@ -132,22 +134,27 @@ class Recorder:
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
                 norm = _norm_of_outcome(outcome)
-            self._add_step(outcome.optimizer_name, outcome, norm)
+            lost = self._updates.share_lost(outcome.optimizer)
+            self._add_step(outcome.optimizer_name, outcome, norm, lost)
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
     @_unseen
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note a step that is made without a scaler."""
-        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+        """Note a step of an optimizer; it counts if it is made without a scaler."""
+        if torch.compiler.is_compiling():
+            return
+        self._updates.after_step(optimizer)
+        if not self._counts_plain_steps():
             return
         if optim.optimizer_step_depth() > 1 or is_in_step():
             return  # inside another optimizer, or reported by on_iteration()
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
-        self._add_step(type(optimizer).__name__, None, norm)
+        lost = self._updates.share_lost(optimizer)
+        self._add_step(type(optimizer).__name__, None, norm, lost)
         self._end_iteration(1.0)
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> int:
@@ -168,7 +175,7 @@ class Recorder:
         """Write the remaining steps and the end. Sync: one or two."""
         if not self._is_here():
             return
-        self._sampler.end()
+        self._discard_sample()
         try:
             self._write_steps(self._waiting.take_all())
         except RuntimeError as failure:  # a device error may have ended the run
@@ -216,9 +223,12 @@ class Recorder:
         own = {id(p.grad) for p in parameters(optimizer) if p.grad is not None}
         return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
 
-    def _add_step(self, optimizer: str, outcome: Outcome | None, norm: Tensor | None) -> None:
+    def _add_step(
+        self, optimizer: str, outcome: Outcome | None, norm: Tensor | None, lost: Tensor | None
+    ) -> None:
         step = self.num_steps + 1
-        self._waiting.add(PendingStep(step, self._time(), optimizer, outcome, self._loss, norm))
+        scalars = (self._loss, norm, lost)
+        self._waiting.add(PendingStep(step, self._time(), optimizer, outcome, *scalars))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1
@@ -233,12 +243,21 @@ class Recorder:
             self._num_waits += self._sampler.is_open
             self._write_steps(self._waiting.take())
         if self._every and (self.num_steps + 1) % self._every == 0 and not self._sampler.is_open:
-            self._sampler.begin(is_measuring=True)
+            self._begin_sample(is_measuring=True)
         self._num_backward = 0
+
+    def _begin_sample(self, *, is_measuring: bool) -> None:
+        self._sampler.begin(is_measuring)
+        if is_measuring:
+            self._updates.begin()
+
+    def _discard_sample(self) -> None:
+        self._sampler.end()
+        self._updates.end([], [])
 
     def _end_sample(self, scale: float) -> None:
         self._write_steps(self._waiting.take_all())
-        tensors = self._sampler.end()
+        tensors = self._updates.end(self._sampler.end(), self._models.parameters())
         for event in self._models.events(self.num_steps):
             self._write(event)
         if not len(self._models):

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from halfstep._common.json import LARGEST, Count, Scale, Seconds
+from halfstep._common.json import LARGEST, Count, Scale, Seconds, Share
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._numerics.formats import FORMATS
 from halfstep._numerics.statistics import Statistics
@@ -83,6 +83,7 @@ class Step(_Event, tag="step", frozen=True):
     scale_after: Scale | None
     norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
     loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
+    share_lost_updates: Share | None = None  # in sampled steps; the mean over the ranks
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
@@ -114,9 +115,11 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
         return cls(kind=kind, name=name, dtype=dtype, **asdict(statistics))
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` if counts of a format are missing or bins exceed floats."""
+        """Raise ``ValueError`` if counts of a format are missing, or numbers too large."""
         if not (FORMATS.keys() <= self.underflow.keys() and FORMATS.keys() <= self.overflow.keys()):
             raise ValueError(f"underflow and overflow must have {', '.join(FORMATS)}")
+        if (self.lost_updates or 0) > (self.updates or 0):
+            raise ValueError(f"{self.lost_updates} of {self.updates or 0} updates cannot be lost")
         last = self.first + len(self.histogram) - 1
         if not -LARGEST_EXPONENT <= self.first <= last + 1 <= LARGEST_EXPONENT:
             raise ValueError(f"bins from 2^{self.first} to 2^{last} exceed the range of floats")

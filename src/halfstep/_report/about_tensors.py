@@ -1,4 +1,4 @@
-"""Sentences about the tensors of a run: underflow, inf, headroom and zeros."""
+"""Sentences about the tensors of a run: underflow, lost updates, inf, headroom and zeros."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._report.about_steps import island, literal
-from halfstep._report.summary import Layer, Summary
+from halfstep._report.summary import NOTABLE, Layer, Summary
 
-NOTABLE, HARMFUL, SEVERE = 0.01, 0.05, 0.5
-"""Shares of the gradient entries of a parameter that underflow."""
+HARMFUL, SEVERE = 0.05, 0.5
+"""Shares of the gradient entries of a parameter that underflow, and of lost updates."""
 LITTLE_HEADROOM = 1.0
 """Outputs with less headroom than this, in bits, are close to overflow."""
 FEW_SAMPLES = 3
@@ -57,6 +57,31 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
     if len(lossy) > 1:
         parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
     yield say(severity, *parts, *_better_scale(summary), *_island(summary, worst))
+
+
+def about_updates(summary: Summary) -> Iterator[Sentence]:
+    """Yield how many updates rounding has lost, and what would keep them."""
+    share = None if summary.lost_updates is None else summary.lost_updates.recent
+    weights = [layer for layer in summary.layers if layer.share_lost_updates]
+    if share is None or share < NOTABLE or not weights:
+        return
+    worst = max(
+        weights,
+        key=lambda layer: (layer.is_low_weight, layer.size * (layer.share_lost_updates or 0.0)),
+    )
+    what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
+    where = ("gradients were not zero, and weights did not move; most of all in ", Code(worst.name))
+    most = f" ({percent(worst.share_lost_updates)})."
+    if not worst.is_low_weight:
+        cure = " No wider weights are of use: look at the learning rate and at tiny gradients."
+        yield say("notice", what, *where, most, cure)
+        return
+    severity: Severity = "notice"
+    if share >= HARMFUL:
+        severity = "bad" if share >= SEVERE else "warning"
+    store = "" if worst.dtypes[-1] == "bfloat16" else ', store="float32"'
+    call = Code(f"halfstep.master_weights(optimizer{store})")
+    yield say(severity, what, *where, most, " Keep what rounding leaves out: ", call, ".")
 
 
 def _at_scale(summary: Summary) -> str:

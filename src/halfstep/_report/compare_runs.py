@@ -41,8 +41,8 @@ class RunComparison:
     """The run of interest beside the run it is compared with.
 
     Attributes:
-        layers: At most 20 layers of both runs that differ most in underflow or headroom, the most
-            different first.
+        layers: At most 20 layers of both runs that differ most in underflow, headroom or lost
+            updates, the most different first.
         only_first: Kind and name of layers that only the first has, as for the second.
         policy: How the first policy differs from the second, as text; empty if it does not.
         versions: The versions, machine, command and so on that differ: name, first, second.
@@ -73,6 +73,8 @@ _NUMBERS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mean of the last 20 norms", "norm.recent", number),
     ("gradient entries that underflow", "gradients.share_lost", percent),
     ("of the worst parameter", "worst_share_lost", percent),
+    ("mean of the last 20 shares of lost updates", "lost_updates.recent", percent),
+    ("of the worst weight", "worst_share_lost_updates", percent),
     ("time per step", "facts.seconds_per_step", seconds),
     ("duration", "facts.duration", seconds),
 )
@@ -98,9 +100,11 @@ def compare_runs(first: Summary, second: Summary) -> RunComparison:
 
 
 def _distance(pair: LayerPair) -> float:
-    """Return how different a layer is: 1 % more underflow counts as 1 bit less headroom."""
+    """Return how different a layer is: 1 % more is lost, or 1 bit of headroom, counts as 1."""
     first, second = pair.first, pair.second
     distance = 100 * abs(first.share_lost - second.share_lost)
+    if first.share_lost_updates is not None and second.share_lost_updates is not None:
+        distance += 100 * abs(first.share_lost_updates - second.share_lost_updates)
     is_alike = first.format == second.format
     if is_alike and first.headroom is not None and second.headroom is not None:
         distance += abs(first.headroom - second.headroom)

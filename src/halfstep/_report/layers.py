@@ -142,6 +142,9 @@ def _layer(kind: Kind, name: str, seen: list[SampledTensor]) -> Layer:
         flushed=total.flushed,
         underflow=dict(total.underflow),
         overflow=dict(total.overflow),
+        updates=total.updates,
+        lost_updates=total.lost_updates,
+        share_lost_updates=(total.lost_updates or 0) / total.updates if total.updates else None,
         histogram=total.by_exponent(),
         window=_window_of(seen) if kind == "parameter_gradient" else None,
     )

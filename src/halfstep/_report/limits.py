@@ -27,6 +27,7 @@ class Limits:
         underflow: Largest share of the gradient entries of one parameter that may underflow.
         overflow: Largest share of the entries of one output, or of the weights of one parameter,
             that may be inf, NaN, or too large for their format.
+        lost_updates: Largest share of the updates of one weight that rounding may lose.
         allow_nan: Whether the loss may be inf or NaN, and steps may have gone bad.
         allow_unfinished: Whether the run may lack its end, or have ended with an error.
     """
@@ -34,19 +35,31 @@ class Limits:
     skipped: float | None = None
     underflow: float | None = None
     overflow: float | None = None
+    lost_updates: float | None = None
     allow_nan: bool = False
     allow_unfinished: bool = False
 
 
 MOST_LINES = 5
 """At most this many layers beyond a limit, or bad places, get a line of their own."""
-DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0)
+DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0, lost_updates=0.5)
 """The limits that are checked by default."""
 
 
 def defaults(summary: Summary) -> Limits:
-    """Return the default limits; without autocast there is no limit on underflow."""
-    return DEFAULTS if summary.policies else replace(DEFAULTS, underflow=None)
+    """Return the default limits.
+
+    Without autocast there is none on underflow, and with float32 weights none on lost updates.
+    """
+    return replace(
+        DEFAULTS,
+        underflow=DEFAULTS.underflow if summary.policies else None,
+        lost_updates=DEFAULTS.lost_updates if _has_low_updates(summary) else None,
+    )
+
+
+def _has_low_updates(summary: Summary) -> bool:
+    return any(layer.is_low_weight and layer.updates for layer in summary.layers)
 
 
 def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
@@ -57,6 +70,7 @@ def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
         *_skipped(summary, limits.skipped),
         *_underflow(summary, limits.underflow),
         *_overflow(summary, limits.overflow),
+        *_lost_updates(summary, limits.lost_updates),
     )
     return tuple(one_line(line) for line in found)
 
@@ -74,6 +88,7 @@ def pass_line(summary: Summary, limits: Limits) -> str:
     for limit, layers, what in (
         (limits.underflow, _gradients(summary), "underflow"),
         (limits.overflow, _held_tensors(summary), "overflow"),
+        (limits.lost_updates, _stepped_weights(summary), "of the updates lost"),
     ):
         if limit is not None:
             share = max(share for share, _ in layers)
@@ -159,6 +174,14 @@ def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
     yield from _beyond(limit, "overflow", "outputs and weights", _held_tensors(summary), describe)
 
 
+def _lost_updates(summary: Summary, limit: float | None) -> Iterator[str]:
+    def describe(layer: Layer) -> tuple[str, str]:
+        what = f"updates of {layer.name} in {', '.join(layer.dtypes)}"
+        return what, f"{count(layer.lost_updates or 0)} of {count(layer.updates or 0)} counted"
+
+    yield from _beyond(limit, "lost updates", "updates", _stepped_weights(summary), describe)
+
+
 def _beyond(
     limit: float | None,
     name: str,
@@ -188,6 +211,11 @@ def _gradients(summary: Summary) -> _Shares:
 def _held_tensors(summary: Summary) -> _Shares:
     layers = (*summary.of_kind("output"), *summary.of_kind("parameter"))
     return [((x.inf + x.nan + _too_large(x)) / max(x.measured, 1), x) for x in layers]
+
+
+def _stepped_weights(summary: Summary) -> _Shares:
+    shares = ((layer.share_lost_updates, layer) for layer in summary.layers)
+    return [(share, layer) for share, layer in shares if share is not None]
 
 
 def _too_large(layer: Layer) -> int:

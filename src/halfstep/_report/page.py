@@ -237,6 +237,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ("at scale {}", power, "gradients.scale"),
         _window(summary.gradients),
     )
+    add("Lost updates", "lost_updates.last", percent, ("at most {}", percent, "lost_updates.max"))
     add("Time per step", "facts.seconds_per_step", seconds)
     return found
 

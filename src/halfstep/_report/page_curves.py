@@ -1,4 +1,4 @@
-"""The curves of the page: loss, scale and gradient norm over the steps.
+"""The curves of the page: loss, scale, gradient norm and lost updates over the steps.
 
 However many steps a run has, the page draws a fixed number of columns. Each column keeps its first,
 last, smallest and largest value, NaN and inf, and all skips.
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from halfstep._common import numbers
 from halfstep._record.run import Step
 from halfstep._report.drawing import UNITS, Axis, Tick, line, round_numbers
+from halfstep._report.summary import NOTABLE
 from halfstep._trace.rows import grouped
 
-Key: TypeAlias = Literal["loss", "scale", "norm"]
-TITLES: dict[Key, str] = {"loss": "Loss", "scale": "Scale", "norm": "Gradient norm"}
+Key: TypeAlias = Literal["loss", "scale", "norm", "share_lost_updates"]
+TITLES: dict[Key, str] = {
+    "loss": "Loss",
+    "scale": "Scale",
+    "norm": "Gradient norm",
+    "share_lost_updates": "Lost updates",
+}
 
 SHAPES = {"overflow": "triangle", "loss": "circle", "non-finite at any scale": "square"}
 """The marker of a skip by its reason; all others have a diamond."""
@@ -97,7 +103,12 @@ def curves(runs: Mapping[str, Sequence[Step]]) -> Curves | None:
         panels=[panel for panel in panels if panel is not None],
         lanes=lanes,
         skips="".join(f"M{place} 0V{UNITS}" for place in places),
-        data={"first": x.low, "last": x.high, "tracks": [_points(track, x) for track in tracks]},
+        data={
+            "first": x.low,
+            "last": x.high,
+            "titles": TITLES,
+            "tracks": [_points(track, x) for track in tracks],
+        },
     )
 
 
@@ -118,10 +129,11 @@ def _lanes(tracks: Sequence[Track], x: Axis) -> list[Lane]:
 
 
 class _Vertical(NamedTuple):
-    """An axis of values, or of their logarithms to a base."""
+    """An axis of values, or of their logarithms to a base, and how a value is written there."""
 
     axis: Axis
     base: float | None
+    label: Callable[[float], str]
 
     def units(self, value: float | None) -> int | None:
         """Return where a value is; None if it cannot be drawn."""
@@ -132,7 +144,7 @@ class _Vertical(NamedTuple):
     def ticks(self) -> list[Tick]:
         low, high = self.axis.low, self.axis.high
         if self.base is None:
-            return self.axis.ticks(round_numbers(low, high, 4), "{:.6g}".format)
+            return self.axis.ticks(round_numbers(low, high, 4), self.label)
         if self.base == 10 and high - low < 2.5:
             exponents = range(math.floor(low), math.ceil(high) + 1)
             values = [math.log10(digit * 10.0**e) for e in exponents for digit in (1, 2, 5)]
@@ -140,23 +152,28 @@ class _Vertical(NamedTuple):
             apart = next(2**n for n in itertools.count() if (high - low) / 2**n <= 5)
             exponents = range(math.ceil(low), math.floor(high) + 1)
             values = [float(e) for e in exponents if e % apart == 0]
-        base, label = self.base, numbers.power if self.base == 2 else "{:.3g}".format
-        return self.axis.ticks(values, lambda value: label(base**value))
+        base = self.base
+        return self.axis.ticks(values, lambda value: self.label(base**value))
 
 
 def _vertical(key: Key, finite: Sequence[float]) -> _Vertical:
-    """Return the vertical axis: powers of two for the scale, logarithmic for a wide range."""
+    """Return the vertical axis.
+
+    It has powers of two for the scale, all shares for a share, and is logarithmic for a wide range.
+    """
+    if key == "share_lost_updates":
+        return _Vertical(Axis(0.0, 1.05, points_up=True), None, numbers.percent)
     positive = [value for value in finite if value > 0]
     spans_a_lot = positive and positive == list(finite) and max(finite) > 50 * min(finite)
     if key == "scale" or spans_a_lot:
-        base = 2.0 if key == "scale" else 10.0
+        base, label = (2.0, numbers.power) if key == "scale" else (10.0, "{:.3g}".format)
         shown, margin = [_logarithm(value, base) for value in positive] or [0.0], 0.5 / base
     else:
-        base, shown = None, list(finite) or [0.0]
+        base, label, shown = None, "{:.6g}".format, list(finite) or [0.0]
         margin = 0.1 * abs(shown[0]) or 1.0
     low, high = min(shown), max(shown)
     margin = max(0.06 * (high - low), 0.0 if high > low and base is None else margin)
-    return _Vertical(Axis(low - margin, high + margin, points_up=True), base)
+    return _Vertical(Axis(low - margin, high + margin, points_up=True), base, label)
 
 
 def _logarithm(value: float, base: float) -> float:
@@ -166,7 +183,7 @@ def _logarithm(value: float, base: float) -> float:
 def _panel(key: Key, tracks: Sequence[Track], x: Axis) -> Panel | None:
     pairs = [(step, getattr(step, key)) for track in tracks for step in track.steps]
     seen = [(step, value) for step, value in pairs if value is not None]
-    if not seen:
+    if not seen or (key == "share_lost_updates" and max(v for _, v in seen) < NOTABLE):
         return None
     y = _vertical(key, [value for _, value in seen if math.isfinite(value)])
     title = TITLES[key]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from halfstep._numerics.formats import FORMATS
 from halfstep._report.drawing import Tick, bars
 from halfstep._report.page_heat import KIND_TITLES
-from halfstep._report.summary import Layer, Summary
+from halfstep._report.summary import NOTABLE, Layer, Summary
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row, grouped, short
 
@@ -89,15 +89,18 @@ def badness(layer: Layer) -> tuple[float, ...]:
     """Return a key by which the worst layer comes first.
 
     Layers with NaN come first, then inf, then values outside the format; the rest are sorted by
-    losses to underflow, then by headroom. Parameters come last, as their dtype does not change.
+    losses, to underflow and of updates, then by headroom. Parameters that lose no updates come
+    last, as their dtype does not change.
     """
     headroom = math.inf if layer.headroom is None else layer.headroom
+    lost = (layer.share_lost_updates or 0.0) if layer.is_low_weight else 0.0
+    is_moving = layer.kind == "parameter" and lost < NOTABLE
     return (
         -float(layer.nan > 0),
         -float(layer.inf > 0),
         -float(headroom < 0),
-        float(layer.kind == "parameter"),
-        -round(layer.share_lost_worst, 6),
+        float(is_moving),
+        -round(max(layer.share_lost_worst, 0.0 if is_moving else lost), 6),
         headroom,
     )
 

@@ -58,6 +58,9 @@ def summarize(run: Run) -> Summary:
         scale=_scale(run.steps, min(overflows.values(), default=None)),
         loss=_loss(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
+        lost_updates=_curve(
+            {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
+        ),
         origins=_origins(run),
         bad_places=_bad_places(run),
         sampled=tuple(sample.step for sample in run.samples),

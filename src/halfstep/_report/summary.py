@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._numerics.formats import FORMATS_BY_DTYPE
 from halfstep._record.run import Kind, Note, PolicySeen
 
+NOTABLE = 0.01
+"""Losses, of gradient entries or of updates, are worth a word from this share on."""
 State: TypeAlias = Literal["ended", "failed", "no end"]
 
 
@@ -143,7 +146,7 @@ class ScaleCourse:
 
 @dataclass(frozen=True)
 class Curve:
-    """How the loss, or the norm of the gradients, went.
+    """How the loss, the norm of the gradients or the share of lost updates went.
 
     Attributes:
         last: The last value, finite or not, as is the first.
@@ -236,6 +239,10 @@ class Layer:
             this does not apply.
         underflow: By format, entries above zero that it would flush.
         overflow: By format, finite entries that it cannot hold.
+        updates: Of a weight, the measured entries whose gradient was not zero in a sampled step;
+            None where that is not known.
+        lost_updates: Those that the step did not move.
+        share_lost_updates: Those as a share of the updates; None without updates.
         histogram: By exponent, finite entries above zero: ``e`` is for (2**(e-1), 2**e].
         window: Gradients of parameters: the scales at which nothing is lost; None for other kinds.
     """
@@ -264,8 +271,16 @@ class Layer:
     flushed: int | None
     underflow: Mapping[str, int]
     overflow: Mapping[str, int]
+    updates: int | None
+    lost_updates: int | None
+    share_lost_updates: float | None
     histogram: Mapping[int, int]
     window: ScaleWindow | None
+
+    @property
+    def is_low_weight(self) -> bool:
+        """Whether it is a weight that is stored in less than float32."""
+        return self.kind == "parameter" and not set(self.dtypes).isdisjoint(FORMATS_BY_DTYPE)
 
     @property
     def is_all_zeros(self) -> bool:
@@ -310,6 +325,7 @@ class Summary:
             fp16 if none was seen.
         has_scaler: Whether any step had a scale.
         norm: How the norm of the unscaled gradients went in the steps that were taken.
+        lost_updates: How the share of updates that rounding has lost went in the sampled steps.
         origins: Where skips began, the most frequent first.
         bad_places: The findings of the diagnoses, in the order of the first step.
         sampled: The steps that were sampled.
@@ -327,6 +343,7 @@ class Summary:
     scale: ScaleCourse | None
     loss: Curve | None
     norm: Curve | None
+    lost_updates: Curve | None
     origins: tuple[Origin, ...]
     bad_places: tuple[BadPlace, ...]
     sampled: tuple[int, ...]
@@ -355,3 +372,9 @@ class Summary:
         """The largest share that underflows of the gradient of a parameter."""
         shares = (layer.share_lost for layer in self.of_kind("parameter_gradient"))
         return max(shares, default=None)
+
+    @property
+    def worst_share_lost_updates(self) -> float | None:
+        """The largest share of the updates of a parameter that rounding has lost."""
+        shares = (layer.share_lost_updates for layer in self.layers)
+        return max((share for share in shares if share is not None), default=None)

@@ -43,6 +43,7 @@ _TOPICS = (
     about_loss_and_skips,
     about_tensors.about_non_finite,
     about_steps.about_scale,
+    about_tensors.about_updates,
     about_tensors.about_underflow,
     about_tensors.about_range,
     about_tensors.about_zeros,
@@ -88,6 +89,9 @@ def _all_is_well(summary: Summary) -> Sentence:
         share = summary.worst_share_lost or 0.0
         most = f"at most {percent(share)} of the gradient entries of a parameter underflow"
         parts.append(most if share else "no gradient underflows")
+    if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
+        share = summary.lost_updates.recent or 0.0
+        parts.append(f"{percent(share)} of the updates were lost to rounding")
     return say("good", "; ".join(parts) + ".")
 
 
@@ -130,7 +134,10 @@ def summary_markdown(summary: Summary) -> str:
     ]
     worst = _worst(summary)
     if worst:
-        head = ("worst layers", "what", "dtype", "underflow", "headroom", "at steps")
+        head = (
+            *("worst layers", "what", "dtype", "underflow", "lost updates", "headroom"),
+            "at steps",
+        )
         parts.append(_table(head, (_layer_row(layer) for layer in worst)))
     return "\n\n".join(parts)
 
@@ -175,10 +182,17 @@ def _comparison(
                 percent(b.share_lost),
                 bits(a.headroom),
                 bits(b.headroom),
+                percent(a.share_lost_updates),
+                percent(b.share_lost_updates),
             )
             for a, b in ((pair.first, pair.second) for pair in comparison.layers[:NUM_WORST])
         )
-        head = ("layers that differ most", "what", "underflow", "second", "headroom", "second")
+        columns = ("underflow", "headroom", "lost updates")
+        head = (
+            "layers that differ most",
+            "what",
+            *(x for name in columns for x in (name, "second")),
+        )
         yield table(head, layers)
     for only, whose in ((comparison.only_first, "first"), (comparison.only_second, "second")):
         if only:
@@ -192,6 +206,7 @@ _CURVES = (
     ("norm: first, last, largest", "norm", ("first", "last", "max"), number),
     ("scale: first, last, smallest, largest", "scale", ("first", "last", "min", "max"), power),
     ("gradient entries that underflow", "gradients", ("share_lost",), percent),
+    ("lost updates: first, last, largest", "lost_updates", ("first", "last", "max"), percent),
 )
 """Numbers that a run may lack: their name, places in the summary, and how they are written."""
 
@@ -214,14 +229,17 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _worst(summary: Summary) -> list[Layer]:
-    """Return the layers whose gradients lose most, and the layers closest to overflow."""
+    """Return the layers that lose most, gradients and updates, and those closest to overflow."""
     lossy = sorted(
         (x for x in summary.of_kind("parameter_gradient") if x.lost), key=lambda x: -x.share_lost
     )
     near = sorted(
         (x for x in summary.layers if x.headroom is not None), key=lambda x: x.headroom or 0.0
     )
-    found = [*lossy[:NUM_WORST], *near[:NUM_WORST]]
+    unmoved = sorted(
+        (x for x in summary.layers if x.lost_updates), key=lambda x: -(x.share_lost_updates or 0.0)
+    )
+    found = [*lossy[:NUM_WORST], *unmoved[:NUM_WORST], *near[:NUM_WORST]]
     return list({(layer.kind, layer.name): layer for layer in found}.values())
 
 
@@ -232,6 +250,7 @@ def _layer_row(layer: Layer) -> tuple[str, ...]:
         _KINDS[layer.kind],
         ", ".join(layer.dtypes),
         percent(layer.share_lost),
+        percent(layer.share_lost_updates),
         bits(layer.headroom),
         step_list(sorted(steps)),
     )

@@ -46,7 +46,8 @@ class Task:
             if parameter.is_floating_point() and parameter.dtype is not torch.float32:
                 raise ValueError(
                     f"results are compared with those in float32, and parameter {name} is "
-                    f"{parameter.dtype}: autocast wants float32 parameters, model.float()"
+                    f"{parameter.dtype}: pass model.float(). To train with parameters of "
+                    f"{parameter.dtype} and lose no updates: halfstep.master_weights(optimizer)"
                 )
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:

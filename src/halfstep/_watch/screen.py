@@ -116,6 +116,7 @@ def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
         ("loss", live.loss, last.loss if last else None, number, "not seen"),
         ("scale", live.scale, last.scale_after if last else None, power, "no scaler"),
         ("norm", live.norm, last.norm if last else None, number, "not measured"),
+        ("lost", live.lost_updates, live.last_share_lost_updates, percent, "no update counted"),
     ):
         columns = trail.columns(room)
         is_missing = last is not None and all(column is None for column in columns)

@@ -113,6 +113,7 @@ class LiveRun:
             notes.
         written: When a rank wrote last, in seconds since the epoch.
         num_steps: How many steps the optimizers have made.
+        last_share_lost_updates: Of the latest sampled step.
         began_in: By step, where the last skips began, if known.
         diagnosed: The latest diagnosis.
         sample: The latest.
@@ -124,6 +125,7 @@ class LiveRun:
     run: Run
     written: float
     num_steps: int = 0
+    last_share_lost_updates: float | None = None
     num_skipped: int = 0
     recent: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
     skips: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -134,6 +136,7 @@ class LiveRun:
     loss: Trail = field(default_factory=Trail)
     scale: Trail = field(default_factory=Trail)
     norm: Trail = field(default_factory=Trail)
+    lost_updates: Trail = field(default_factory=Trail)
     skipped: Trail = field(default_factory=Trail)
 
     def add(self, update: RecordUpdate) -> None:
@@ -160,6 +163,9 @@ class LiveRun:
         self.scale.add(step.scale)
         is_why = not step.taken and step.norm is not None and not math.isfinite(step.norm)
         self.norm.add(None if is_why else step.norm)
+        self.lost_updates.add(step.share_lost_updates)
+        if step.share_lost_updates is not None:
+            self.last_share_lost_updates = step.share_lost_updates
         self.skipped.add(None if step.taken else 1.0)
         if not step.taken:
             self.num_skipped += 1

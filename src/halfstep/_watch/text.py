@@ -68,9 +68,11 @@ def _step_line(step: Step) -> str:
     verdict = "taken"
     if not step.taken:
         verdict = f"skipped: {why_skipped(step)}, scale now {power(step.scale_after)}"
+    lost = step.share_lost_updates
     return (
         f"step {step.step}  loss {number(step.loss)}  scale {power(step.scale)}  "
         f"norm {number(step.norm)}  {verdict}"
+        f"{'' if lost is None else f'  lost updates {percent(lost)}'}"
     )
 
 

@@ -69,8 +69,8 @@ for (const element of all(".curves")) {
   const describe = (track, step) => {
     const i = track.step.indexOf(step);
     if (i < 0) return [];
-    const lines = ["loss", "scale", "norm"].filter(key => track[key][i] !== null)
-      .map(key => (key === "norm" ? "gradient norm " : key + " ") + text(track[key][i]));
+    const lines = Object.keys(curveData.titles).filter(key => track[key][i] !== null)
+      .map(key => curveData.titles[key].toLowerCase() + " " + text(track[key][i]));
     if (track.reason[i]) lines.push("skipped: " + track.reason[i]);
     return track.name ? [track.name + ": " + lines.join(", ")] : lines;
   };

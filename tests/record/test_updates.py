@@ -1,0 +1,213 @@
+"""Lost updates in sampled steps, against a loop over the entries."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
+
+import halfstep
+from halfstep._numerics import measure
+from halfstep._record.read import read_run
+
+BF16 = torch.bfloat16
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, dtype=BF16), nn.ReLU(), nn.Linear(8, 4, dtype=BF16))
+
+
+def loss_of(model: nn.Module, scale: float = 1.0) -> Tensor:
+    return (model(scale * torch.randn(5, 6, dtype=BF16)).float() + 0.5).square().mean()
+
+
+def counted(before: Tensor, after: Tensor, grad: Tensor) -> list[int]:
+    """Return updates and those lost: the slow reference."""
+    updates = lost = 0
+    for was, now, slope in zip(*(t.flatten().tolist() for t in (before, after, grad)), strict=True):
+        updates += slope != 0
+        lost += slope != 0 and was == now
+    return [updates, lost]
+
+
+def sampled_weights(folder):
+    """Return updates and lost updates of each weight by sampled step, and the shares by step."""
+    run = read_run(folder)
+    weights = {
+        sample.step: {
+            each.name: [each.updates, each.lost_updates]
+            for each in sample.tensors
+            if each.kind == "parameter"
+        }
+        for sample in run.samples
+    }
+    return weights, {step.step: step.share_lost_updates for step in run.steps}
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_against_a_loop(tmp_path, has_scaler, fused):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+    expected = {}
+    with halfstep.record(tmp_path, model=model, every=3):
+        for number in range(1, 8):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            scaler.step(optimizer)
+            scaler.update()
+            expected[number] = {
+                name: counted(before[name], p.detach(), p.grad)
+                for name, p in model.named_parameters()
+            }
+            if number % 3 != 2:
+                assert not optimizer_module._global_optimizer_pre_hooks  # costs nothing
+    weights, shares = sampled_weights(tmp_path)
+    assert weights == {number: expected[number] for number in (1, 3, 6)}
+    updates, lost = (sum(pair) for pair in zip(*expected[6].values(), strict=True))
+    assert 0 < lost < updates
+    assert shares[6] == pytest.approx(lost / updates)
+    assert [number for number, share in shares.items() if share is not None] == [1, 3, 6]
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+def test_what_is_kept_is_not_lost(tmp_path, store):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    halfstep.master_weights(optimizer, store)
+    with halfstep.record(tmp_path, model=model, every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    weights, shares = sampled_weights(tmp_path)
+    if store == "stochastic":  # none is lost on average, and nothing shows it
+        assert set(shares.values()) == {None}
+        assert weights[3]["0.weight"] == [None, None]
+    else:
+        assert shares[3] < 0.2
+        assert weights[3]["0.weight"][0] > 0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_has_no_updates(tmp_path, fused):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    with halfstep.record(tmp_path, model=model, every=1):
+        for scale in (1.0, math.inf, 1.0):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, scale)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    weights, shares = sampled_weights(tmp_path)
+    assert [share is None for share in shares.values()] == [False, True, False]
+    assert weights[2]["0.weight"] in ([None, None], [0, 0])
+
+
+def test_each_optimizer_has_its_own_share(tmp_path):
+    model = small()
+    some = torch.optim.SGD(model[0].parameters(), lr=1e-6)
+    others = torch.optim.SGD(model[2].parameters(), lr=1.0)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    with halfstep.record(tmp_path, model=model, every=2):
+        for _ in range(4):
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(some)
+            scaler.step(others)
+            scaler.update()
+    steps = read_run(tmp_path).steps
+    first, second = (step.share_lost_updates for step in steps if step.step == 4)
+    assert first > 0.9
+    assert second < 0.3
+
+
+def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkeypatch):
+    monkeypatch.setitem(measure.LARGE, "cpu", 64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 128, bias=False), nn.Linear(128, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.record(tmp_path, model=model, every=1):
+        model(torch.randn(4, 32)).square().mean().backward()
+        model[1].weight.data += 1.0
+        assert model[1].weight.grad is not None
+        optimizer.param_groups.append(dict(optimizer.param_groups[0]))
+        optimizer.param_groups[0]["params"] = [model[0].weight]
+        optimizer.param_groups[1] |= {"params": [model[1].weight], "lr": 1.0}
+        optimizer.step()
+    weights, shares = sampled_weights(tmp_path)
+    updates, lost = weights[1]["0.weight"]
+    assert updates == lost < 32 * 128
+    assert shares[1] == pytest.approx(32 * 128 / (32 * 128 + 128), abs=0.01)
+
+
+def test_ranks_add_their_counts(tmp_path):
+    for rank in range(2):
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with halfstep.record(tmp_path / str(rank), model=model, every=1):
+            loss_of(model).backward()
+            optimizer.step()
+        if rank:
+            text = (tmp_path / "1" / "rank0.jsonl").read_text()
+            (tmp_path / "0" / "rank1.jsonl").write_text(text)
+    alone, _ = sampled_weights(tmp_path / "1")
+    both, shares = sampled_weights(tmp_path / "0")
+    assert both[1]["0.weight"] == [2 * count for count in alone[1]["0.weight"]]
+    assert shares[1] == 1.0
+
+
+def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("halfstep._master_weights.lost_updates.weight_of", fail)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path, model=model, every=1) as run:
+        loss_of(model).backward()
+        optimizer.step()
+    assert run.num_steps == 1
+    assert "lost updates cannot be counted: out of memory" in (tmp_path / "rank0.jsonl").read_text()
+
+
+def test_sinks_get_the_share(tmp_path):
+    seen = []
+
+    class Seen:
+        def log(self, step, scalars):
+            seen.append((step, scalars.get("share_lost_updates")))
+
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with halfstep.record(tmp_path, model=model, every=2, sinks=[Seen()]):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+    assert (2, 1.0) in seen
+    assert (3, None) in seen
+
+
+def test_records_without_counts_are_read(tmp_path):
+    model = small()
+    with halfstep.record(tmp_path, model=model, every=1):
+        loss_of(model).backward()
+        torch.optim.SGD(model.parameters()).step()
+    file = tmp_path / "rank0.jsonl"
+    lines = []
+    for line in map(json.loads, file.read_text().splitlines()):
+        line.pop("crc")
+        line.pop("share_lost_updates", None)
+        for each in line.get("tensors", []):
+            del each["updates"], each["lost_updates"]
+        lines.append(json.dumps(line))
+    file.write_text("\n".join(lines) + "\n")
+    weights, shares = sampled_weights(tmp_path)
+    assert shares == {1: None}
+    assert weights[1]["0.weight"] == [None, None]
