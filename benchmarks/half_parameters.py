@@ -4,19 +4,23 @@ Times: all variants run in one process, in turn and in a new random order each r
 the ratios within a round counts. Peaks: each variant takes two steps in a process of its own, which
 on the CPU is asked for its largest resident memory. The exchange is that of all parameters for
 their float32 weights and back, to reading and writing its bytes once: two copies of a float32
-tensor of their size.
+tensor of their size. The loss is that of the last step: all variants take the same ones, of random
+tokens, from the same seed. With them are AdamW of optimi (torch-optimi, Kahan sums) and of torchao
+(stochastic rounding) where they are installed; both keep their state in bfloat16.
 
     python benchmarks/half_parameters.py
     python benchmarks/half_parameters.py --size small --length 128 --rounds 30
 """
 
 import argparse
+import math
 import random
 import statistics
 import subprocess
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,11 +33,17 @@ from halfstep._master_weights.exchange import Exchange, Scratch
 from halfstep._master_weights.stores import STORES
 
 FLOAT32, PLAIN = "torch.autocast of float32", "no masters"
-VARIANTS = [FLOAT32, PLAIN, *STORES, "split, float32 gradients"]
+OTHERS = {name: name.split(",")[0] for name in ("optimi, Kahan", "torchao, stochastic")}
+VARIANTS = [
+    *(FLOAT32, PLAIN, *STORES, "split, float32 gradients"),
+    *(name for name, package in OTHERS.items() if find_spec(package)),
+]
 
 
 class Training:
-    """A GPT, a batch of random tokens and a fused AdamW."""
+    """A GPT, a batch of random tokens and an AdamW, fused if it is PyTorch's."""
+
+    loss = math.nan
 
     def __init__(self, variant: str, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -42,7 +52,7 @@ class Training:
         self.model = GPT(config).to(self.device)
         if not self._has_autocast:
             self.model.to(torch.bfloat16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = adamw(variant, self.model)
         store, _, gradients = variant.partition(", ")
         if store in STORES:
             halfstep.master_weights(self.optimizer, store, "float32" if gradients else None)
@@ -63,7 +73,24 @@ class Training:
         loss.backward()
         self.optimizer.step()
         synchronize(self.device)
+        self.loss = loss.item()
         return time.perf_counter() - start
+
+
+def adamw(variant: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    params, options = model.parameters(), {"lr": 1e-4, "weight_decay": 0.01}
+    if variant not in OTHERS:
+        return torch.optim.AdamW(params, fused=True, **options)
+    made: torch.optim.Optimizer
+    if OTHERS[variant] == "optimi":
+        from optimi import AdamW
+
+        made = AdamW(params, betas=(0.9, 0.999), eps=1e-8, kahan_sum=True, **options)
+    else:
+        from torchao.optim import _AdamW
+
+        made = _AdamW(params, bf16_stochastic_round=True, **options)
+    return made
 
 
 def synchronize(device: str) -> None:
@@ -148,10 +175,13 @@ def main() -> None:
         f"tokens; {device_name(args.device)}, {torch.get_num_threads()} threads, "
         f"PyTorch {torch.__version__}"
     )
+    losses = {name: training.loss for name, training in trainings.items()}
     trainings.clear()
     command = [sys.executable, __file__, *sys.argv[1:], "--peak"]
     peaks = {name: float(subprocess.check_output([*command, name])) for name in VARIANTS}
-    print(f"{'':26}{'bytes':>7}{'peak':>9}{'ms':>9}   {'to the first':^21}{'exchange':>9}")
+    print(
+        f"{'':26}{'bytes':>7}{'peak':>7}{'loss':>8}{'ms':>9}   {'to the first':^21}{'exchange':>9}"
+    )
     for name in VARIANTS:
         # autocast casts every weight that it uses.
         total = memory[name].total + (2.0 if name == FLOAT32 else 0.0)
@@ -159,7 +189,7 @@ def main() -> None:
         low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
         exchange = f"{exchange_ratio(name, args):9.2f}" if name in STORES else ""
         print(
-            f"{name:26}{total:7.2f}{peaks[name] / peaks[FLOAT32]:9.2f}"
+            f"{name:26}{total:7.2f}{peaks[name] / peaks[FLOAT32]:7.2f}{losses[name]:8.4f}"
             f"{statistics.median(times[name]) * 1e3:9.1f}   "
             f"{middle:6.3f} ({low:.3f}-{high:.3f}){exchange}"
         )

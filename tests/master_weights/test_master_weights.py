@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import master_weights
+from halfstep._master_weights import exchange
 from halfstep._master_weights import master_weights as module
 from halfstep._master_weights.stores import Split
 from halfstep._pytorch import distributed
@@ -846,7 +847,8 @@ def many() -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[int]]:
     return params, Seen(params[:20], lr=0.1), sizes
 
 
-def test_a_tenth_is_float32_at_a_time(many: Any) -> None:
+def test_a_tenth_is_float32_at_a_time(many: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAST", 1)
     params, optimizer, sizes = many
     optimizer.add_param_group({"params": params[20:]})
     master_weights(optimizer)
@@ -855,6 +857,39 @@ def test_a_tenth_is_float32_at_a_time(many: Any) -> None:
     assert sizes == [400] * 10
     assert all((param != 1.0).any() for param in params)
     assert [len(group["params"]) for group in optimizer.param_groups] == [20, 20]
+
+
+def test_a_small_model_is_float32_at_once(many: Any) -> None:
+    params, optimizer, sizes = many
+    master_weights(optimizer)
+    give_gradients(params[:20], 0, share=1.0)
+    optimizer.step()
+    assert sizes == [2000]
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_small_and_large_parameters_together(
+    store: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are converted side by side step like those that are converted alone."""
+    if store == "split" and dtype is FP16:
+        pytest.skip("split serves bfloat16")
+    weights = []
+    for small in (0, 1 << 16):
+        monkeypatch.setattr(exchange, "SMALL", small)
+        torch.manual_seed(0)
+        shapes = [(3, 5), (1,), (0,), (), (17,), (64, 33), (16,), (2, 3, 4)]
+        params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+        params.append(nn.Parameter(torch.randn(6, 4).to(dtype).t()))
+        optimizer = master_weights(torch.optim.AdamW(params, lr=1e-3), store)
+        for seed in range(4):
+            give_gradients(params[seed:], seed, share=1.0)  # some have none
+            optimizer.step()
+            params[2 + seed].data.mul_(2.0)
+        weights.append([param.detach().clone() for param in params])
+        weights[-1] += [value for p in params for value in module.kept_of(optimizer, p).values()]
+    assert all(map(torch.equal, *weights))
 
 
 def test_all_are_float32_where_another_step_was_put(many: Any) -> None:

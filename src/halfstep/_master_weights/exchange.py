@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -19,6 +19,14 @@ ALIGNMENT = 16
 it."""
 
 
+SMALL = 1 << 16
+"""Parameters of at most so many entries are converted together: to call an op takes longer."""
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class Scratch:
     """Memory for float32 weights and gradients that is used again for every chunk."""
 
@@ -32,7 +40,7 @@ class Scratch:
 
     def take(self, size: int, device: torch.device) -> Tensor:
         """Return memory for so many entries, ``[size]``."""
-        aligned = -(-size // ALIGNMENT) * ALIGNMENT
+        aligned = _aligned(size)
         free = self._free.get(device)
         if free is None or free.numel() < aligned:
             known = 0 if free is None else self._whole[device].numel()
@@ -44,21 +52,118 @@ class Scratch:
 
 @dataclass(eq=False, slots=True)
 class _Exchanged:
-    """A parameter that is float32 at present.
+    """A parameter that is float32 for a while.
 
     Attributes:
-        swap: The parameter, and what it is at present; or what it was, which that has become.
+        param: The parameter.
         low: Its value, which lies where it always does.
-        kept: What the store keeps of it, laid out in memory as :func:`_dense` says.
-        wide: The gradient that it was given, None if it has none.
+        dense: This rank's part of it, without gaps: the same memory, or a copy.
+        keeper: Who has kept something of it, or begins anew.
+        kept: What is kept, laid out as ``dense``.
+        weight: The float32 weight of this rank, laid out as ``dense``.
+        wide: The gradient that it is given, None if it has none.
         version: How often that had been written to.
+        swap: The parameter, and what it is at present; or what it was, which that has become.
     """
 
-    swap: Swap
+    param: Tensor
     low: Tensor
+    dense: Tensor
+    keeper: Store
     kept: Tensor | None
-    wide: Tensor | None
-    version: int
+    weight: Tensor | None = None
+    wide: Tensor | None = None
+    version: int = 0
+    swap: Swap | None = None
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the parameter is its weight now."""
+        return self.swap is not None and self.swap.is_made()
+
+    @property
+    def is_as_given(self) -> bool:
+        """Whether it is so in the memory that it was given: the optimizer may have changed it."""
+        return self.weight is not None and local_part(self.param).is_set_to(self.weight)
+
+
+class _Batch:
+    """Parameters that are converted together: side by side in one block, with gaps between.
+
+    Args:
+        members: At least one. Of several, all have the same device, dtype and shard.
+        store: Converts them.
+    """
+
+    def __init__(self, members: list[_Exchanged], store: Store) -> None:
+        self._members, self._store = members, store
+        self._lows = [_flat(each.dense) for each in members]
+        self._kept = [_flat(each.kept) for each in members if each.kept is not None]
+        sizes = [low.numel() for low in self._lows]
+        self._sizes = [part for size in sizes for part in (size, _aligned(size) - size)]
+        self._size = sum(self._sizes) if len(sizes) > 1 else sizes[0]
+        self._weights: Tensor | None = None
+
+    def widen(self, memory: Callable[[int, torch.device], Tensor]) -> None:
+        """Give the parameters their weights and, to several, their gradients.
+
+        Args:
+            memory: Returns memory for so many float32 numbers.
+        """
+        members, device = self._members, self._lows[0].device
+        keeper = members[0].keeper
+        kept = self._joined(self._kept) if self._kept else None
+        weights = keeper.widen(self._joined(self._lows), kept, memory(self._size, device))
+        for each, part in zip(members, self._parts(weights), strict=True):
+            each.weight = _shaped(part, each.dense).detach()
+            if keeper is not self._store:
+                each.kept = self._store.empty(each.dense)
+        self._weights = weights
+        if len(members) > 1 and all(_has_own_dtype(each.param) for each in members):
+            grads = [_dense(local_part(each.param.grad)) for each in members]
+            parts = self._parts(memory(self._size, device))
+            torch._foreach_copy_(parts, [_flat(grad) for grad in grads])
+            for each, grad, part in zip(members, grads, parts, strict=True):
+                each.wide = in_place_of(each.param.grad, _shaped(part, grad).detach())
+
+    def narrow(self) -> None:
+        """Round the weights to the parameters, and keep what is left."""
+        members, store, weights = self._members, self._store, self._weights
+        made = [each for each in members if each.is_made]
+        if len(made) < len(members):  # interrupted
+            for each in made:
+                _Batch([each], store).narrow()
+            return
+        if weights is None or not all(each.is_as_given for each in members):
+            now = [_dense(local_part(each.param.data).float(), each.dense) for each in members]
+            weights = self._joined([_flat(each) for each in now])
+        shard = shard_name(members[0].low)
+        if len(members) == 1:
+            kept = members[0].kept
+            store.narrow_(weights, self._lows[0], None if kept is None else _flat(kept), shard)
+        else:
+            lows = self._lows[0].new_empty(self._size)
+            left = self._kept[0].new_empty(self._size) if self._kept else None
+            store.narrow_(weights, lows, left, shard)
+            torch._foreach_copy_(self._lows, self._parts(lows))
+            if left is not None:
+                torch._foreach_copy_(self._kept, self._parts(left))
+        for each in members:
+            target = local_part(each.low)
+            if each.dense is not target:
+                target.copy_(each.dense)
+
+    def _parts(self, block: Tensor) -> tuple[Tensor, ...]:
+        """Return the memory of each in a block."""
+        return block.split_with_sizes(self._sizes)[::2] if len(self._lows) > 1 else (block,)
+
+    def _joined(self, flat: list[Tensor]) -> Tensor:
+        """Return a block of copies; one tensor is its own block."""
+        if len(flat) == 1:
+            return flat[0]
+        block = flat[0].new_zeros(self._size)
+        torch._foreach_copy_(self._parts(block), flat)
+        return block
 
 
 class Exchange:
@@ -84,6 +189,7 @@ class Exchange:
         self._optimizer, self._store, self._params = optimizer, store, params
         self._scratch = scratch
         self._exchanged: list[_Exchanged] = []
+        self._open: list[_Batch] = []
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function with float32 parameters."""
@@ -116,78 +222,99 @@ class Exchange:
     def _widen_all(self) -> None:
         if self._scratch is not None:
             self._scratch.clear()
-        for param in self._params:
-            if param.dtype in self._store.dtypes:
-                self._widen(param)
+        served = [param for param in self._params if param.dtype in self._store.dtypes]
+        found = [self._found(param) for param in served]
+        self._open = list(self._batches(found))
+        for batch in self._open:
+            batch.widen(self._memory)
+        for each in found:
+            self._exchange(each)
 
     @torch.no_grad()
     def _narrow_all(self) -> None:
+        """Put all parameters back. Interrupted, it can be called again."""
         torch.clear_autocast_cache()  # of float32 parameters: those in it cannot be swapped
+        for batch in self._open:
+            batch.narrow()
         while self._exchanged:
-            self._narrow(self._exchanged[-1])
+            self._put_back(self._exchanged[-1])
             self._exchanged.pop()
+        self._open = []
 
-    def _widen(self, param: Tensor) -> None:
-        low, state = param.data, self._optimizer.state.get(param, {})
-        local = _dense(local_part(low))
-        store, kept, weight = _read(state, self._store, low.shape, local, self._memory(local))
-        if store is not self._store:
-            kept = self._store.empty(local)
-        wide = in_place_of(low, weight.data).requires_grad_(param.requires_grad)
-        grad, version = param.grad, 0
+    def _batches(self, found: list[_Exchanged]) -> Iterator[_Batch]:
+        """Yield large parameters alone and small ones together: calling an op takes longer there.
+
+        An optimizer that may keep hold of its weights gets memory of their own.
+        """
+        small: dict[tuple[object, ...], list[_Exchanged]] = {}
+        for each in found:
+            dense = each.dense
+            is_small = dense.numel() <= SMALL and each.keeper is self._store
+            if is_small and self._scratch is not None:
+                key = dense.device, dense.dtype, shard_name(each.low)
+                small.setdefault(key, []).append(each)
+            else:
+                yield _Batch([each], self._store)
+        for members in small.values():
+            yield _Batch(members, self._store)
+
+    def _found(self, param: Tensor) -> _Exchanged:
+        low = param.data
+        dense = _dense(local_part(low))
+        keeper, kept = _kept(self._optimizer.state.get(param, {}), self._store, low.shape, dense)
+        return _Exchanged(param, low, dense, keeper, kept)
+
+    def _memory(self, size: int, device: torch.device) -> Tensor:
+        if self._scratch is None:
+            return torch.empty(size, dtype=torch.float32, device=device)
+        return self._scratch.take(size, device)
+
+    def _exchange(self, each: _Exchanged) -> None:
+        """Let a parameter be its weight, and its gradient be float32."""
+        param, low = each.param, each.low
+        assert each.weight is not None
+        wide = in_place_of(low, each.weight).requires_grad_(param.requires_grad)
+        grad = param.grad
         if grad is not None:
             if grad.dtype is low.dtype:
-                grad = self._wide(grad)
-                version = grad._version
+                grad = self._wide(grad) if each.wide is None else each.wide
+                each.version = grad._version
             elif grad.dtype is not torch.float32:
                 wide.grad_dtype = grad.dtype
-            wide.grad = grad
-        swap = Swap(param, wide)
-        self._exchanged.append(_Exchanged(swap, low, kept, grad, version))
-        for each in KEEPING:
-            state.pop(each.key, None)
-        swap.make()
+            wide.grad = each.wide = grad
+        each.swap = Swap(param, wide)
+        self._exchanged.append(each)
+        state = self._optimizer.state.get(param, {})
+        for keeping in KEEPING:
+            state.pop(keeping.key, None)
+        each.swap.make()
 
     def _wide(self, grad: Tensor) -> Tensor:
         if grad.layout is not torch.strided:
             return grad.float()
         local = _dense(local_part(grad))
-        return in_place_of(grad, _shaped(self._memory(local), local).copy_(local).data)
+        memory = self._memory(local.numel(), local.device)
+        return in_place_of(grad, _shaped(memory, local).copy_(local).detach())
 
-    def _memory(self, like: Tensor) -> Tensor:
-        if self._scratch is None:
-            return torch.empty(like.numel(), dtype=torch.float32, device=like.device)
-        return self._scratch.take(like.numel(), like.device)
+    def _put_back(self, each: _Exchanged) -> None:
+        """Let a parameter be what it was. Interrupted, it can be called again."""
+        assert each.swap is not None
+        if each.is_made:
+            self._narrow_gradient(each, each.swap.other)
+            increment_version((each.swap.other,))
+        if each.kept is not None:
+            self._optimizer.state[each.param][self._store.key] = in_place_of(each.low, each.kept)
+        each.swap.undo()
 
-    def _narrow(self, exchanged: _Exchanged) -> None:
-        """Put a parameter back. Interrupted, it can be called again."""
-        swap, low, kept = exchanged.swap, exchanged.low, exchanged.kept
-        if swap.is_made():
-            # The optimizer may have put another tensor there.
-            local, target = local_part(swap.param.data), local_part(low)
-            dense = _dense(target)
-            self._store.narrow_(
-                _flat(_dense(local.float(), dense)),
-                _flat(dense),
-                None if kept is None else _flat(kept),
-                shard_name(low),
-            )
-            if dense is not target:
-                target.copy_(dense)
-            self._narrow_gradient(exchanged)
-            increment_version((swap.other,))
-        if kept is not None:
-            self._optimizer.state[swap.param][self._store.key] = in_place_of(low, kept)
-        swap.undo()
-
-    def _narrow_gradient(self, exchanged: _Exchanged) -> None:
-        own = exchanged.swap.other  # what the parameter was
-        grad, wide = exchanged.swap.param.grad, exchanged.wide
+    def _narrow_gradient(self, exchanged: _Exchanged, own: Tensor) -> None:
+        """Give what the parameter was its gradient: the one it had, written to if need be."""
+        grad, wide = exchanged.param.grad, exchanged.wide
         if grad is not wide:
             if grad is not None and own.grad_dtype is own.dtype:
                 grad = grad.to(own.dtype)
             own.grad = grad
         elif wide is not None and own.grad is not wide and self._is_written_to(exchanged):
+            assert own.grad is not None
             own.grad.copy_(wide)
 
     def _is_written_to(self, exchanged: _Exchanged) -> bool:
@@ -216,17 +343,18 @@ def in_any_case(call: Callable[[], Any], end: Callable[[], None]) -> Any:
 @torch.no_grad()
 def float32_weight(optimizer: torch.optim.Optimizer, store: Store, param: Tensor) -> Tensor:
     """Return a copy of the float32 weight behind a parameter."""
-    low, state = param.data, optimizer.state.get(param, {})
-    local = _dense(local_part(low))
-    memory = torch.empty(local.numel(), dtype=torch.float32, device=local.device)
-    *_, weight = _read(state, store, low.shape, local, memory)
-    return in_place_of(low, weight.clone())
+    low = param.data
+    dense = _dense(local_part(low))
+    keeper, kept = _kept(optimizer.state.get(param, {}), store, low.shape, dense)
+    memory = torch.empty(dense.numel(), dtype=torch.float32, device=dense.device)
+    weight = keeper.widen(_flat(dense), None if kept is None else _flat(kept), memory)
+    return in_place_of(low, _shaped(weight, dense).clone())
 
 
-def _read(
-    state: dict[str, Any], store: Store, shape: torch.Size, local: Tensor, memory: Tensor
-) -> tuple[Store, Tensor | None, Tensor]:
-    """Return who has kept something of a parameter, what is kept, here and dense, and the weight.
+def _kept(
+    state: dict[str, Any], store: Store, shape: torch.Size, dense: Tensor
+) -> tuple[Store, Tensor | None]:
+    """Return who has kept something of a parameter, and what is kept, here.
 
     Another store may have, and saved it. If that is of another shape, or nothing is kept, ``store``
     begins anew.
@@ -235,17 +363,19 @@ def _read(
         state: The state of the parameter.
         store: Its store.
         shape: Its shape, on all ranks together.
-        local: What this rank has of it, dense.
-        memory: Room for the weight, which may be what is kept.
+        dense: What this rank has of it.
     """
     keeper = next((each for each in (store, *KEEPING) if each.key in state), store)
     saved = state.get(keeper.key)
     if saved is None or saved.shape != shape:
-        keeper, kept = store, store.empty(local)
-    else:
-        kept = _dense(local_part(saved).to(local.device), local)
-    weight = keeper.widen(_flat(local), None if kept is None else _flat(kept), memory)
-    return keeper, kept, _shaped(weight, local)
+        return store, store.empty(dense)
+    return keeper, _dense(local_part(saved).to(dense.device), dense)
+
+
+def _has_own_dtype(param: Tensor) -> bool:
+    """Return whether a parameter has a gradient of its own dtype, and not a sparse one."""
+    grad = param.grad
+    return grad is not None and grad.dtype is param.dtype and grad.layout is torch.strided
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:

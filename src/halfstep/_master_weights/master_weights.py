@@ -6,7 +6,7 @@ import builtins
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
-from itertools import chain
+from itertools import chain, groupby
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -45,8 +45,8 @@ BESIDE_STEP = ("train", "eval", "first_step", "second_step")
 Schedule-free ones swap weights and their average, sharpness-aware ones go to a neighbour and
 back."""
 
-CHUNK = 0.1
-"""The share of all parameters that is in float32 at a time."""
+CHUNK, LEAST = 0.1, 1 << 20
+"""The share of all parameters that is in float32 at a time, and at least so many entries."""
 
 SEED, STEPS = "master_seed", "master_steps"
 """The keys, in groups of parameters, of what random bits depend on: these are saved everywhere."""
@@ -101,8 +101,9 @@ def master_weights(
         ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
             one of them is of a dtype that the store cannot serve, or gradients cannot be float32.
 
-    Memory: while it steps, float32 weights and gradients of a tenth of the parameters at a time;
-    of all of them with a closure, or an optimizer that is not PyTorch's. Sync: none.
+    Memory: while it steps, float32 weights and gradients of a tenth of the parameters at a time,
+    at least of a million entries; of all of them with a closure, or an optimizer that is not
+    PyTorch's. Sync: none.
 
     Example:
         >>> import halfstep
@@ -462,17 +463,22 @@ def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
 def _chunks(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """Yield the parameters with a gradient, by group, so many at a time as are to be float32.
 
-    DTensors count as a whole: a step may ask other ranks, which need the same parameters then.
+    DTensors count as a whole: a step may ask other ranks, which need the same parameters then. And
+    they are apart from others: fused steps take no mixture.
     """
-    groups = [[param for param in group if param.grad is not None] for group in groups]
-    limit = CHUNK * sum(p.numel() for p in chain.from_iterable(groups))
-    chunk: list[list[Tensor]] = [[] for _ in groups]
-    size = 0
-    for index, group in enumerate(groups):
-        for param in group:
+    params = [(n, p) for n, group in enumerate(groups) for p in group if p.grad is not None]
+    limit = max(CHUNK * sum(param.numel() for _, param in params), LEAST)
+    for _, alike in groupby(sorted(params, key=_kind), key=_kind):
+        chunk: list[list[Tensor]] = [[] for _ in groups]
+        size = 0
+        for index, param in alike:
             if size > 0 and size + param.numel() > limit:
                 yield chunk
                 chunk, size = [[] for _ in groups], 0
             chunk[index].append(param)
             size += param.numel()
-    yield chunk
+        yield chunk
+
+
+def _kind(member: tuple[int, Tensor]) -> bool:
+    return is_dtensor(member[1])
