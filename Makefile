@@ -8,7 +8,7 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test quick test-torch pytest check fuzz score test-gpu test-ranks bench clean
+.PHONY: help setup demo test quick test-torch pytest check fuzz score quality test-gpu test-ranks bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -18,6 +18,10 @@ setup: $(READY)  ## make .venv with everything pinned (demo and test do it by th
 
 $(READY): pyproject.toml constraints.txt setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" OTHER_TORCH="$(OTHER_TORCH)" sh setup.sh
+
+$(READY)-bench: $(READY)
+	@$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
+	@touch $@
 
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
 	@$(BIN)/halfstep demo $(ARGS)
@@ -47,13 +51,16 @@ fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test run
 score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
+quality: $(READY)-bench  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
+	@$(BIN)/python benchmarks/quality.py $(ARGS)
+
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
 
 test-ranks: $(READY)  ## the tests with four ranks, on the CPU
 	$(BIN)/pytest -m ranks4 $(ARGS)
 
-bench: $(READY)  ## the published figures (benchmarks/README.md)
+bench: $(READY)-bench  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/step_time.py --compile --rounds 16
@@ -67,6 +74,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/diagnose_time.py --size 43m --dtype bf16
 	$(BIN)/python benchmarks/ranks_counts.py
 	$(BIN)/python benchmarks/ranks_cost.py
+	$(BIN)/python benchmarks/half_parameters.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

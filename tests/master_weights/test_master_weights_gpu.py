@@ -61,7 +61,7 @@ def test_nans_of_the_device_stay(kind: type[Store]) -> None:
     weight /= weight
     param = torch.zeros(3, dtype=BF16, device="cuda")
     kept = store.empty(param)
-    store.narrow_(weight, param, kept, 0)
+    store.narrow_(weight, param, kept, "")
     assert param.isnan().all()
     assert store.widen(param, kept, torch.empty_like(weight)).isnan().all()
 

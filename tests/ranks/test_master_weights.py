@@ -484,7 +484,7 @@ def gathered(rank: int, store: str) -> Any:
     return (before, first.steps(3, 6)), (second.steps(3, 3), second.steps(3, 6))
 
 
-@pytest.mark.parametrize("store", ["float32", "stochastic"])
+@pytest.mark.parametrize("store", ["float32", "kahan", "stochastic"])
 def test_state_that_is_gathered_goes_on(pool: Pool, store: str) -> None:
     for expected, found in pool.run(gathered, store):
         assert_equal(found, expected)

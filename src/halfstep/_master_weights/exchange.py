@@ -113,7 +113,8 @@ class _Batch:
         members, device = self._members, self._lows[0].device
         keeper = members[0].keeper
         kept = self._joined(self._kept) if self._kept else None
-        weights = keeper.widen(self._joined(self._lows), kept, memory(self._size, device))
+        room = kept if kept is not None and keeper.keeps_weight else memory(self._size, device)
+        weights = keeper.widen(self._joined(self._lows), kept, room)
         for each, part in zip(members, self._parts(weights), strict=True):
             each.weight = _shaped(part, each.dense).detach()
             if keeper is not self._store:

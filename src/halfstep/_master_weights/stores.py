@@ -29,11 +29,13 @@ class Store(ABC):
         name: What :func:`halfstep.master_weights` calls it.
         key: The name of what is kept in the state of the optimizer; "" for nothing.
         dtypes: The dtypes of parameters that it can serve.
+        keeps_weight: Whether what is kept is the weight itself.
     """
 
     name: str
     key: str
     dtypes: tuple[torch.dtype, ...]
+    keeps_weight = False
 
     @abstractmethod
     def empty(self, param: Tensor) -> Tensor | None:
@@ -101,6 +103,7 @@ class Float32(Store):
     name = "float32"
     key = "master_weight"
     dtypes = (torch.bfloat16, torch.float16)
+    keeps_weight = True
 
     def empty(self, param: Tensor) -> Tensor:
         """Return the parameter in float32."""
