@@ -38,6 +38,7 @@ PUBLIC = {
     "simulate",
     "trace",
     "tune",
+    "use_policy",
 }
 
 

@@ -37,6 +37,7 @@ from halfstep import (
     simulate,
     trace,
     tune,
+    use_policy,
 )
 
 NAMES = (
@@ -69,6 +70,7 @@ NAMES = (
     simulate,
     trace,
     tune,
+    use_policy,
 )
 
 
@@ -101,7 +103,11 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
 
 
 def look(model: nn.Module, batch: Tensor) -> str:
-    with halfstep.trace(model) as seen, halfstep.autocast("cpu", torch.bfloat16):
+    with (
+        halfstep.use_policy("torch", module=model),
+        halfstep.trace(model) as seen,
+        halfstep.autocast("cpu", torch.bfloat16),
+    ):
         model(batch)
     with halfstep.keep(model, "*.norm"), halfstep.simulate(model, torch.float16):
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)

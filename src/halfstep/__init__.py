@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
 
     from halfstep import errors as errors
     from halfstep import sinks as sinks
+    from halfstep._autocast.ambient import use_policy as use_policy
     from halfstep._autocast.context import autocast as autocast
     from halfstep._autocast.context import custom_bwd as custom_bwd
     from halfstep._autocast.context import custom_fwd as custom_fwd
@@ -72,6 +73,7 @@ _MODULES = {
     "simulate": "halfstep._simulate.simulate",
     "trace": "halfstep._trace.trace",
     "tune": "halfstep._tune.tuner",
+    "use_policy": "halfstep._autocast.ambient",
 }
 """The public names, and where each comes from."""
 

@@ -183,7 +183,7 @@ def _check(
     number = None
     if enabled:
         _check_device(device, dtype)
-        settled = _policy(policy)
+        settled = settled_policy(policy)
         if settled.module_rules:
             name_modules(module, settled)
         number = kernels.prepare(settled, device)
@@ -234,7 +234,8 @@ def _check_device(device: str, dtype: torch.dtype) -> None:
         )
 
 
-def _policy(policy: Policy | str | None) -> Policy:
+def settled_policy(policy: Policy | str | None) -> Policy:
+    """Return a policy from what the user gives for it; None is the standard one."""
     match policy:
         case None:
             return preset("standard")

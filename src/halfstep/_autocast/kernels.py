@@ -296,7 +296,7 @@ def _kernel(name: str, device: str) -> Kernel:
         scope = thread.state.scope
         if scope.nesting is not None:
             scope = scopes.current()
-        policy = scope.policies.get(device)
+        policy = (scope.policies or scopes.ambient).get(device)
         if policy is None:
             return pytorch(keys, *args, **kwargs)
         if _observer is not None:
@@ -340,7 +340,7 @@ def _register_at(name: str, key: Key) -> None:
         device = _device_of((*args, *kwargs.values()))
         if device is None:
             return pytorch(keys, *args, **kwargs)
-        cast = scopes.current().policies[device].casts().get(name)
+        cast = scopes.policies()[device].casts().get(name)
         if cast is not None:
             return cast(keys, *args, **kwargs)
         if is_composite:  # the ops it is made of have rules of their own
@@ -354,7 +354,7 @@ def _register_at(name: str, key: Key) -> None:
 
 def _device_of(args: Iterable[Any]) -> str | None:
     """Return the device type of a tensor for which a policy is active and autocast is on."""
-    for device in filter(torch.is_autocast_enabled, scopes.current().policies):
+    for device in filter(torch.is_autocast_enabled, scopes.policies()):
         if any(tensor.device.type == device for tensor in tensors_in(args)):
             return device
     return None

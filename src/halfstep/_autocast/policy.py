@@ -248,8 +248,8 @@ def preset(name: str) -> Policy:
     """Return a policy that comes with halfstep.
 
     Args:
-        name: ``"standard"``, ``"torch"``, ``"torch-cuda"``, ``"bf16-lean"``, ``"apex-o1"`` or
-            ``"fp32"``.
+        name: ``"standard"``, ``"torch"``, ``"torch-2.11"`` to ``"torch-2.15"``, ``"torch-cuda"``,
+            ``"bf16-lean"``, ``"apex-o1"`` or ``"fp32"``.
 
     Raises:
         ValueError: there is no preset of that name.

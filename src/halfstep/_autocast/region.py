@@ -129,14 +129,14 @@ def current_policy(device_type: str) -> Policy | None:
 
     Sync: none.
     """
-    active = scopes.current().policies.get(device_type)
+    active = scopes.policies().get(device_type)
     return None if active is None else active.policy
 
 
 @compiler.run_while_tracing
 def current_settings(device_type: str) -> Settings:
     """Return what a :class:`Region` must be given to run a block as it would run now."""
-    active = scopes.current().policies.get(device_type)
+    active = scopes.policies().get(device_type)
     switches = amp.autocast_switches(device_type)
     if active is not None:
         return Settings(switches, active.number, inherit=False)
@@ -152,7 +152,7 @@ def settings_within(module: str, device_type: str) -> Settings | None:
         module: Its name in the model.
         device_type: That of what it computes with; autocast is on for it.
     """
-    active = scopes.current().policies.get(device_type)
+    active = scopes.policies().get(device_type)
     if active is None:
         return None
     number = kernels.number_within(active, module, torch.get_autocast_dtype(device_type))
@@ -170,7 +170,7 @@ def _enter(context: Region, settings: Settings) -> None:
     outer = scopes.thread.state.scope
     if outer.nesting is not None:
         outer = scopes.current()
-    policies = outer.policies
+    policies = outer.policies or scopes.ambient
     if number is not None:
         found = policies.within.get((number, inherit))
         if found is None or amp.has_function_mode():
@@ -261,7 +261,7 @@ def in_graph(settings: Settings) -> Iterator[None]:
 # kernels that run meanwhile then see the scope.
 def _enter_scope(device: str, number: int | None, inherit: bool) -> None:
     outer = scopes.current()
-    policies = outer.policies
+    policies = outer.policies or scopes.ambient
     if number is not None:
         policies = _policies(policies, device, number, inherit)
     scopes.enter_in_graph(outer, policies)

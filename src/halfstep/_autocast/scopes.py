@@ -46,6 +46,9 @@ class Policies(dict[str, "PolicyOnDevice"]):
 NO_POLICIES = Policies({})
 _all_policies = {NO_POLICIES.key: NO_POLICIES}
 
+ambient = NO_POLICIES
+"""The policies of threads that have none of their own; see :class:`halfstep.use_policy`."""
+
 
 class Scope(NamedTuple):
     """The policies and switches that are active in a thread.
@@ -109,19 +112,26 @@ def current() -> Scope:
     return scope
 
 
+def policies() -> Policies:
+    """Return the policies that are active in this thread."""
+    return current().policies or ambient
+
+
 def enter(
     outer: Scope,
     policies: Policies,
     context: "Region | None" = None,
     settings: "Settings | None" = None,
     switches: amp.Switches | None = None,
-) -> None:
+) -> Scope:
     """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
     state = thread.state
-    scope = (policies, outer, context, settings, switches, None)
-    state.scope = tuple.__new__(Scope, scope)  # in half the time of Scope(...)
+    # In half the time of Scope(...).
+    scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None))
+    state.scope = scope
     if policies is not state.followed:
         _follow(state, policies)
+    return scope
 
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
@@ -139,6 +149,27 @@ def leave(scope: Scope) -> None:
     # No context and no graph is entered, but in recomputation: here casts of weights end.
     if outer.context is None and outer.nesting is None:
         weight_cache.clear()
+
+
+def leave_below(scope: Scope) -> bool:
+    """Leave a scope that is not the innermost one; those inside stay as they are.
+
+    Returns:
+        Whether there is such a scope in this thread.
+    """
+    inner: list[Scope] = []
+    each: Scope | None = current()
+    while each is not None and each is not scope:
+        inner.append(each)
+        each = each.outer
+    if each is None:
+        return False
+    rest = scope.outer
+    for each in reversed(inner):
+        rest = each._replace(outer=rest)
+    assert rest is not None
+    thread.state.scope = rest
+    return True
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -193,13 +224,13 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
     torch.utils.checkpoint runs a function again in the backward pass. It re-enters
     ``torch.autocast`` with the switches of the forward pass, but knows of no policy.
     """
-    policies = current().policies
+    then = policies()
 
     def under_the_same_policies(*args: Any, **kwargs: Any) -> Any:
         outer = current()
-        if outer.policies is policies:
+        if outer.policies is then:
             return function(*args, **kwargs)
-        enter(outer, policies)
+        enter(outer, then)
         try:
             return function(*args, **kwargs)
         finally:

@@ -25,6 +25,7 @@ The presets that come with halfstep:
 
 * ``standard``: one table for every device, the default.
 * ``torch``: PyTorch's own lists of the running version, a different one for each device.
+* ``torch-2.11`` to ``torch-2.15``: those of that version, whichever runs.
 * ``torch-cuda``: PyTorch's list for CUDA, on every device.
 * ``bf16-lean``: standard, but norms, softmax and losses stay in bfloat16.
 * ``apex-o1``: the lists of NVIDIA Apex, opt level O1.
@@ -57,12 +58,24 @@ from halfstep._autocast.rule import (
 )
 from halfstep._pytorch import amp, dispatch
 
-PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32")
+_VERSIONS = {f"torch-2.{minor}": (2, minor) for minor in range(11, 16)}
+PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32", *_VERSIONS)
+
+_FIRST = {"rms_norm": (2, 12), "linalg_matrix_sqrth": (2, 14)}
+"""The first version in which PyTorch's autocast casts an op, and below the last one."""
+_LAST = {"cholesky": (2, 13), "qr": (2, 13)}
 
 
 @cache
 def rules_of(preset: str) -> tuple[Rule, ...]:
     """Return the rules of a preset, one of ``PRESETS``."""
+    if preset in _VERSIONS:
+        version = _VERSIONS[preset]
+        return tuple(
+            rule
+            for rule in _read("torch")
+            if _FIRST.get(rule.op, version) <= version <= _LAST.get(rule.op, version)
+        )
     match preset:
         case "torch":
             return tuple(filter(_has_kernel, _read("torch")))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 HELP = "show, compare and check policies: which op runs in which dtype"
 DESCRIPTION = "Looks at policies, the tables that say which op runs in which dtype."
 EPILOG = """\
-POLICY is a TOML file, a preset (standard, torch, torch-cuda, bf16-lean, apex-o1, fp32), or the text
-of a policy: a preset and rules, "standard; softmax[bf16]:lower".
+POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15, torch-cuda, bf16-lean,
+apex-o1, fp32), or the text of a policy: a preset and rules, "standard; softmax[bf16]:lower".
 
 examples:
   halfstep policy show standard                       every rule of the default

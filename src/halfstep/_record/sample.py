@@ -205,7 +205,7 @@ class Sampler:
         self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
         self._last_outputs: list[weakref.ref[Tensor]] = []
         self._depth = 0
-        self._scope: scopes.Scope | None = None
+        self._noted: dict[str, tuple[torch.dtype, object]] = {}
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
 
     def begin(self, is_measuring: bool) -> None:
@@ -325,14 +325,12 @@ class Sampler:
         self._found[kind, name] = dtype_name(tensor.dtype), statistics
 
     def _note_policy(self) -> None:
-        scope = scopes.current()
-        if scope is self._scope:
-            return
-        self._scope = scope
-        for device, policy in scope.policies.items():
+        for device, policy in scopes.policies().items():
             if torch.is_autocast_enabled(device):
-                dtype = dtype_name(torch.get_autocast_dtype(device))
-                self.policies[device] = dtype, str(policy.policy)
+                found = torch.get_autocast_dtype(device), policy.policy
+                if self._noted.get(device) != found:
+                    self._noted[device] = found
+                    self.policies[device] = dtype_name(found[0]), str(found[1])
 
 
 class _ForwardHook:

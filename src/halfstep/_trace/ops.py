@@ -156,7 +156,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
             here.is_cast = before
 
     def _is_cast_by_autocast(self, func: Any, device: str) -> bool:
-        if device in scopes.current().policies:
+        if device in scopes.policies():
             ruled = self._places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
         name = f"{op_name(func)}.{dispatch.overload_of(func)}"

@@ -293,4 +293,4 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
 def _is_under_pytorchs_autocast(row: Row) -> bool:
     """Return whether autocast is PyTorch's own, with its own kernels."""
-    return row.device not in scopes.current().policies and row.autocast is not None
+    return row.device not in scopes.policies() and row.autocast is not None
