@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
 import halfstep
+from halfstep._master_weights.lost_updates import StepUpdates
 from halfstep._numerics import measure
 from halfstep._record.read import read_run
 
@@ -146,6 +147,65 @@ def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkey
     assert shares[1] == pytest.approx(32 * 128 / (32 * 128 + 128), abs=0.01)
 
 
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_a_closure_counts_by_its_own_gradients(tmp_path, has_scaler):
+    torch.manual_seed(0)
+    model = nn.Embedding(30, 4)  # each step has gradients in rows of its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+    with halfstep.record(tmp_path, model=model, every=1):
+        for step in range(3):
+            rows = torch.arange(10 * step, 10 * step + 10)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(rows).square().sum()  # noqa: B023
+                scaler.scale(loss).backward()
+                return loss
+
+            scaler.step(optimizer, closure)
+            scaler.update()
+    weights, shares = sampled_weights(tmp_path)
+    assert weights == {step: {"weight": [40, 0]} for step in (1, 2, 3)}
+    assert set(shares.values()) == {0.0}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_a_step_does_around_that_of_its_base_class_counts(tmp_path, is_first):
+    class Decaying(torch.optim.SGD):
+        def decay(self):
+            for param in self.param_groups[0]["params"]:
+                param.data.mul_(0.5)
+
+        def step(self, closure=None):
+            if is_first:
+                self.decay()
+            super().step(closure)
+            if not is_first:
+                self.decay()
+
+    model = nn.Linear(2, 2)
+    torch.optim.SGD(model.parameters())  # from now on its step has hooks
+    optimizer = Decaying(model.parameters(), lr=0.0)
+    with halfstep.record(tmp_path, model=model, every=1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert sampled_weights(tmp_path)[0][1] == {"weight": [4, 0], "bias": [2, 0]}
+
+
+def test_a_parameter_of_another_shape_does_not_count(tmp_path):
+    class Shrinking(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].data = torch.ones(1, 2)
+
+    model = nn.Linear(2, 2)
+    optimizer = Shrinking(model.parameters(), lr=0.0)
+    with halfstep.record(tmp_path, model=model, every=1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert sampled_weights(tmp_path)[0][1] == {"weight": [None, None], "bias": [2, 2]}
+
+
 def test_ranks_add_their_counts(tmp_path):
     for rank in range(2):
         model = small()
@@ -162,11 +222,13 @@ def test_ranks_add_their_counts(tmp_path):
     assert shares[1] == 1.0
 
 
-def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["__init__", "counted"])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch, name, error):
     def fail(*_):
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
-    monkeypatch.setattr("halfstep._master_weights.lost_updates.weight_of", fail)
+    monkeypatch.setattr(StepUpdates, name, fail)
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path, model=model, every=1) as run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from halfstep._master_weights.master_weights import is_rounded_by_chance, weight_of
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
+from halfstep._pytorch.modes import is_fake
+from halfstep._pytorch.optim import optimizer_step_depth
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
 from halfstep._scaler.scalars import moved
@@ -34,11 +36,14 @@ class Counted(NamedTuple):
 class StepUpdates:
     """The weights of an optimizer before a step, to be counted after it.
 
-    Sparse gradients do not count, nor do weights that are rounded by chance. Sync: none.
+    Sparse gradients do not count, nor do weights that are rounded by chance, nor tensors without
+    values. Sync: none.
 
     Args:
         optimizer: The optimizer. One that is given ``found_inf`` skips the step by itself: then
             nothing counts.
+        has_closure: Whether a closure makes the gradients during the step: the last ones count.
+            Else those before it do, since the step may set them to zero.
         part: Returns the entries of a tensor that are looked at.
     """
 
@@ -46,33 +51,86 @@ class StepUpdates:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        part: Callable[[Tensor], Tensor] = lambda values: values,
+        has_closure: bool,
+        part: Callable[[Tensor], Tensor],
     ) -> None:
         self._optimizer, self._part = optimizer, part
         found_inf = getattr(optimizer, "found_inf", None)
         self._is_taken = None if found_inf is None else found_inf == 0
-        self._before = [
-            (param, self._looked_at(param).clone(), part(local_part(param.grad)) != 0)
-            for param in parameters(optimizer)
-            if param.grad is not None
-            and param.layout is param.grad.layout is torch.strided
-            and not is_rounded_by_chance(optimizer, param)
-        ]
+        self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        for param in parameters(optimizer):
+            has_gradient = None if has_closure else self._has_gradient(param)
+            is_counted = param.requires_grad if has_closure else has_gradient is not None
+            if (
+                is_counted
+                and param.layout is torch.strided
+                and not (param.is_meta or is_fake(param))
+                and not is_rounded_by_chance(optimizer, param)
+            ):
+                self._before.append((param, self._looked_at(param).clone(), has_gradient))
 
     def _looked_at(self, param: Tensor) -> Tensor:
         return self._part(local_part(weight_of(self._optimizer, param)))
+
+    def _has_gradient(self, param: Tensor) -> Tensor | None:
+        """Return which entries have a gradient that is not zero, None without one to look at."""
+        grad = param.grad
+        if grad is None or grad.layout is not torch.strided:
+            return None
+        return self._part(local_part(grad)) != 0
 
     @torch.no_grad()
     def counted(self) -> list[Counted]:
         """Return the counts of the step that has been made since."""
         found = []
-        for param, before, has_gradient in self._before:
-            is_lost = has_gradient & (self._looked_at(param) == before)
+        for param, before, had_gradient in self._before:
+            has_gradient = self._has_gradient(param) if had_gradient is None else had_gradient
+            after = self._looked_at(param)
+            if has_gradient is None or not has_gradient.shape == after.shape == before.shape:
+                continue
+            is_lost = has_gradient & (after == before)
             counts = torch.stack([has_gradient.sum(), is_lost.sum()])
             if self._is_taken is not None:
                 counts *= moved(self._is_taken, counts.device)
             found.append(Counted(param, before.dtype, counts))
         return found
+
+
+class OpenSteps:
+    """The steps that have begun and have not ended, of each optimizer the outermost.
+
+    The step of a class may call that of its base class, and both have hooks.
+
+    Args:
+        part: Returns the entries of a tensor that are looked at.
+    """
+
+    def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        self._part = part
+        self._open: dict[int, tuple[int, StepUpdates]] = {}
+
+    def begin(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Note the weights before a step, called from a hook of it, with what the hook is given."""
+        depth = optimizer_step_depth()
+        around = self._open.get(id(optimizer))
+        if around is not None and around[0] < depth:  # any other was left by an exception
+            return
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        self._open[id(optimizer)] = depth, StepUpdates(optimizer, has_closure, self._part)
+
+    def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
+        """Return the counts of a step, called from a hook after it; none for one inside of it."""
+        depth, step = self._open.get(id(optimizer), (0, None))
+        if step is None or depth != optimizer_step_depth():
+            return []
+        del self._open[id(optimizer)]
+        return step.counted()
+
+    def clear(self) -> None:
+        """Forget the steps that have begun."""
+        self._open.clear()
 
 
 class LostUpdates:
@@ -88,21 +146,21 @@ class LostUpdates:
         if module is not None:
             self._names.watch(module)
         self._hooks = ExitStack()
-        self._before: StepUpdates | None = None
+        self._steps = OpenSteps()
         self._counts: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
     def __enter__(self) -> LostUpdates:
         """Begin to count."""
         optimizer = self._optimizer
-        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(optimizer.register_step_pre_hook(self._steps.begin).remove)
         self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop counting."""
         self._hooks.close()
-        self._before = None
+        self._steps.clear()
 
     @property
     def share(self) -> float:
@@ -128,13 +186,8 @@ class LostUpdates:
         worst = sorted(shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._before = StepUpdates(optimizer)
-
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._before is None:
-            return
-        counted, self._before = self._before.counted(), None
+        counted = self._steps.end(optimizer)
         names = self._names.of([each.param for each in counted], optimizer)
         for name, each in zip(names, counted, strict=True):
             self._counts[name] = each.counts + self._counts.get(name, 0)

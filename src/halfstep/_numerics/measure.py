@@ -61,7 +61,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     statistics = _counted(sample, values.numel(), amax)
     if not is_gradient:
         return statistics
-    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
+    wide = torch.promote_types(values.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(values, dtype=wide).float().item()
     flushed = None
     if _is_from_float16(values, sample, statistics.amin):
         flushed = _zeros_in_live_rows(sample) if sample.ndim > 1 else 0
