@@ -124,7 +124,7 @@ def test_the_outermost_step_of_an_optimizer_counts() -> None:
 
     model = nn.Linear(2, 2, bias=False)
     torch.optim.SGD(model.parameters())  # from now on its step has hooks
-    optimizer = Decaying(model.parameters(), lr=0.0)
+    optimizer = Decaying(model.parameters(), lr=1e-30)
     with lost_updates(optimizer, model) as lost:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.raises = True

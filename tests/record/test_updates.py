@@ -111,6 +111,21 @@ def test_a_skipped_step_has_no_updates(tmp_path, fused):
     assert weights[2]["0.weight"] in ([None, None], [0, 0])
 
 
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_learning_rate_of_zero_loses_nothing(tmp_path, rate):
+    model = small()
+    groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=1e-9, foreach=False)
+    with halfstep.record(tmp_path, model=model), halfstep.lost_updates(optimizer, model) as lost:
+        loss_of(model).backward()
+        optimizer.step()
+    weights, shares = sampled_weights(tmp_path)
+    assert weights[1]["0.weight"] == [0, 0]
+    assert weights[1]["2.weight"] == [32, 32]
+    assert shares[1] == 1.0
+    assert math.isnan(lost.shares["0.weight"])
+
+
 def test_each_optimizer_has_its_own_share(tmp_path):
     model = small()
     some = torch.optim.SGD(model[0].parameters(), lr=1e-6)
@@ -132,7 +147,7 @@ def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkey
     monkeypatch.setitem(measure.LARGE, "cpu", 64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128, bias=False), nn.Linear(128, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=1):
         model(torch.randn(4, 32)).square().mean().backward()
         model[1].weight.data += 1.0
@@ -186,7 +201,7 @@ def test_what_a_step_does_around_that_of_its_base_class_counts(tmp_path, is_firs
 
     model = nn.Linear(2, 2)
     torch.optim.SGD(model.parameters())  # from now on its step has hooks
-    optimizer = Decaying(model.parameters(), lr=0.0)
+    optimizer = Decaying(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=1):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -199,7 +214,7 @@ def test_a_parameter_of_another_shape_does_not_count(tmp_path):
             self.param_groups[0]["params"][0].data = torch.ones(1, 2)
 
     model = nn.Linear(2, 2)
-    optimizer = Shrinking(model.parameters(), lr=0.0)
+    optimizer = Shrinking(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=1):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -209,7 +224,7 @@ def test_a_parameter_of_another_shape_does_not_count(tmp_path):
 def test_ranks_add_their_counts(tmp_path):
     for rank in range(2):
         model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
         with halfstep.record(tmp_path / str(rank), model=model, every=1):
             loss_of(model).backward()
             optimizer.step()
@@ -246,7 +261,7 @@ def test_sinks_get_the_share(tmp_path):
             seen.append((step, scalars.get("share_lost_updates")))
 
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=2, sinks=[Seen()]):
         for _ in range(3):
             optimizer.zero_grad()

@@ -14,7 +14,6 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
-from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
 from halfstep._scaler.scalars import moved
 
@@ -33,11 +32,27 @@ class Counted(NamedTuple):
     counts: Tensor
 
 
+class _Before(NamedTuple):
+    """A parameter before a step.
+
+    Attributes:
+        param: The parameter.
+        weight: What is looked at of the weight behind it.
+        has_gradient: Which entries have a gradient that is not zero; None if a closure will tell.
+        is_moved: Whether the learning rate is not zero.
+    """
+
+    param: Tensor
+    weight: Tensor
+    has_gradient: Tensor | None
+    is_moved: Tensor | bool
+
+
 class StepUpdates:
     """The weights of an optimizer before a step, to be counted after it.
 
-    Sparse gradients do not count, nor do weights that are rounded by chance, nor tensors without
-    values. Sync: none.
+    Sparse gradients do not count, nor do weights that are rounded by chance, those with a learning
+    rate of 0, as in the first step of a warm-up, nor tensors without values. Sync: none.
 
     Args:
         optimizer: The optimizer. One that is given ``found_inf`` skips the step by itself: then
@@ -57,17 +72,21 @@ class StepUpdates:
         self._optimizer, self._part = optimizer, part
         found_inf = getattr(optimizer, "found_inf", None)
         self._is_taken = None if found_inf is None else found_inf == 0
-        self._before: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        for param in parameters(optimizer):
-            has_gradient = None if has_closure else self._has_gradient(param)
-            is_counted = param.requires_grad if has_closure else has_gradient is not None
-            if (
-                is_counted
-                and param.layout is torch.strided
-                and not (param.is_meta or is_fake(param))
-                and not is_rounded_by_chance(optimizer, param)
-            ):
-                self._before.append((param, self._looked_at(param).clone(), has_gradient))
+        self._before: list[_Before] = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                has_gradient = None if has_closure else self._has_gradient(param)
+                is_counted = param.requires_grad if has_closure else has_gradient is not None
+                if (
+                    is_counted
+                    and param.layout is torch.strided
+                    and not (param.is_meta or is_fake(param))
+                    and not is_rounded_by_chance(optimizer, param)
+                ):
+                    rate = group.get("lr", 1.0)
+                    is_moved = rate.ne(0.0) if isinstance(rate, Tensor) else rate != 0.0
+                    before = self._looked_at(param).clone()
+                    self._before.append(_Before(param, before, has_gradient, is_moved))
 
     def _looked_at(self, param: Tensor) -> Tensor:
         return self._part(local_part(weight_of(self._optimizer, param)))
@@ -83,15 +102,17 @@ class StepUpdates:
     def counted(self) -> list[Counted]:
         """Return the counts of the step that has been made since."""
         found = []
-        for param, before, had_gradient in self._before:
-            has_gradient = self._has_gradient(param) if had_gradient is None else had_gradient
+        for param, before, has_gradient, is_moved in self._before:
+            if has_gradient is None:
+                has_gradient = self._has_gradient(param)
             after = self._looked_at(param)
             if has_gradient is None or not has_gradient.shape == after.shape == before.shape:
                 continue
             is_lost = has_gradient & (after == before)
             counts = torch.stack([has_gradient.sum(), is_lost.sum()])
-            if self._is_taken is not None:
-                counts *= moved(self._is_taken, counts.device)
+            for flag in (self._is_taken, is_moved):
+                if flag is not None:
+                    counts *= moved(flag, counts.device) if isinstance(flag, Tensor) else flag
             found.append(Counted(param, before.dtype, counts))
         return found
 
@@ -207,8 +228,9 @@ def lost_updates(
     Returns:
         A context manager, whose ``share`` and ``shares`` (by parameter) are the shares, 0 to 1, of
         the entries whose gradient was not zero and whose weight did not move. Steps that a
-        GradScaler skips do not count, nor do sparse gradients, nor the weights of
-        ``store="stochastic"``, which are right on average. Of DTensors, what this rank holds.
+        GradScaler skips do not count, nor do those with a learning rate of 0, nor sparse gradients,
+        nor the weights of ``store="stochastic"``, which are right on average. Of a closure it is
+        the last gradients that count. Of DTensors, what this rank holds.
 
     Memory: a copy of the weights for the time of a step. Sync: none before the shares are read.
 
