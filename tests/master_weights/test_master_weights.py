@@ -820,6 +820,39 @@ def test_all_of_a_state_is_loaded_as_it_was_saved(make: Any, gradients: Any) -> 
     assert_same(list(model.parameters()), list(later.parameters()))
 
 
+class LowMomentum(torch.optim.Optimizer):
+    """Has a momentum in bfloat16, whatever its parameters are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                momentum = state.setdefault("momentum", torch.zeros_like(param, dtype=BF16))
+                momentum.lerp_(param.grad.to(BF16), 0.1)
+                param.sub_(momentum.float(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+def test_state_that_an_optimizer_keeps_low_stays_low(store: Any) -> None:
+    model = linear()
+    optimizer = master_weights(LowMomentum(model.parameters()), store)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    later = copy.deepcopy(model)
+    after = master_weights(LowMomentum(later.parameters()), store)
+    after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert after.state[later.weight]["momentum"].dtype is BF16
+    for each, stepped in ((model, optimizer), (later, after)):
+        each.zero_grad()
+        loss_of(each, 1).backward()
+        stepped.step()
+    assert_same(list(model.parameters()), list(later.parameters()))
+
+
 @pytest.mark.parametrize("saved", ["split", "float32", "kahan", "stochastic"])
 @pytest.mark.parametrize("loaded", ["split", "float32", "kahan", "stochastic"])
 def test_another_store_may_go_on(saved: Any, loaded: Any) -> None:

@@ -178,7 +178,8 @@ class MasterWeights:
                     "had master weights, and PyTorch has rounded what was kept of them. Call "
                     "master_weights() first, and then load_state_dict()"
                 )
-        self._widen_state(optimizer)
+        for param in parameters(optimizer):
+            self._widen_state(optimizer, param)
         self._take_step(optimizer)
         self._take_methods(optimizer)
         self._take_groups(optimizer)
@@ -347,35 +348,46 @@ class MasterWeights:
 
     # --- checkpoints ------------------------------------------------------------------------------
 
-    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Note the state of lower parameters, which PyTorch casts to their dtype."""
+    def _before_load(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Note the state of lower parameters, which PyTorch casts to their dtype.
+
+        It gets what the optimizer has made, which ``__setstate__`` may ask for, and nothing else.
+        """
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        saved = state_dict["state"]
-        self._loaded = {
-            builtins.id(param): saved[id]
-            for id, param in zip(ids, parameters(optimizer), strict=False)
-            if param.dtype in self.store.dtypes and id in saved
-        }
+        saved = dict(state_dict["state"])
+        self._loaded = {}
+        for id, param in zip(ids, parameters(optimizer), strict=False):
+            if param.dtype in self.store.dtypes and id in saved:
+                self._loaded[builtins.id(param)] = saved[id]
+                saved[id] = {key: each for key, each in saved[id].items() if key not in _KEYS}
+        return state_dict | {"state": saved}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put it in as it was saved. Only now: ``__setstate__`` may ask for any of it before."""
+        """Put it in as it was saved."""
         for param in parameters(optimizer):
-            state = optimizer.state.get(param, {})
             for key, value in self._loaded.get(id(param), {}).items():
+                state = optimizer.state[param]
                 # PyTorch leaves "step" float32. What __setstate__ has removed stays removed.
-                if key != "step" and key in state and isinstance(value, _WITH_TENSORS):
+                is_cast = isinstance(value, _WITH_TENSORS) and key != "step" and key in state
+                if key in _KEYS or is_cast:
                     state[key] = _map_state(methodcaller("to", param.device), value)
         self._loaded = {}
-        self._widen_state(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                # With master weights, what is of lower precision is so by the optimizer's choice.
+                has_masters = STEPS in group or not _KEYS.isdisjoint(optimizer.state.get(param, {}))
+                if not has_masters:
+                    self._widen_state(optimizer, param)
 
-    def _widen_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def _widen_state(self, optimizer: torch.optim.Optimizer, param: Tensor) -> None:
         """Make state float32 that was made without master weights."""
-        for param in parameters(optimizer):
-            if param.dtype in self.store.dtypes and param in optimizer.state:
-                state = optimizer.state[param]
-                for key, value in state.items():
-                    if key not in _KEYS:
-                        state[key] = _map_state(_widened, value)
+        if param.dtype in self.store.dtypes and param in optimizer.state:
+            state = optimizer.state[param]
+            for key, value in state.items():
+                if key not in _KEYS:
+                    state[key] = _map_state(_widened, value)
 
 
 def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
