@@ -1,6 +1,7 @@
 """The count of lost updates against a loop over the entries; memory; weights to export."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,46 @@ def test_what_is_rounded_by_chance_is_not_called_lost() -> None:
         optimizer.step()
     assert lost.shares == {}
     assert "store='stochastic', which loses none on average" in str(lost)
+
+
+def test_a_closure_counts_by_its_own_gradients() -> None:
+    model = nn.Embedding(20, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure(row: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.tensor([row])).square().sum()
+        loss.backward()
+        return loss
+
+    with lost_updates(optimizer) as lost:
+        for row in range(3):
+            optimizer.step(partial(closure, row))
+    assert lost.share == 0.0
+
+
+def test_the_outermost_step_of_an_optimizer_counts() -> None:
+    class Decaying(torch.optim.SGD):
+        raises = False
+
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["params"][0].data.mul_(0.5)
+            super().step(closure)
+            if self.raises:
+                raise ArithmeticError
+
+    model = nn.Linear(2, 2, bias=False)
+    torch.optim.SGD(model.parameters())  # from now on its step has hooks
+    optimizer = Decaying(model.parameters(), lr=1e-30)
+    with lost_updates(optimizer, model) as lost:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.raises = True
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert lost.shares == {}
+        optimizer.raises = False
+        optimizer.step()
+    assert lost.shares == {"weight": 0.0}
 
 
 def test_only_steps_in_the_block_count() -> None:

@@ -5,7 +5,7 @@ import gc
 import io
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -766,6 +766,92 @@ def test_state_that_an_optimizer_has_already_becomes_float32() -> None:
     master_weights(optimizer)
     assert optimizer.state[model.weight]["exp_avg"].dtype is torch.float32
     optimizer.step()
+
+
+class Containers(torch.optim.Optimizer):
+    """Has averages of gradients in a dictionary, a list, a tuple and a queue."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["all"] = {"list": [torch.zeros_like(param)]}
+                    state["pair"] = (torch.zeros_like(param),)
+                    state["queue"] = deque([torch.zeros_like(param)], maxlen=1)
+                for average in (*state["all"]["list"], *state["pair"], *state["queue"]):
+                    average.lerp_(param.grad, 0.1)
+                    param.sub_(average, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("gradients", [None, "float32"])
+@pytest.mark.parametrize(
+    "make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.LBFGS, Containers]
+)
+def test_all_of_a_state_is_loaded_as_it_was_saved(make: Any, gradients: Any) -> None:
+    def go_on(model: nn.Linear, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+        for seed in seeds:
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, seed)  # noqa: B023
+                loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(closure)
+
+    model = linear()
+    optimizer = master_weights(make(model.parameters(), lr=1e-2), gradients=gradients)
+    go_on(model, optimizer, range(2))
+    later = copy.deepcopy(model)
+    saved = copy.deepcopy(optimizer.state_dict())
+    after = master_weights(make(later.parameters(), lr=1e-2), gradients=gradients)
+    after.load_state_dict(saved)
+    assert str(after.state_dict()) == str(saved)
+    for key, value in after.state[later.weight].items():
+        is_container = isinstance(value, dict | list | deque)
+        assert not (is_container and value is saved["state"][0][key])  # it may be written to
+    go_on(model, optimizer, range(2, 4))
+    go_on(later, after, range(2, 4))
+    assert_same(list(model.parameters()), list(later.parameters()))
+
+
+class LowMomentum(torch.optim.Optimizer):
+    """Has a momentum in bfloat16, whatever its parameters are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                momentum = state.setdefault("momentum", torch.zeros_like(param, dtype=BF16))
+                momentum.lerp_(param.grad.to(BF16), 0.1)
+                param.sub_(momentum.float(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+def test_state_that_an_optimizer_keeps_low_stays_low(store: Any) -> None:
+    model = linear()
+    optimizer = master_weights(LowMomentum(model.parameters()), store)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    later = copy.deepcopy(model)
+    after = master_weights(LowMomentum(later.parameters()), store)
+    after.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert after.state[later.weight]["momentum"].dtype is BF16
+    for each, stepped in ((model, optimizer), (later, after)):
+        each.zero_grad()
+        loss_of(each, 1).backward()
+        stepped.step()
+    assert_same(list(model.parameters()), list(later.parameters()))
 
 
 @pytest.mark.parametrize("saved", ["split", "float32", "kahan", "stochastic"])

@@ -147,6 +147,17 @@ def test_the_square_sum_of_a_gradient() -> None:
     assert found.square_sum == 25.0
 
 
+def test_the_square_sum_of_a_float64_gradient() -> None:
+    def gradient(values: list[float]) -> Statistics:
+        found = measure(torch.tensor(values, dtype=torch.float64), is_gradient=True)
+        assert found is not None
+        return found
+
+    found = gradient([3.0, 4.0, 1e200])
+    assert found.square_sum == math.inf  # beyond float32, in which it is measured
+    assert gradient([3.0, 4.0]).square_sum == 25.0
+
+
 def test_zeros_that_float16_has_made_are_told_from_dead_rows_and_columns() -> None:
     torch.manual_seed(0)
     exact = torch.randn(32, 20) * 1e-7

@@ -265,6 +265,17 @@ def test_an_optimizer_around_another_counts_once(tmp_path: Path) -> None:
     assert read_run(tmp_path).steps[0].optimizer == "Around"
 
 
+def test_a_step_that_cannot_be_recorded_is_a_note(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1, device="meta")  # its loss cannot be read
+    (optimizer,) = sgd(model)
+    with halfstep.record(tmp_path, every=1):
+        for _ in range(2):
+            model(torch.ones(1, 2, device="meta")).sum().backward()
+            optimizer.step()
+    (note, *_) = read_run(tmp_path).notes
+    assert note.text.startswith("a step could not be recorded: ")
+
+
 def test_setting_the_scale_is_no_step(tmp_path: Path) -> None:
     scaler = halfstep.GradScaler("cpu")
     with halfstep.record(tmp_path) as record:

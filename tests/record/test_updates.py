@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
 import halfstep
-from halfstep._numerics import measure
+from halfstep._master_weights.lost_updates import StepUpdates
 from halfstep._record.read import read_run
 
 BF16 = torch.bfloat16
@@ -110,6 +110,21 @@ def test_a_skipped_step_has_no_updates(tmp_path, fused):
     assert weights[2]["0.weight"] in ([None, None], [0, 0])
 
 
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+def test_a_learning_rate_of_zero_loses_nothing(tmp_path, rate):
+    model = small()
+    groups = [{"params": model[0].parameters(), "lr": rate}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=1e-9, foreach=False)
+    with halfstep.record(tmp_path, model=model), halfstep.lost_updates(optimizer, model) as lost:
+        loss_of(model).backward()
+        optimizer.step()
+    weights, shares = sampled_weights(tmp_path)
+    assert weights[1]["0.weight"] == [0, 0]
+    assert weights[1]["2.weight"] == [32, 32]
+    assert shares[1] == 1.0
+    assert math.isnan(lost.shares["0.weight"])
+
+
 def test_each_optimizer_has_its_own_share(tmp_path):
     model = small()
     some = torch.optim.SGD(model[0].parameters(), lr=1e-6)
@@ -128,10 +143,10 @@ def test_each_optimizer_has_its_own_share(tmp_path):
 
 
 def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkeypatch):
-    monkeypatch.setitem(measure.LARGE, "cpu", 64)
+    monkeypatch.setattr("halfstep._record.updates.LOOKED_AT", 64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 128, bias=False), nn.Linear(128, 1, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=1):
         model(torch.randn(4, 32)).square().mean().backward()
         model[1].weight.data += 1.0
@@ -146,10 +161,69 @@ def test_a_large_weight_is_looked_at_in_part_and_counts_in_full(tmp_path, monkey
     assert shares[1] == pytest.approx(32 * 128 / (32 * 128 + 128), abs=0.01)
 
 
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_a_closure_counts_by_its_own_gradients(tmp_path, has_scaler):
+    torch.manual_seed(0)
+    model = nn.Embedding(30, 4)  # each step has gradients in rows of its own
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+    with halfstep.record(tmp_path, model=model, every=1):
+        for step in range(3):
+            rows = torch.arange(10 * step, 10 * step + 10)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(rows).square().sum()  # noqa: B023
+                scaler.scale(loss).backward()
+                return loss
+
+            scaler.step(optimizer, closure)
+            scaler.update()
+    weights, shares = sampled_weights(tmp_path)
+    assert weights == {step: {"weight": [40, 0]} for step in (1, 2, 3)}
+    assert set(shares.values()) == {0.0}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_a_step_does_around_that_of_its_base_class_counts(tmp_path, is_first):
+    class Decaying(torch.optim.SGD):
+        def decay(self):
+            for param in self.param_groups[0]["params"]:
+                param.data.mul_(0.5)
+
+        def step(self, closure=None):
+            if is_first:
+                self.decay()
+            super().step(closure)
+            if not is_first:
+                self.decay()
+
+    model = nn.Linear(2, 2)
+    torch.optim.SGD(model.parameters())  # from now on its step has hooks
+    optimizer = Decaying(model.parameters(), lr=1e-30)
+    with halfstep.record(tmp_path, model=model, every=1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert sampled_weights(tmp_path)[0][1] == {"weight": [4, 0], "bias": [2, 0]}
+
+
+def test_a_parameter_of_another_shape_does_not_count(tmp_path):
+    class Shrinking(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].data = torch.ones(1, 2)
+
+    model = nn.Linear(2, 2)
+    optimizer = Shrinking(model.parameters(), lr=1e-30)
+    with halfstep.record(tmp_path, model=model, every=1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert sampled_weights(tmp_path)[0][1] == {"weight": [None, None], "bias": [2, 2]}
+
+
 def test_ranks_add_their_counts(tmp_path):
     for rank in range(2):
         model = small()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
         with halfstep.record(tmp_path / str(rank), model=model, every=1):
             loss_of(model).backward()
             optimizer.step()
@@ -162,11 +236,13 @@ def test_ranks_add_their_counts(tmp_path):
     assert shares[1] == 1.0
 
 
-def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["__init__", "counted"])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_count_that_fails_is_a_note(tmp_path, monkeypatch, name, error):
     def fail(*_):
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
-    monkeypatch.setattr("halfstep._master_weights.lost_updates.weight_of", fail)
+    monkeypatch.setattr(StepUpdates, name, fail)
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with halfstep.record(tmp_path, model=model, every=1) as run:
@@ -184,7 +260,7 @@ def test_sinks_get_the_share(tmp_path):
             seen.append((step, scalars.get("share_lost_updates")))
 
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     with halfstep.record(tmp_path, model=model, every=2, sinks=[Seen()]):
         for _ in range(3):
             optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from halfstep._master_weights.master_weights import is_rounded_by_chance, weight_of
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
-from halfstep._scaler.gradients import parameters
+from halfstep._pytorch.modes import is_fake
+from halfstep._pytorch.optim import optimizer_step_depth
 from halfstep._scaler.names import Names
 from halfstep._scaler.scalars import moved
 
@@ -31,14 +32,33 @@ class Counted(NamedTuple):
     counts: Tensor
 
 
+class _Before(NamedTuple):
+    """A parameter before a step.
+
+    Attributes:
+        param: The parameter.
+        weight: What is looked at of the weight behind it.
+        has_gradient: Which entries have a gradient that is not zero; None if a closure will tell.
+        is_moved: Whether the learning rate is not zero.
+    """
+
+    param: Tensor
+    weight: Tensor
+    has_gradient: Tensor | None
+    is_moved: Tensor | bool
+
+
 class StepUpdates:
     """The weights of an optimizer before a step, to be counted after it.
 
-    Sparse gradients do not count, nor do weights that are rounded by chance. Sync: none.
+    Sparse gradients do not count, nor do weights that are rounded by chance, those with a learning
+    rate of 0, as in the first step of a warm-up, nor tensors without values. Sync: none.
 
     Args:
         optimizer: The optimizer. One that is given ``found_inf`` skips the step by itself: then
             nothing counts.
+        has_closure: Whether a closure makes the gradients during the step: the last ones count.
+            Else those before it do, since the step may set them to zero.
         part: Returns the entries of a tensor that are looked at.
     """
 
@@ -46,33 +66,92 @@ class StepUpdates:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        part: Callable[[Tensor], Tensor] = lambda values: values,
+        has_closure: bool,
+        part: Callable[[Tensor], Tensor],
     ) -> None:
         self._optimizer, self._part = optimizer, part
         found_inf = getattr(optimizer, "found_inf", None)
         self._is_taken = None if found_inf is None else found_inf == 0
-        self._before = [
-            (param, self._looked_at(param).clone(), part(local_part(param.grad)) != 0)
-            for param in parameters(optimizer)
-            if param.grad is not None
-            and param.layout is param.grad.layout is torch.strided
-            and not is_rounded_by_chance(optimizer, param)
-        ]
+        self._before: list[_Before] = []
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                has_gradient = None if has_closure else self._has_gradient(param)
+                is_counted = param.requires_grad if has_closure else has_gradient is not None
+                if (
+                    is_counted
+                    and param.layout is torch.strided
+                    and not (param.is_meta or is_fake(param))
+                    and not is_rounded_by_chance(optimizer, param)
+                ):
+                    rate = group.get("lr", 1.0)
+                    is_moved = rate.ne(0.0) if isinstance(rate, Tensor) else rate != 0.0
+                    before = self._looked_at(param).clone()
+                    self._before.append(_Before(param, before, has_gradient, is_moved))
 
     def _looked_at(self, param: Tensor) -> Tensor:
         return self._part(local_part(weight_of(self._optimizer, param)))
+
+    def _has_gradient(self, param: Tensor) -> Tensor | None:
+        """Return which entries have a gradient that is not zero, None without one to look at."""
+        grad = param.grad
+        if grad is None or grad.layout is not torch.strided:
+            return None
+        return self._part(local_part(grad)) != 0
 
     @torch.no_grad()
     def counted(self) -> list[Counted]:
         """Return the counts of the step that has been made since."""
         found = []
-        for param, before, has_gradient in self._before:
-            is_lost = has_gradient & (self._looked_at(param) == before)
+        for param, before, has_gradient, is_moved in self._before:
+            if has_gradient is None:
+                has_gradient = self._has_gradient(param)
+            after = self._looked_at(param)
+            if has_gradient is None or not has_gradient.shape == after.shape == before.shape:
+                continue
+            is_lost = has_gradient & (after == before)
             counts = torch.stack([has_gradient.sum(), is_lost.sum()])
-            if self._is_taken is not None:
-                counts *= moved(self._is_taken, counts.device)
+            for flag in (self._is_taken, is_moved):
+                if flag is not None:
+                    counts *= moved(flag, counts.device) if isinstance(flag, Tensor) else flag
             found.append(Counted(param, before.dtype, counts))
         return found
+
+
+class OpenSteps:
+    """The steps that have begun and have not ended, of each optimizer the outermost.
+
+    The step of a class may call that of its base class, and both have hooks.
+
+    Args:
+        part: Returns the entries of a tensor that are looked at.
+    """
+
+    def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
+        self._part = part
+        self._open: dict[int, tuple[int, StepUpdates]] = {}
+
+    def begin(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Note the weights before a step, called from a hook of it, with what the hook is given."""
+        depth = optimizer_step_depth()
+        around = self._open.get(id(optimizer))
+        if around is not None and around[0] < depth:  # any other was left by an exception
+            return
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        self._open[id(optimizer)] = depth, StepUpdates(optimizer, has_closure, self._part)
+
+    def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
+        """Return the counts of a step, called from a hook after it; none for one inside of it."""
+        depth, step = self._open.get(id(optimizer), (0, None))
+        if step is None or depth != optimizer_step_depth():
+            return []
+        del self._open[id(optimizer)]
+        return step.counted()
+
+    def clear(self) -> None:
+        """Forget the steps that have begun."""
+        self._open.clear()
 
 
 class LostUpdates:
@@ -88,21 +167,21 @@ class LostUpdates:
         if module is not None:
             self._names.watch(module)
         self._hooks = ExitStack()
-        self._before: StepUpdates | None = None
+        self._steps = OpenSteps()
         self._counts: dict[str, Tensor] = {}
         self._dtypes: set[torch.dtype] = set()
 
     def __enter__(self) -> LostUpdates:
         """Begin to count."""
         optimizer = self._optimizer
-        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(optimizer.register_step_pre_hook(self._steps.begin).remove)
         self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop counting."""
         self._hooks.close()
-        self._before = None
+        self._steps.clear()
 
     @property
     def share(self) -> float:
@@ -128,13 +207,8 @@ class LostUpdates:
         worst = sorted(shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._before = StepUpdates(optimizer)
-
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._before is None:
-            return
-        counted, self._before = self._before.counted(), None
+        counted = self._steps.end(optimizer)
         names = self._names.of([each.param for each in counted], optimizer)
         for name, each in zip(names, counted, strict=True):
             self._counts[name] = each.counts + self._counts.get(name, 0)
@@ -154,8 +228,9 @@ def lost_updates(
     Returns:
         A context manager, whose ``share`` and ``shares`` (by parameter) are the shares, 0 to 1, of
         the entries whose gradient was not zero and whose weight did not move. Steps that a
-        GradScaler skips do not count, nor do sparse gradients, nor the weights of
-        ``store="stochastic"``, which are right on average. Of DTensors, what this rank holds.
+        GradScaler skips do not count, nor do those with a learning rate of 0, nor sparse gradients,
+        nor the weights of ``store="stochastic"``, which are right on average. Of a closure it is
+        the last gradients that count. Of DTensors, what this rank holds.
 
     Memory: a copy of the weights for the time of a step. Sync: none before the shares are read.
 

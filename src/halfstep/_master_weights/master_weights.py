@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import builtins
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import chain, groupby
+from operator import methodcaller
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from halfstep._common.nested import like
 from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight, in_any_case
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
 from halfstep._numerics.formats import dtype_name
@@ -158,7 +161,7 @@ class MasterWeights:
     def __init__(self, store: Store, *, float32_gradients: bool) -> None:
         self.store = store
         self._float32_gradients = float32_gradients
-        self._loaded: dict[int, dict[str, Tensor]] = {}
+        self._loaded: dict[int, dict[str, Any]] = {}
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer step in float32 from now on."""
@@ -176,7 +179,8 @@ class MasterWeights:
                     "had master weights, and PyTorch has rounded what was kept of them. Call "
                     "master_weights() first, and then load_state_dict()"
                 )
-        self._widen_state(optimizer)
+        for param in parameters(optimizer):
+            self._widen_state(optimizer, param)
         self._take_step(optimizer)
         self._take_methods(optimizer)
         self._take_groups(optimizer)
@@ -348,39 +352,43 @@ class MasterWeights:
     def _before_load(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Keep the state of lower parameters from PyTorch, which would cast it to their dtype."""
-        state_dict = dict(state_dict)
+        """Note the state of lower parameters, which PyTorch casts to their dtype.
+
+        It gets what the optimizer has made, which ``__setstate__`` may ask for, and nothing else.
+        """
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved = dict(state_dict["state"])
         self._loaded = {}
         for id, param in zip(ids, parameters(optimizer), strict=False):
             if param.dtype in self.store.dtypes and id in saved:
-                tensors = {
-                    key: value
-                    for key, value in saved[id].items()
-                    if isinstance(value, Tensor) and key != "step"  # which PyTorch leaves float32
-                }
-                saved[id] = {key: each for key, each in saved[id].items() if key not in tensors}
-                self._loaded[builtins.id(param)] = tensors
+                self._loaded[builtins.id(param)] = saved[id]
+                saved[id] = {key: each for key, each in saved[id].items() if key not in _KEYS}
         return state_dict | {"state": saved}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put it in."""
+        """Put it in as it was saved."""
         for param in parameters(optimizer):
             for key, value in self._loaded.get(id(param), {}).items():
-                optimizer.state[param][key] = value.to(param.device)
-        self._loaded = {}
-        self._widen_state(optimizer)
-
-    def _widen_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make state float32 that was made without master weights."""
-        for param in parameters(optimizer):
-            if param.dtype in self.store.dtypes and param in optimizer.state:
                 state = optimizer.state[param]
-                for key, value in state.items():
-                    is_low = isinstance(value, Tensor) and value.dtype in LOWER
-                    if is_low and key not in _KEYS:
-                        state[key] = value.float()
+                # PyTorch leaves "step" float32. What __setstate__ has removed stays removed.
+                is_cast = isinstance(value, _WITH_TENSORS) and key != "step" and key in state
+                if key in _KEYS or is_cast:
+                    state[key] = _map_state(methodcaller("to", param.device), value)
+        self._loaded = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                # With master weights, what is of lower precision is so by the optimizer's choice.
+                has_masters = STEPS in group or not _KEYS.isdisjoint(optimizer.state.get(param, {}))
+                if not has_masters:
+                    self._widen_state(optimizer, param)
+
+    def _widen_state(self, optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+        """Make state float32 that was made without master weights."""
+        if param.dtype in self.store.dtypes and param in optimizer.state:
+            state = optimizer.state[param]
+            for key, value in state.items():
+                if key not in _KEYS:
+                    state[key] = _map_state(_widened, value)
 
 
 def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -453,6 +461,31 @@ def kept_of(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:
     setattr(optimizer, name, MethodType(wraps(getattr(optimizer, name))(call), optimizer))
+
+
+_WITH_TENSORS = (Tensor, dict, list, tuple, deque)
+"""The classes of values of a state that are, or may hold, tensors."""
+
+
+def _map_state(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a value of a state with a function applied to its tensors.
+
+    Containers are new ones, as PyTorch's ``load_state_dict`` makes them: an optimizer may write to
+    them, and those that were loaded belong to somebody else.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map_state(function, item) for key, item in value.items()}
+    if isinstance(value, deque):
+        return deque((_map_state(function, item) for item in value), value.maxlen)
+    if isinstance(value, list | tuple):
+        return like(value, [_map_state(function, item) for item in value])
+    return value
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOWER else tensor
 
 
 def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:

@@ -61,7 +61,8 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     statistics = _counted(sample, values.numel(), amax)
     if not is_gradient:
         return statistics
-    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
+    wide = torch.promote_types(values.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(values, dtype=wide).float().item()
     flushed = None
     if _is_from_float16(values, sample, statistics.amin):
         flushed = _zeros_in_live_rows(sample) if sample.ndim > 1 else 0
@@ -89,9 +90,15 @@ def _limit(values: Tensor) -> int:
     return LARGE.get(values.device.type, LARGE_ELSEWHERE)
 
 
-def counted_part(values: Tensor) -> Tensor:
-    """Return the entries that are counted: all, or rows of a large tensor at equal distances."""
-    if values.numel() <= _limit(values):
+def counted_part(values: Tensor, limit: int | None = None) -> Tensor:
+    """Return the entries that are counted: all, or rows of a large tensor at equal distances.
+
+    Args:
+        values: The entries.
+        limit: From how many on the tensor is large; None for what its device allows.
+    """
+    limit = limit or _limit(values)
+    if values.numel() <= limit:
         return values
     if values.ndim < 2:
         flat = values.reshape(-1)
@@ -100,7 +107,6 @@ def counted_part(values: Tensor) -> Tensor:
         # In the weights of a convolution the last dimension is only a part of a row.
         is_matrix_of_rows = values.shape[-1] > 7
         rows = values.reshape(-1, values.shape[-1]) if is_matrix_of_rows else values.flatten(1)
-    limit = _limit(values)
     sample = rows[:: max(rows.shape[0] // max(limit // rows.shape[1], NUM_ROWS), 1)]
     return sample[:, :: max(sample.numel() // (NUM_ROWS * limit), 1)]  # shortens long rows
 

@@ -37,8 +37,8 @@ class Statistics(Struct, frozen=True, gc=False):
             as :func:`halfstep._numerics.measure.measure` finds them. None for a gradient that has
             not, or that has no values small enough to tell, and for other tensors.
         square_sum: Sum of the squares of all entries; None if it was not computed.
-        updates: Of a weight that an optimizer has stepped, the measured entries whose gradient was
-            not zero; None for other tensors.
+        updates: Of a weight that an optimizer has stepped, the entries whose gradient was not zero,
+            of those that were looked at; None for other tensors.
         lost_updates: Those of them that the step did not move.
     """
 

@@ -47,15 +47,18 @@ NO_MODEL = (
 )
 
 
-def _unseen(method: Callable[..., None]) -> Callable[..., None]:
-    """Hide the ops of a method from the user's modes."""
+def _aside(method: Callable[..., None]) -> Callable[..., None]:
+    """Hide the ops of a method from the user's modes, and let no failure of it end the run."""
 
     @wraps(method)
-    def unseen(*args: Any, **kwargs: Any) -> None:
-        with modes.unseen_by_modes():
-            method(*args, **kwargs)
+    def aside(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
+        try:
+            with modes.unseen_by_modes():
+                method(recorder, *args, **kwargs)
+        except Exception as error:
+            recorder.on_failure(error)
 
-    return unseen
+    return aside
 
 
 class Recorder:
@@ -92,7 +95,7 @@ class Recorder:
 
     # --- events of the training -------------------------------------------------------------------
 
-    @_unseen
+    @_aside
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Note a loss before it is scaled."""
         if self._listens_to(scaler):
@@ -100,7 +103,7 @@ class Recorder:
                 self._loss, self._is_scaled = None, True
             self._add_losses(tensors_in([outputs]))
 
-    @_unseen
+    @_aside
     def on_backward(self, roots: Any) -> None:
         """Note the roots of a backward pass: the loss, if no scaler has seen it."""
         if not self._is_listening() or autograd.backward_number() >= 0:
@@ -112,7 +115,7 @@ class Recorder:
         if self._counts_plain_steps():
             self._add_losses(tensors_in([roots]))
 
-    @_unseen
+    @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
         """Note an L2 norm measured by ``torch.nn.utils.clip_grad_norm_``.
 
@@ -122,7 +125,7 @@ class Recorder:
             self._norms.append((frozenset(map(id, tensors)), norm.detach().clone()))
             del self._norms[:-MOST_NORMS]
 
-    @_unseen
+    @_aside
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
         """Note that ``update`` has ended an iteration."""
         if not outcomes or not self._listens_to(scaler):
@@ -140,7 +143,7 @@ class Recorder:
                 self._write_culprits(outcome)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
 
-    @_unseen
+    @_aside
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note a step of an optimizer; it counts if it is made without a scaler."""
         if torch.compiler.is_compiling():
@@ -165,6 +168,11 @@ class Recorder:
             self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
         return step
 
+    def on_failure(self, error: Exception) -> None:
+        """Note that an event could not be recorded."""
+        self._discard_sample()
+        self.say(f"a step could not be recorded: {type(error).__name__}: {error}")
+
     def say(self, text: str) -> None:
         """Write a note, once."""
         if text not in self._said:
@@ -178,7 +186,7 @@ class Recorder:
         self._discard_sample()
         try:
             self._write_steps(self._waiting.take_all())
-        except RuntimeError as failure:  # a device error may have ended the run
+        except Exception as failure:  # a device error may have ended the run
             self.say(f"the last steps could not be read: {failure}")
         self._write({"event": "end", "time": self._time(), "steps": self.num_steps, "error": error})
         self._writer.close()

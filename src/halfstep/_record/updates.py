@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._master_weights.lost_updates import Counted, StepUpdates
+from halfstep._master_weights.lost_updates import Counted, OpenSteps
 from halfstep._numerics.measure import counted_part
 from halfstep._pytorch import modes
 from halfstep._pytorch.distributed import local_part
@@ -19,12 +20,14 @@ from halfstep._record.run import Measured
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.scalars import moved
 
+LOOKED_AT = 1 << 16
+"""About so many entries of a weight are looked at, and copied for that before a step."""
+
 
 class UpdateCounter:
     """Counts the updates of all optimizers, and those that are lost.
 
-    It has a hook only between :meth:`begin` and :meth:`end`; otherwise it costs nothing. Of large
-    tensors it looks at the part that is measured too.
+    It has a hook only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
 
     Args:
         say: Receives notes for the reader of the record.
@@ -34,27 +37,32 @@ class UpdateCounter:
     def __init__(self, say: Callable[[str], None], is_listening: Callable[[], bool]) -> None:
         self._say, self._is_listening = say, is_listening
         self._hook: RemovableHandle | None = None
-        self._stepping: dict[int, StepUpdates] = {}
+        self._steps = OpenSteps(_part)
         self._counted: dict[int, Counted] = {}
 
     def begin(self) -> None:
         """Begin a sampled step."""
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not self._is_listening():
             return
-        try:
-            with modes.unseen_by_modes():
-                self._stepping[id(optimizer)] = StepUpdates(optimizer, counted_part)
-        except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
-            self._say(f"lost updates cannot be counted: {error}")
+        with modes.unseen_by_modes(), self._noting_failures():
+            self._steps.begin(optimizer, args, kwargs)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the updates of a step that has begun in a sampled step. Sync: none."""
-        step = self._stepping.pop(id(optimizer), None)
-        if step is not None:
-            self._counted.update((id(each.param), each) for each in step.counted())
+        if self._hook is not None:
+            with self._noting_failures():
+                counted = self._steps.end(optimizer)
+                self._counted.update((id(each.param), each) for each in counted)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a recorder never ends a run, whatever the optimizer is
+            self._say(f"lost updates cannot be counted: {error}")
 
     def share_lost(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
         """Return the share of its updates that an optimizer has lost; None if it is not known.
@@ -78,7 +86,9 @@ class UpdateCounter:
         """
         if self._hook is not None:
             self._hook.remove()
-        counted, self._counted, self._stepping = self._counted, {}, {}
+            self._hook = None
+        self._steps.clear()
+        counted, self._counted = self._counted, {}
         counts = {
             name: counted[id(param)].counts.tolist()
             for name, param in params
@@ -92,7 +102,12 @@ class UpdateCounter:
         ]
 
 
+def _part(values: Tensor) -> Tensor:
+    """Return the entries of a weight, or of its gradient, that are looked at."""
+    return counted_part(values, LOOKED_AT)
+
+
 def _size_to_part(param: Tensor) -> float:
     """Return the size of a tensor to that of the part that is looked at."""
     values = local_part(param)
-    return values.numel() / max(counted_part(values).numel(), 1)
+    return values.numel() / max(_part(values).numel(), 1)

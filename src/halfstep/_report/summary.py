@@ -239,8 +239,8 @@ class Layer:
             this does not apply.
         underflow: By format, entries above zero that it would flush.
         overflow: By format, finite entries that it cannot hold.
-        updates: Of a weight, the measured entries whose gradient was not zero in a sampled step;
-            None where that is not known.
+        updates: Of a weight, the entries whose gradient was not zero in a sampled step, of those
+            that were looked at; None where that is not known.
         lost_updates: Those that the step did not move.
         share_lost_updates: Those as a share of the updates; None without updates.
         histogram: By exponent, finite entries above zero: ``e`` is for (2**(e-1), 2**e].
