@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.record.training import Net, train
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -118,20 +119,42 @@ def test_a_warning_is_shown_as_often_as_without_a_record(tmp_path: Path) -> None
     assert len(shown) == 1
 
 
-def test_a_mode_of_the_user_does_not_see_the_ops_of_the_record(tmp_path: Path) -> None:
-    class Count(TorchDispatchMode):
-        num = 0
+class CountOps(TorchDispatchMode):
+    """Count the ops below autograd."""
 
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            self.num += 1
-            return op(*args, **(kwargs or {}))
+    num = 0
 
-    model = nn.Linear(2, 1)
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.num += 1
+        return op(*args, **(kwargs or {}))
+
+
+class CountFunctions(TorchFunctionMode):
+    """Count the functions that are called."""
+
+    num = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.num += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [CountOps, CountFunctions])
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_a_mode_of_the_user_does_not_see_the_record(
+    mode: type[CountOps | CountFunctions], has_scaler: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    (optimizer,) = sgd(model)
 
     def count() -> int:
-        with Count() as mode:
-            model(torch.ones(1, 2)).sum().backward()
-        return mode.num
+        scaler = halfstep.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+        with mode() as counting:
+            for _ in range(2):
+                scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return counting.num
 
     count()
     plain = count()

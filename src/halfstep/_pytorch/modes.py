@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from halfstep._pytorch.amp import Switches, autocast_switches
+from halfstep._pytorch.amp import Switches, autocast_switches, has_function_mode
 from halfstep._pytorch.dispatch import autocast_key
 
 # (with no_torch_function(): ...) runs a block as if no tensor had a __torch_function__ of its own.
@@ -49,10 +49,15 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 
 def unseen_by_modes() -> AbstractContextManager[object]:
-    """Return a context whose ops no TorchDispatchMode of the user sees."""
-    if not num_dispatch_modes():
-        return nullcontext()
-    return torch.utils._python_dispatch._disable_current_modes()
+    """Return a context whose ops no mode of the user sees."""
+    has_functions, has_ops = has_function_mode(), num_dispatch_modes() > 0
+    if not has_ops:
+        return torch._C.DisableTorchFunction() if has_functions else nullcontext()
+    stack = ExitStack()
+    if has_functions:
+        stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
+    return stack
 
 
 def is_tracing() -> bool:

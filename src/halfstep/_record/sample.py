@@ -287,7 +287,8 @@ class Sampler:
             return
         self._note_policy()
         if self._is_measuring:
-            self._take_outputs(name or OUTERMOST, output)
+            with modes.unseen_by_modes():
+                self._take_outputs(name or OUTERMOST, output)
 
     def _take_outputs(self, name: str, output: Any) -> None:
         outputs = [tensor for tensor in tensors_in([output]) if tensor.requires_grad]
