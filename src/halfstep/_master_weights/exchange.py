@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep._master_weights.stores import KEEPING, Store
-from halfstep._pytorch.amp import increment_version
+from halfstep._pytorch.amp import copy_to_each_, increment_version
 from halfstep._pytorch.distributed import Swap, in_place_of, local_part, shard_name
 
 ALIGNMENT = 16
@@ -123,7 +123,7 @@ class _Batch:
         if len(members) > 1 and all(_has_own_dtype(each.param) for each in members):
             grads = [_dense(local_part(each.param.grad)) for each in members]
             parts = self._parts(memory(self._size, device))
-            torch._foreach_copy_(parts, [_flat(grad) for grad in grads])
+            copy_to_each_(parts, [_flat(grad) for grad in grads])
             for each, grad, part in zip(members, grads, parts, strict=True):
                 each.wide = in_place_of(each.param.grad, _shaped(part, grad).detach())
 
@@ -146,9 +146,9 @@ class _Batch:
             lows = self._lows[0].new_empty(self._size)
             left = self._kept[0].new_empty(self._size) if self._kept else None
             store.narrow_(weights, lows, left, shard)
-            torch._foreach_copy_(self._lows, self._parts(lows))
+            copy_to_each_(self._lows, self._parts(lows))
             if left is not None:
-                torch._foreach_copy_(self._kept, self._parts(left))
+                copy_to_each_(self._kept, self._parts(left))
         for each in members:
             target = local_part(each.low)
             if each.dense is not target:
@@ -163,7 +163,7 @@ class _Batch:
         if len(flat) == 1:
             return flat[0]
         block = flat[0].new_zeros(self._size)
-        torch._foreach_copy_(self._parts(block), flat)
+        copy_to_each_(self._parts(block), flat)
         return block
 
 

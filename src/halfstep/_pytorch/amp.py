@@ -23,6 +23,9 @@ norms_of_each = torch._foreach_norm
 # (tensors, others): adds each to its tensor in place, in few kernels.
 add_to_each_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
 
+# (tensors, others): write others to tensors, one to each, converted to its dtype.
+copy_to_each_ = torch._foreach_copy_
+
 # (tensors): what torch.autograd.graph.increment_version() calls.
 increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
 
