@@ -99,7 +99,7 @@ def test_the_first_loss_is_per_character_whatever_it_is_averaged_over(runs, corp
 
 def test_fp16_loses_gradients_and_the_scaler_saves_them(runs):
     lost = {name: run.zero_share for name, run in runs.items()}
-    assert lost["fp16-unscaled"] > 0.1
+    assert lost["fp16-unscaled"] > 0.05
     assert lost["fp16"] < 0.001
     assert lost["fp32"] < 0.001
     assert lost["bf16"] < 0.001

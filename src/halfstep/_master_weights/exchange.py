@@ -81,11 +81,6 @@ class _Exchanged:
         """Whether the parameter is its weight now."""
         return self.swap is not None and self.swap.is_made()
 
-    @property
-    def is_as_given(self) -> bool:
-        """Whether it is so in the memory that it was given: the optimizer may have changed it."""
-        return self.weight is not None and local_part(self.param).is_set_to(self.weight)
-
 
 class _Batch:
     """Parameters that are converted together: side by side in one block, with gaps between.
@@ -120,7 +115,7 @@ class _Batch:
             if keeper is not self._store:
                 each.kept = self._store.empty(each.dense)
         self._weights = weights
-        if len(members) > 1 and all(_has_own_dtype(each.param) for each in members):
+        if len(members) > 1 and all(map(_has_narrow_gradient, members)):
             grads = [_dense(local_part(each.param.grad)) for each in members]
             parts = self._parts(memory(self._size, device))
             copy_to_each_(parts, [_flat(grad) for grad in grads])
@@ -135,7 +130,7 @@ class _Batch:
             for each in made:
                 _Batch([each], store).narrow()
             return
-        if weights is None or not all(each.is_as_given for each in members):
+        if weights is None or not all(map(_is_as_given, members)):
             now = [_dense(local_part(each.param.data).float(), each.dense) for each in members]
             weights = self._joined([_flat(each) for each in now])
         shard = shard_name(members[0].low)
@@ -366,17 +361,23 @@ def _kept(
         shape: Its shape, on all ranks together.
         dense: What this rank has of it.
     """
-    keeper = next((each for each in (store, *KEEPING) if each.key in state), store)
+    # A list: an interrupt in a generator that is thrown away would be lost.
+    keeper = ([each for each in (store, *KEEPING) if each.key in state] or [store])[0]
     saved = state.get(keeper.key)
     if saved is None or saved.shape != shape:
         return store, store.empty(dense)
     return keeper, _dense(local_part(saved).to(dense.device), dense)
 
 
-def _has_own_dtype(param: Tensor) -> bool:
+def _has_narrow_gradient(each: _Exchanged) -> bool:
     """Return whether a parameter has a gradient of its own dtype, and not a sparse one."""
-    grad = param.grad
-    return grad is not None and grad.dtype is param.dtype and grad.layout is torch.strided
+    grad = each.param.grad
+    return grad is not None and grad.dtype is each.param.dtype and grad.layout is torch.strided
+
+
+def _is_as_given(each: _Exchanged) -> bool:
+    """Return whether a parameter is its weight still: the optimizer may have put another there."""
+    return each.weight is not None and local_part(each.param).is_set_to(each.weight)
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
