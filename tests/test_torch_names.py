@@ -21,6 +21,7 @@ from halfstep._pytorch import (
     compiler,
     dispatch,
     distributed,
+    listeners,
     modes,
     modules,
     optim,
@@ -308,7 +309,7 @@ def test_norms_of_clipping_are_heard_by_whatever_name_and_the_function_comes_bac
     parameter.grad = torch.full((4,), 3.0)
     heard: list[tuple[list[torch.Tensor], float]] = []
     before = torch.nn.utils.clip_grad._get_total_norm
-    with optim.listening_to_norms(lambda grads, norm: heard.append((grads, norm.item()))):
+    with listeners.listening_to_norms(lambda grads, norm: heard.append((grads, norm.item()))):
         clip_grad_norm_([parameter], 1.0)
         clip_grad_norm_([parameter], 1.0, norm_type=float("inf"))
     ((gradients, norm),) = heard

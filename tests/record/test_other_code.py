@@ -399,3 +399,28 @@ def test_a_line_that_was_cut_does_not_spoil_the_next(tmp_path: Path) -> None:
     writer.write({"event": "note", "step": 2, "text": "kept"})
     writer.close()
     assert "kept" in [note.text for note in read_run(tmp_path).notes]
+
+
+def test_records_end_in_any_order(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    (optimizer,) = sgd(model)
+    backward, measure = torch.autograd.backward, nn.utils.clip_grad._get_total_norm
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    first, second = halfstep.record(tmp_path / "a", model), halfstep.record(tmp_path / "b", model)
+    first.__enter__()
+    second.__enter__()
+    step()
+    first.__exit__(None, None, None)
+    step()
+    second.__exit__(None, None, None)
+    assert torch.autograd.backward is backward
+    assert nn.utils.clip_grad._get_total_norm is measure
+    for folder, num in (("a", 1), ("b", 2)):
+        steps = read_run(tmp_path / folder).steps
+        assert [None not in (step.loss, step.norm) for step in steps] == [True] * num

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -71,29 +70,3 @@ def _is_schedulers(step: Any) -> bool:
 def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
     """Say whether a scheduler's ``step`` is the one that its constructor makes."""
     return scheduler._is_initial
-
-
-@contextmanager
-def listening_to_norms(
-    listener: Callable[[list[torch.Tensor], torch.Tensor], None],
-) -> Iterator[None]:
-    """Hear of the norms that torch.nn.utils.clip_grad_norm_ measures, by whatever name it is known.
-
-    Args:
-        listener: Gets the gradients and their L2 norm, a scalar.
-    """
-    module = torch.nn.utils.clip_grad
-    measure = module._get_total_norm
-
-    def heard(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        norm: torch.Tensor = measure(tensors, norm_type, *args, **kwargs)
-        if float(norm_type) == 2.0:
-            listener(tensors, norm)
-        return norm
-
-    module._get_total_norm = heard
-    try:
-        yield
-    finally:
-        module._get_total_norm = measure

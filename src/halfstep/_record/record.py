@@ -10,16 +10,15 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep._common.machine import device_name, num_ranks, rank
-from halfstep._common.patches import Patches
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._pytorch import optim
+from halfstep._pytorch.listeners import listening_to_backward, listening_to_norms
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.recorder import Recorder
 from halfstep._record.sample import Models
@@ -111,8 +110,8 @@ class record:
         with ExitStack() as stack:
             stack.enter_context(observing(recorder))
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
-            stack.callback(_tell_of_backward(recorder).undo)
-            stack.enter_context(optim.listening_to_norms(recorder.on_norm))
+            stack.enter_context(listening_to_backward(recorder.on_backward))
+            stack.enter_context(listening_to_norms(recorder.on_norm))
             self._stack = stack.pop_all()
         self._recorder, self._model = recorder, None
         return self
@@ -203,16 +202,3 @@ def _text(error: BaseException | None) -> str | None:
         return None
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _tell_of_backward(recorder: Recorder) -> Patches:
-    """Tell the recorder of backward passes; ``Tensor.backward`` looks the function up each time."""
-    backward = torch.autograd.backward
-
-    def heard(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.on_backward(tensors)
-        backward(tensors, *args, **kwargs)
-
-    patches = Patches()
-    patches.put(torch.autograd, "backward", heard)
-    return patches

@@ -1,0 +1,100 @@
+"""Functions of PyTorch that others listen to: they are replaced while anybody does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+
+
+class _Heard:
+    """A function of a module, and those who listen to its calls; they may leave in any order.
+
+    Args:
+        module: The module.
+        name: The name of the function, by which PyTorch looks it up at each call.
+        call: Gets the function, the listeners, and what it is called with.
+    """
+
+    def __init__(self, module: Any, name: str, call: Callable[..., Any]) -> None:
+        self._module, self._name, self._call = module, name, call
+        self._listeners: list[Callable[..., None]] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def by(self, listener: Callable[..., None]) -> Iterator[None]:
+        with self._lock:
+            if not self._listeners:
+                self._replace()
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+                if not self._listeners:
+                    setattr(self._module, self._name, self._original)
+
+    def _replace(self) -> None:
+        original = self._original = getattr(self._module, self._name)
+
+        def heard(*args: Any, **kwargs: Any) -> Any:
+            return self._call(original, tuple(self._listeners), *args, **kwargs)
+
+        setattr(self._module, self._name, heard)
+
+
+def _backward(
+    original: Callable[..., None],
+    listeners: tuple[Callable[..., None], ...],
+    tensors: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    for listener in listeners:
+        listener(tensors)
+    original(tensors, *args, **kwargs)
+
+
+def _norm(
+    original: Callable[..., torch.Tensor],
+    listeners: tuple[Callable[..., None], ...],
+    tensors: Any,
+    norm_type: float = 2.0,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    norm = original(tensors, norm_type, *args, **kwargs)
+    if float(norm_type) == 2.0:
+        for listener in listeners:
+            listener(tensors, norm)
+    return norm
+
+
+_backwards = _Heard(torch.autograd, "backward", _backward)
+_norms = _Heard(clip_grad, "_get_total_norm", _norm)
+
+
+def listening_to_backward(listener: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Hear of backward passes before they begin.
+
+    Args:
+        listener: Gets what ``torch.autograd.backward`` is given first: the roots.
+    """
+    return _backwards.by(listener)
+
+
+def listening_to_norms(
+    listener: Callable[[list[torch.Tensor], torch.Tensor], None],
+) -> AbstractContextManager[None]:
+    """Hear of the norms that torch.nn.utils.clip_grad_norm_ measures, by whatever name it is known.
+
+    Args:
+        listener: Gets the gradients and their L2 norm, a scalar.
+    """
+    return _norms.by(listener)
