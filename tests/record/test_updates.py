@@ -287,3 +287,21 @@ def test_records_without_counts_are_read(tmp_path):
     weights, shares = sampled_weights(tmp_path)
     assert shares == {1: None}
     assert weights[1]["0.weight"] == [None, None]
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_optimizers_that_step_in_turn_are_both_sampled(tmp_path, every):
+    model = small()
+    names = {"AdamW": model[0], "SGD": model[2]}
+    optimizers = [getattr(torch.optim, name)(part.parameters()) for name, part in names.items()]
+    with halfstep.record(tmp_path, model=model, every=every):
+        for _ in range(6):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                optimizer.step()
+    steps = read_run(tmp_path).steps
+    counted = [(step.step, step.optimizer) for step in steps if step.share_lost_updates is not None]
+    assert {name for number, name in counted if number > 1} == {"AdamW", "SGD"}
+    numbers = [number for number, _ in counted]
+    assert numbers == [n for n in range(1, 13) if n == 1 or (n >= every and n % every < 2)]

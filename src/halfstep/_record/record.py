@@ -45,7 +45,8 @@ class record:
         model: The model, for the names in the record. By default, the outermost modules that run
             with gradients.
         scaler: The scaler whose iterations count; by default, every scaler.
-        every: Tensors are sampled in the first step and in every ``every``-th; 0 for never.
+        every: Tensors are sampled in the first step and in every ``every``-th; 0 for never. Of
+            optimizers that step in turn without a scaler, in a step of each.
         sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
 
     Raises:

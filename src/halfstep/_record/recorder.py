@@ -37,6 +37,8 @@ NUM_CULPRITS = 20
 """At most this many names of parameters are written for a skipped step."""
 MOST_NORMS = 16
 """At most this many measured norms wait for their step."""
+MOST_IN_TURN = 4
+"""At most so many steps in a row are sampled, where several optimizers step in turn."""
 MOST_BACKWARD = 256
 """A sample ends after this many backward passes without a step of an optimizer ..."""
 MOST_WAITS = 4
@@ -91,6 +93,8 @@ class Recorder:
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_scaled = self._is_old = False
         self._num_backward = self._num_waits = 0
+        self._stepped: set[int] = set()
+        self._num_in_turn = 1
         self._begin_sample(is_measuring=every > 0)
 
     # --- events of the training -------------------------------------------------------------------
@@ -158,6 +162,7 @@ class Recorder:
             norm = _norm_of_gradients(optimizer)
         lost = self._updates.share_lost(optimizer)
         self._add_step(type(optimizer).__name__, None, norm, lost)
+        self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
     def add_diagnosis(self, diagnosis: Diagnosis) -> int:
@@ -250,9 +255,19 @@ class Recorder:
         else:
             self._num_waits += self._sampler.is_open
             self._write_steps(self._waiting.take())
-        if self._every and (self.num_steps + 1) % self._every == 0 and not self._sampler.is_open:
+        if self._is_next_sampled() and not self._sampler.is_open:
             self._begin_sample(is_measuring=True)
         self._num_backward = 0
+
+    def _is_next_sampled(self) -> bool:
+        """Return whether the next step is: optimizers that step in turn have one each."""
+        if not self._every:
+            return False
+        past = (self.num_steps + 1) % self._every
+        if past == 0:
+            self._num_in_turn = min(max(len(self._stepped), 1), MOST_IN_TURN)
+            self._stepped.clear()
+        return past < self._num_in_turn
 
     def _begin_sample(self, *, is_measuring: bool) -> None:
         self._sampler.begin(is_measuring)
