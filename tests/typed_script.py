@@ -12,6 +12,7 @@ from halfstep import (
     Diagnosis,
     Dynamic,
     GradScaler,
+    Guard,
     LogMax,
     Outcome,
     Policy,
@@ -26,6 +27,7 @@ from halfstep import (
     diagnose,
     doctor,
     float32_weights,
+    guard,
     hold_casts,
     is_autocast_available,
     keep,
@@ -45,6 +47,7 @@ NAMES = (
     Diagnosis,
     Dynamic,
     GradScaler,
+    Guard,
     LogMax,
     Outcome,
     Policy,
@@ -59,6 +62,7 @@ NAMES = (
     diagnose,
     doctor,
     float32_weights,
+    guard,
     hold_casts,
     is_autocast_available,
     keep,
@@ -92,8 +96,10 @@ def train(model: nn.Module, batches: list[Tensor], folder: Path) -> float | None
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+    guarded: halfstep.Guard = halfstep.guard(optimizer, max_norm=1.0)
     with halfstep.lost_updates(optimizer, model) as lost:
         optimizer.step()
+    print(guarded.outcome().taken, guarded.counts().skipped)
     weights: dict[str, Tensor] = halfstep.float32_weights(model, optimizer)
     print(lost.share, lost.shares, weights, halfstep.bytes_per_parameter(model, optimizer).total)
     outcome: halfstep.Outcome = scaler.outcome(optimizer)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._master_weights.master_weights import master_weights as master_weights
     from halfstep._master_weights.memory import bytes_per_parameter as bytes_per_parameter
     from halfstep._record.record import record as record
+    from halfstep._scaler.guard import Guard as Guard
+    from halfstep._scaler.guard import guard as guard
     from halfstep._scaler.outcome import Outcome as Outcome
     from halfstep._scaler.rules import Dynamic as Dynamic
     from halfstep._scaler.rules import LogMax as LogMax
@@ -49,6 +51,7 @@ _MODULES = {
     "Diagnosis": "halfstep._diagnose.diagnosis",
     "Dynamic": "halfstep._scaler.rules",
     "GradScaler": "halfstep._scaler.scaler",
+    "Guard": "halfstep._scaler.guard",
     "LogMax": "halfstep._scaler.rules",
     "Outcome": "halfstep._scaler.outcome",
     "Policy": "halfstep._autocast.policy",
@@ -62,6 +65,7 @@ _MODULES = {
     "diagnose": "halfstep._diagnose.diagnose",
     "doctor": "halfstep._doctor.doctor",
     "float32_weights": "halfstep._master_weights.master_weights",
+    "guard": "halfstep._scaler.guard",
     "hold_casts": "halfstep._autocast.hold",
     "is_autocast_available": "torch.amp",
     "keep": "halfstep._autocast.modules",

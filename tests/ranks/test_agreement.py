@@ -76,6 +76,37 @@ def test_an_inf_on_one_rank_is_skipped_on_all(
     assert len(second[1]) == 1
 
 
+def guarded_with_inf_on_rank_1(rank: int, kind: str, group: str | None, fused: bool) -> Any:
+    module: nn.Module = getattr(cases, kind)()
+    kind_of = torch.optim.AdamW if fused else torch.optim.SGD
+    optimizer = kind_of(module.parameters(), lr=0.01, fused=fused)
+    given = None if group is None else cases.world()
+    guard = halfstep.guard(
+        optimizer, math.inf, on_skips=lambda report: None, module=module, process_group=given
+    )
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        module(cases.batch(rank, step)).sum().backward()
+        last = list(module.parameters())[-2]
+        assert last.grad is not None
+        if step == 1 and rank == 1:
+            getattr(last.grad, "_local_tensor", last.grad).view(-1)[0] = math.inf
+        before = [getattr(p, "_local_tensor", p).detach().clone() for p in module.parameters()]
+        optimizer.step()
+        after = [getattr(p, "_local_tensor", p).detach() for p in module.parameters()]
+        is_same = all(map(torch.equal, before, after))
+        seen.append((guard.outcome().taken, guard.outcome().rank, is_same))
+    return seen
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("kind", "group"), [("fsdp2", None), ("model", WORLD), ("ddp", WORLD)])
+def test_guards_of_all_ranks_agree(pool: Pool, kind: str, group: str | None, fused: bool) -> None:
+    for seen in pool.run(guarded_with_inf_on_rank_1, kind, group, fused):
+        assert seen == [(True, None, False), (False, 1, True), (True, None, False)]
+
+
 def test_a_step_is_one_small_collective_and_none_under_ddp(pool: Pool) -> None:
     assert (
         pool.run(collectives_of_steps)

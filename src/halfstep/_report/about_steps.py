@@ -242,6 +242,8 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
     scale = summary.scale
     if scale is None:
         return
+    if scale.min == scale.max == 1:
+        return  # of a guard, which scales nothing
     if summary.lower == "bf16" and summary.policies:
         yield say(
             "notice",

@@ -52,6 +52,13 @@ CURES = {
 }
 
 
+UNSCALED = (
+    "look at the batch, at the parameters for inf and NaN, and at log(), division and sqrt() at 0; "
+    "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
+)
+"""What to try where no loss is scaled."""
+
+
 @dataclass(frozen=True)
 class Culprit:
     """A parameter whose gradient is inf or NaN.
@@ -90,7 +97,7 @@ class SkipReport:
         skipped_in_a_row: How many steps in a row were skipped.
         since: Number of the first of them, counted from 1 by ``update``.
         reason: Why the last one was skipped.
-        scale: The scale from now on.
+        scale: The scale from now on; None of a guard, which scales nothing.
         culprits: The parameters with inf or NaN in their gradients; empty if these are gone.
         optimizers: Class names of the optimizers whose last step was skipped; empty if it was taken
             without some blocks of ``accumulate``.
@@ -100,7 +107,7 @@ class SkipReport:
     skipped_in_a_row: int
     since: int
     reason: Reason
-    scale: float
+    scale: float | None
     culprits: tuple[Culprit, ...]
     optimizers: tuple[str, ...]
     rank: int | None = None
@@ -109,7 +116,10 @@ class SkipReport:
         last = self.since + self.skipped_in_a_row - 1
         steps = f"step {last} was" if last == self.since else f"steps {self.since} to {last} were"
         what = f"skipped ({', '.join(self.optimizers)})" if self.optimizers else DROPPED
-        lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {self.scale:g}"]
+        if self.scale is None:
+            lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
+        else:
+            lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {self.scale:g}"]
         if self.rank is not None:
             lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:
@@ -117,7 +127,8 @@ class SkipReport:
             lines += [f"  {culprit}" for culprit in self.culprits[:NUM_NAMED]]
             if len(self.culprits) > NUM_NAMED:
                 lines.append(f"  and {len(self.culprits) - NUM_NAMED} more")
-        lines.append(f"What to try: {CURES[self.reason]}.")
+        cure = UNSCALED if self.scale is None else CURES[self.reason]
+        lines.append(f"What to try: {cure}.")
         return "\n".join(lines)
 
 
@@ -141,6 +152,8 @@ class Alarm:
     time the run has become twice as long. Single skips at the floor are told by their number: the
     1st, 2nd, 4th, 8th, ...
     """
+
+    _stacklevel = 4  # of the line that called update()
 
     def __init__(self, max_consecutive_skips: int, on_skips: OnSkips) -> None:
         self.max_consecutive_skips = checked_count(
@@ -217,7 +230,7 @@ class Alarm:
         ):
             raise SkippedStepsError(str(report))
         else:
-            warnings.warn(str(report), SkippedStepsWarning, stacklevel=4)
+            warnings.warn(str(report), SkippedStepsWarning, stacklevel=self._stacklevel)
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:

@@ -117,6 +117,11 @@ class Engine:
         ]
         return known[0] if known and all(known) else None
 
+    def begin(self, device: torch.device) -> None:
+        """Let gradients on a device be those of losses that nobody has scaled. Sync: none."""
+        if self.scales[None].live is None:
+            self.scales[None].create(device)
+
     # --- gradients --------------------------------------------------------------------------------
 
     def ranks_of(self, call: str, owner: object, params: list[Tensor]) -> Alone | Together:

@@ -1,0 +1,192 @@
+"""Steps that are skipped where a gradient is inf or NaN, in trainings that scale no loss."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from halfstep._pytorch.optim import tell_scheduler
+from halfstep._scaler.access import THIS_THREAD
+from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
+from halfstep._scaler.clipping import checked_max_norm
+from halfstep._scaler.closures import split_closure
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.optimizers import require_optimizer
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scaler import Counts, GradScaler
+from halfstep.errors import CallOrderError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def guard(
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None = None,
+    on_skips: OnSkips = "warn",
+    module: torch.nn.Module | None = None,
+    process_group: ProcessGroup | Literal["local"] | None = None,
+) -> Guard:
+    """Skip the steps of an optimizer whose gradients are inf or NaN, without scaling a loss.
+
+    For bfloat16 and float32, which need no scale. ``optimizer.step`` is replaced on the object, so
+    that it works in any framework, and does what :class:`GradScaler` does with a scale of 1: it
+    looks at all gradients in one pass, clips them in the same one, and asks the ranks that train
+    together, so that all step or none. A step that is skipped leaves parameters and state alone.
+
+    A closure is evaluated once, before the step.
+
+    Args:
+        optimizer: The optimizer. It is changed in place; :meth:`Guard.remove` undoes it.
+        max_norm: Clip the norm of the gradients to this; ``math.inf`` only measures it. None for
+            neither.
+        on_skips: What happens at every skipped step: ``"warn"``, ``"raise"``, or a function of a
+            report, as for :class:`GradScaler`.
+        module: Gives the parameters their names.
+        process_group: The ranks that decide together, as for :class:`GradScaler`.
+
+    Returns:
+        What tells what became of the steps.
+
+    Raises:
+        CallOrderError: It has a guard already.
+        TypeError: It is no optimizer.
+        ValueError: It evaluates its closure several times in a step (LBFGS), or ``max_norm`` is
+            negative.
+
+    Sync: one for each step; none for an optimizer that skips on the device, as fused ones do.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> guarded = guard(optimizer, on_skips=lambda report: None)
+        >>> for x in (1.0, float("nan"), 1.0):
+        ...     optimizer.zero_grad()
+        ...     model(torch.full((1, 2), x)).sum().backward()
+        ...     optimizer.step()
+        >>> counts = guarded.counts()
+        >>> counts.taken, counts.skipped
+        (2, 1)
+    """
+    require_optimizer("guard", optimizer)
+    if optimizer in _GUARDED:
+        raise CallOrderError(f"guard({type(optimizer).__name__}): it has a guard already")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "guard(LBFGS): it evaluates its closure several times in a step. GradScaler("
+            "init_scale=1.0, rule=halfstep.Static()) checks each: scaler.step(optimizer, closure)"
+        )
+    scaler = GradScaler(
+        init_scale=1.0, rule=Static(), min_scale=1.0, module=module, process_group=process_group
+    )
+    scaler._alarm = _Alarm(1, on_skips)
+    made = Guard(optimizer, scaler, None if max_norm is None else checked_max_norm(max_norm))
+    _GUARDED.add(optimizer)
+    return made
+
+
+class _Alarm(Alarm):
+    """Speaks of every skipped step, and of no scale."""
+
+    _stacklevel = 7  # of the line that called optimizer.step()
+
+    def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
+        super().speak(replace(report, scale=None), began_at_floor=False)
+
+
+_GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+class Guard:
+    """What became of the steps of an optimizer; see :func:`guard`.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        >>> guarded = guard(optimizer, max_norm=1.0)
+        >>> optimizer.param_groups[0]["params"][0].grad = torch.tensor([3.0, 4.0])
+        >>> optimizer.step()
+        >>> guarded.outcome().taken, guarded.outcome().norm
+        (True, 5.0)
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scaler: GradScaler, max_norm: float | None
+    ) -> None:
+        self._optimizer, self._scaler, self._max_norm = weakref.ref(optimizer), scaler, max_norm
+        self._original = vars(optimizer).get("step")
+        self._call: tuple[Any, ...] | None = None
+        step = optimizer.step
+
+        @wraps(step)
+        def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._call is not None:  # the scaler's
+                args, kwargs = self._call
+                return step(*args, **kwargs)
+            return self._step(optimizer, args, kwargs)
+
+        optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
+
+    def outcome(self) -> Outcome:
+        """Return what became of the last step.
+
+        Raises:
+            CallOrderError: There was none.
+
+        Sync: none; reading the outcome waits.
+        """
+        return self._scaler.outcome(self._require_optimizer())
+
+    def counts(self) -> Counts:
+        """Return how many steps were taken and skipped. Sync: one."""
+        return self._scaler.counts()
+
+    def remove(self) -> None:
+        """Let the optimizer step as it did before."""
+        optimizer = self._require_optimizer()
+        if self._original is None:
+            del optimizer.step
+        else:
+            optimizer.step = self._original  # type: ignore[method-assign]
+        _GUARDED.discard(optimizer)
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise CallOrderError("the guarded optimizer is gone")
+        return optimizer
+
+    def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if THIS_THREAD.is_in_step or getattr(optimizer, "found_inf", None) is not None:
+            raise CallOrderError(
+                f"{type(optimizer).__name__} has a guard and is stepped by a GradScaler, which "
+                "skips bad steps by itself: leave one of them out (guard.remove())"
+            )
+        tell_scheduler(optimizer)
+        loss = None
+        closure, args, kwargs = split_closure(args, kwargs)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if "closure" in kwargs:
+                kwargs = kwargs | {"closure": lambda: loss}
+            else:
+                args = (lambda: loss, *args)
+        scaler = self._scaler
+        with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
+        first = next(with_gradient, None)
+        self._call = args, kwargs
+        try:
+            if first is None:
+                return optimizer.step()
+            scaler._engine.begin(first.device)
+            result = scaler.step(optimizer, max_norm=self._max_norm)
+        finally:
+            self._call = None
+        scaler.update()
+        return loss if result is None else result

@@ -1,0 +1,288 @@
+"""Steps without a scaler that are skipped where a gradient is bad."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep
+from halfstep import guard
+from halfstep._record.read import read_run
+from halfstep._report.summarize import summarize
+from halfstep._report.text import sentences
+from halfstep.errors import SkippedStepsError, SkippedStepsWarning
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+
+
+def silent(report: object) -> None:
+    pass
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def backward(model: nn.Module, seed: int, *, is_bad: bool = False) -> Tensor:
+    torch.manual_seed(seed)
+    x = torch.full((3, 4), math.nan) if is_bad else torch.randn(3, 4)
+    model.zero_grad()
+    loss: Tensor = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_bad_steps_are_left_out_and_others_are_as_without_it(
+    name: str, max_norm: float | None
+) -> None:
+    plain, guarded = net(), net()
+    reference, optimizer = (OPTIMIZERS[name](m.parameters()) for m in (plain, guarded))
+    made = guard(optimizer, max_norm, on_skips=silent)
+    for seed in range(8):
+        is_bad = seed in (2, 3, 6)
+        backward(guarded, seed, is_bad=is_bad)
+        before, state = weights(guarded), copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.step()
+        assert made.outcome().taken is not is_bad
+        if is_bad:
+            assert all(map(torch.equal, before, weights(guarded)))
+            torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
+        else:
+            backward(plain, seed)
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            reference.step()
+            for mine, its in zip(weights(guarded), weights(plain), strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-5 if max_norm else 0, atol=0)
+    assert made.counts()[:2] == (5, 3)
+
+
+def test_each_skip_is_told_with_the_parameter_and_the_line() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard(optimizer, module=model)
+    for _ in range(2):
+        backward(model, 0)
+        optimizer.step()
+        backward(model, 1, is_bad=True)
+        with pytest.warns(SkippedStepsWarning) as told:
+            optimizer.step()
+        (warning,) = told
+        assert warning.filename == __file__
+        text = str(warning.message)
+        assert "skipped (SGD); reason: inf or NaN in the gradients\n" in text
+        assert "2.weight: 8 NaN of 8 entries" in text
+        assert "scale" not in text
+
+
+def test_raise_at_a_skip() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = guard(optimizer, on_skips="raise")
+    backward(model, 0, is_bad=True)
+    with pytest.raises(SkippedStepsError):
+        optimizer.step()
+    backward(model, 0)
+    optimizer.step()
+    assert made.outcome().taken
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure_is_evaluated_once(by_name: bool) -> None:
+    model, losses = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    made = guard(optimizer, on_skips=silent)
+    for is_bad in (False, True, False):
+        before = weights(model)
+
+        def closure(is_bad: bool = is_bad) -> Tensor:
+            losses.append(backward(model, 0, is_bad=is_bad))
+            return losses[-1]
+
+        with torch.no_grad():
+            loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert loss is losses[-1]
+        assert all(map(torch.equal, before, weights(model))) is is_bad
+    assert len(losses) == 3
+    assert made.counts()[:2] == (2, 1)
+
+
+def test_schedulers_and_checkpoints_go_on() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    guard(optimizer, on_skips=silent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for is_bad in (True, False):
+            backward(model, 0, is_bad=is_bad)
+            optimizer.step()
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    other = torch.optim.AdamW(net().parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert len(other.state) == 4
+
+
+def test_without_gradients_it_steps() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = guard(optimizer)
+    optimizer.step()
+    assert made.counts()[:2] == (0, 0)
+    with pytest.raises(halfstep.CallOrderError):
+        made.outcome()
+
+
+def test_removed_it_is_gone() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        made = guard(optimizer)
+        with pytest.raises(halfstep.CallOrderError, match="has a guard already"):
+            guard(optimizer)
+        made.remove()
+    assert "step" not in vars(optimizer)
+    backward(model, 0, is_bad=True)
+    optimizer.step()
+    assert any(param.isnan().any() for param in model.parameters())
+
+
+def test_what_it_is_given() -> None:
+    params = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match="LBFGS"):
+        guard(torch.optim.LBFGS(params))
+    with pytest.raises(TypeError, match="pass the optimizer"):
+        guard(net())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_norm"):
+        guard(torch.optim.SGD(params), max_norm=-1.0)
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_beside_it_is_refused(theirs: bool, fused: bool) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    guard(optimizer)
+    kind = torch.amp.GradScaler if theirs else halfstep.GradScaler
+    scaler: Any = kind("cpu", init_scale=1.0)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    if theirs and not fused:  # which tells an optimizer nothing: both look, and both are right
+        scaler.step(optimizer)
+    else:
+        with pytest.raises(halfstep.CallOrderError, match="leave one of them out"):
+            scaler.step(optimizer)
+
+
+def test_with_master_weights() -> None:
+    model = net().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    halfstep.master_weights(optimizer)
+    made = guard(optimizer, max_norm=1.0, on_skips=silent)
+    for is_bad in (False, True, False):
+        torch.manual_seed(0)
+        model.zero_grad()
+        x = torch.full((3, 4), math.inf if is_bad else 1.0, dtype=torch.bfloat16)
+        model(x).float().square().mean().backward()
+        before = halfstep.float32_weights(model, optimizer)["0.weight"]
+        optimizer.step()
+        after = halfstep.float32_weights(model, optimizer)["0.weight"]
+        assert torch.equal(before, after) is is_bad
+    assert made.counts()[:2] == (2, 1)
+
+
+def test_records_and_reports(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard(optimizer, max_norm=1.0, on_skips=silent)
+    with halfstep.record(tmp_path, model, every=5), halfstep.use_policy("standard"):
+        for seed in range(20):
+            with torch.autocast("cpu", torch.bfloat16):
+                backward(model, seed, is_bad=seed == 12)
+            optimizer.step()
+    run = read_run(tmp_path)
+    assert [step.step for step in run.skipped] == [13]
+    assert all(step.loss is not None and step.norm is not None for step in run.steps)
+    assert run.policies[0].dtype == "bfloat16"
+    said = " ".join(sentence.text for sentence in sentences(summarize(run)))
+    assert "1 of 20 steps was skipped" in said
+    assert "needs no GradScaler" not in said
+
+
+# --- frameworks -----------------------------------------------------------------------------------
+
+
+def train_with_accelerate(model: nn.Module, guarded: bool, folder: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if guarded:
+        guard(optimizer, on_skips=silent)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    for x in BATCHES:
+        optimizer.zero_grad()
+        accelerator.backward(wrapped(x).float().square().mean())
+        optimizer.step()
+
+
+def train_with_lightning(model: nn.Module, guarded: bool, folder: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.model(batch).float().square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            if guarded:
+                guard(optimizer, on_skips=silent)
+            return optimizer
+
+    lightning.Trainer(
+        max_epochs=1,
+        precision="bf16-mixed",
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    ).fit(Module(), torch.utils.data.DataLoader(torch.cat(BATCHES), batch_size=3))
+
+
+BATCHES = [torch.ones(3, 4), torch.full((3, 4), math.nan), torch.ones(3, 4)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("train", [train_with_accelerate, train_with_lightning])
+def test_frameworks_survive_a_bad_batch(
+    train: Callable[[nn.Module, bool, Path], None], tmp_path: Path
+) -> None:
+    plain, guarded = net(), net()
+    train(plain, False, tmp_path)
+    train(guarded, True, tmp_path)
+    assert any(param.isnan().any() for param in plain.parameters())
+    assert all(param.isfinite().all() for param in guarded.parameters())
+    assert not all(map(torch.equal, weights(net()), weights(guarded)))
