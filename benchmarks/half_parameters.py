@@ -172,8 +172,7 @@ def main() -> None:
     }
     print(
         f"{memory[PLAIN].num_parameters / 1e6:.1f} M parameters, {args.batch} x {args.length} "
-        f"tokens; {device_name(args.device)}, {torch.get_num_threads()} threads, "
-        f"PyTorch {torch.__version__}"
+        f"tokens; {device_name(args.device)}, PyTorch {torch.__version__}"
     )
     losses = {name: training.loss for name, training in trainings.items()}
     trainings.clear()
