@@ -246,6 +246,40 @@ def test_it_is_left_in_order() -> None:
         assert softmax().dtype is torch.float32
 
 
+def test_blocks_that_take_turns_leave_nothing_behind() -> None:
+    """As in asyncio tasks and generators that wait inside of their blocks."""
+    blocks = [use_policy(SOFTMAX_LOW), use_policy("standard"), use_policy(SOFTMAX_LOW)]
+    for block in blocks:
+        block.__enter__()
+    for block in blocks[:2]:
+        with pytest.raises(halfstep.CallOrderError, match="before a context that was entered in"):
+            block.__exit__(None, None, None)
+    assert under_theirs() is BF16
+    blocks[2].__exit__(None, None, None)
+    assert scopes.current().policies is scopes.ambient is scopes.NO_POLICIES
+
+
+def test_an_autocast_that_is_left_before_a_block_in_it_is_off() -> None:
+    context, block = halfstep.autocast("cpu", BF16), use_policy(SOFTMAX_LOW)
+    context.__enter__()
+    block.__enter__()
+    with pytest.raises(halfstep.CallOrderError, match="entered after it, is not"):
+        context.__exit__(None, None, None)
+    assert not torch.is_autocast_enabled("cpu")
+    assert under_theirs() is BF16
+    block.__exit__(None, None, None)
+    assert scopes.current().policies is scopes.ambient is scopes.NO_POLICIES
+
+
+def test_one_that_was_not_entered_is_not_left() -> None:
+    with use_policy(SOFTMAX_LOW), use_policy(SOFTMAX_LOW) as block:
+        block.__exit__(None, None, None)
+        with pytest.raises(halfstep.CallOrderError, match="was not entered"):
+            block.__exit__(None, None, None)
+        assert in_thread(under_theirs) is BF16
+        block.__enter__()
+
+
 def test_it_is_left_in_its_thread() -> None:
     block = use_policy(SOFTMAX_LOW)
     block.__enter__()

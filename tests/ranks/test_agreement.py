@@ -107,6 +107,25 @@ def test_guards_of_all_ranks_agree(pool: Pool, kind: str, group: str | None, fus
         assert seen == [(True, None, False), (False, 1, True), (True, None, False)]
 
 
+def guarded_without_gradients_on_rank_1(rank: int) -> Any:
+    module = cases.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    guard = halfstep.guard(optimizer, on_skips=lambda report: None, process_group=cases.world())
+    seen = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if (step, rank) != (1, 1):
+            factor = math.inf if (step, rank) == (1, 0) else 1.0
+            (module(cases.batch(rank, step)).sum() * factor).backward()
+        optimizer.step()
+        seen.append(guard.outcome().taken)
+    return seen
+
+
+def test_a_guard_without_gradients_decides_with_the_others(pool: Pool) -> None:
+    assert pool.run(guarded_without_gradients_on_rank_1) == [[True, False, True]] * 2
+
+
 def test_a_step_is_one_small_collective_and_none_under_ddp(pool: Pool) -> None:
     assert (
         pool.run(collectives_of_steps)

@@ -93,13 +93,25 @@ def test_each_skip_is_told_with_the_parameter_and_the_line() -> None:
         assert "scale" not in text
 
 
+def test_each_of_many_in_a_row_is_told() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[int] = []
+    guard(optimizer, on_skips=lambda report: told.append(report.skipped_in_a_row))
+    for seed in range(5):
+        backward(model, seed, is_bad=True)
+        optimizer.step()
+    assert told == [1, 2, 3, 4, 5]
+
+
 def test_raise_at_a_skip() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     made = guard(optimizer, on_skips="raise")
-    backward(model, 0, is_bad=True)
-    with pytest.raises(SkippedStepsError):
-        optimizer.step()
+    for _ in range(4):
+        backward(model, 0, is_bad=True)
+        with pytest.raises(SkippedStepsError):
+            optimizer.step()
     backward(model, 0)
     optimizer.step()
     assert made.outcome().taken
@@ -123,6 +135,84 @@ def test_a_closure_is_evaluated_once(by_name: bool) -> None:
         assert all(map(torch.equal, before, weights(model))) is is_bad
     assert len(losses) == 3
     assert made.counts()[:2] == (2, 1)
+
+
+class Sharpness(torch.optim.SGD):
+    """Changes parameters, and evaluates the closure there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.add_(param.grad)
+        return closure()
+
+
+def test_a_closure_that_is_evaluated_elsewhere_is_refused() -> None:
+    model = net()
+    optimizer = Sharpness(model.parameters(), lr=0.1)
+    guard(optimizer)
+    with pytest.raises(halfstep.CallOrderError, match="Put the guard"):
+        optimizer.step(lambda: backward(model, 0))
+
+
+class Foreign(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_master_weights_are_no_change_by_the_optimizer() -> None:
+    model = net().to(torch.bfloat16)
+    optimizer = Foreign(model.parameters(), lr=0.1)
+    halfstep.master_weights(optimizer)
+    made = guard(optimizer)
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss: Tensor = model(torch.ones(3, 4, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert made.outcome().taken
+
+
+class Breaking(torch.optim.SGD):
+    is_broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_broken:
+            raise MemoryError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_bad_step_after_one_that_raised_is_left_out(max_norm: float | None) -> None:
+    model = net()
+    optimizer = Breaking(model.parameters(), lr=0.1)
+    made = guard(optimizer, max_norm, on_skips=silent)
+    for seed in range(5):
+        is_bad = seed == 4
+        optimizer.is_broken = seed == 3
+        backward(model, seed, is_bad=is_bad)
+        if optimizer.is_broken:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert made.outcome().taken is not is_bad
+    assert all(param.isfinite().all() for param in model.parameters())
+    assert made.counts()[:2] == (3, 1)
+
+
+def test_one_that_steps_another() -> None:
+    models = net(), net()
+    outer, inner = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+    guards = [guard(optimizer, on_skips=silent) for optimizer in (outer, inner)]
+    outer.register_step_post_hook(lambda *_: inner.step())
+    backward(models[0], 0)
+    backward(models[1], 0, is_bad=True)
+    outer.step()
+    assert [made.outcome().taken for made in guards] == [True, False]
 
 
 def test_schedulers_and_checkpoints_go_on() -> None:
@@ -164,6 +254,38 @@ def test_removed_it_is_gone() -> None:
     backward(model, 0, is_bad=True)
     optimizer.step()
     assert any(param.isnan().any() for param in model.parameters())
+
+
+def test_a_guard_that_was_removed_leaves_the_next_one_alone() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = guard(optimizer)
+    first.remove()
+    second = guard(optimizer, on_skips=silent)
+    first.remove()
+    backward(model, 0, is_bad=True)
+    optimizer.step()
+    assert not second.outcome().taken
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_removed_it_leaves_what_is_on_top_of_it() -> None:
+    model, calls = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = guard(optimizer)
+    step = optimizer.step
+
+    def counted() -> Any:
+        calls.append(1)
+        return step()
+
+    optimizer.step = counted  # type: ignore[method-assign,assignment]
+    made.remove()
+    backward(model, 0, is_bad=True)
+    optimizer.step()
+    assert calls == [1]
+    assert any(param.isnan().any() for param in model.parameters())
+    guard(optimizer)
 
 
 def test_what_it_is_given() -> None:

@@ -61,15 +61,16 @@ class use_policy:
             name_modules(module, settled)
         devices = dict.fromkeys(("cpu", default_device()))
         self._policies = [kernels.prepared(kernels.prepare(settled, each)) for each in devices]
-        self._scope: scopes.Scope | None = None
+        self._is_entered = False
         self._ambient = scopes.NO_POLICIES
 
     @compiler.do_not_compile_alone
     def __enter__(self) -> Self:
-        if self._scope is not None:
+        if self._is_entered:
             raise CallOrderError(f"{self!r} is entered already; make another one")
         outer = scopes.current()
-        self._scope = scopes.enter(outer, self._within(outer.policies or scopes.ambient))
+        scopes.enter(outer, self._within(outer.policies or scopes.ambient), block=self)
+        self._is_entered = True
         with _lock:
             self._ambient = self._within(scopes.ambient)
             _entered.append(self._ambient)
@@ -83,17 +84,19 @@ class use_policy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        scope, self._scope = self._scope, None
+        if not self._is_entered:
+            raise CallOrderError(f"{self!r} is left and was not entered")
+        self._is_entered = False
         with _lock:
             # Equal ones are one object: which of two threads has left makes no difference.
             del _entered[max(n for n, each in enumerate(_entered) if each is self._ambient)]
             scopes.ambient = _entered[-1] if _entered else scopes.NO_POLICIES
-        assert scope is not None
-        if scopes.current() is scope:
+        scope = scopes.current()
+        if scope.block is self:
             scopes.leave(scope)
             return
         where = "before a context that was entered in it"
-        if not scopes.leave_below(scope):
+        if not scopes.leave_below(self):
             where = "in another thread than it was entered in"
         if kind is None:  # an error that is on its way tells more
             raise CallOrderError(f"{self!r} is left {where}")
@@ -104,7 +107,7 @@ class use_policy:
         @functools.wraps(function)
         def under_policy(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
             block = object.__new__(use_policy)  # a call may be inside of another one
-            block._policies, block._scope = self._policies, None
+            block._policies, block._is_entered = self._policies, False
             with block:
                 return function(*args, **kwargs)
 

@@ -205,7 +205,7 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
     inner: list[scopes.Scope] = []
     scope = scopes.current()
     while scope.context is not context:
-        if scope.context is None or scope.outer is None:
+        if (scope.context is None and scope.block is None) or scope.outer is None:
             return CallOrderError(
                 f"{context!r} is left in a thread that did not enter it (a generator, say, that "
                 "was started in another one); enter and leave it in one thread"
@@ -213,10 +213,18 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
         inner.append(scope)
         scope = scope.outer
     for each in (*inner, scope):
-        _exit(each)
+        if each.block is None:
+            _exit(each)
+        else:
+            scopes.leave(each)
     assert scope.settings is not None
-    other = None
+    other: object = None
     for each in reversed(inner):
+        if each.block is not None:
+            scopes.enter(scopes.current(), each.policies, block=each.block)
+            if each.policies is not scope.policies:
+                other = each.block
+            continue
         assert each.context is not None
         assert each.settings is not None
         _enter(each.context, each.settings)

@@ -20,6 +20,7 @@ from halfstep._autocast import weight_cache
 from halfstep._pytorch import amp, compiler
 
 if TYPE_CHECKING:
+    from halfstep._autocast.ambient import use_policy
     from halfstep._autocast.kernels import PolicyOnDevice
     from halfstep._autocast.region import Region, Settings
 
@@ -56,11 +57,12 @@ class Scope(NamedTuple):
     Attributes:
         policies: the active policies.
         outer: the scope outside this one, None for the scope of a thread outside every context.
-        context: what was entered, None for compiled graphs and recomputation.
+        context: the autocast that was entered, None for all else.
         settings: what it has switched on.
         switches: PyTorch's autocast switches as they were outside.
         nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
             graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
+        block: the use_policy that was entered.
     """
 
     policies: Policies
@@ -69,6 +71,7 @@ class Scope(NamedTuple):
     settings: "Settings | None" = None
     switches: amp.Switches | None = None
     nesting: int | None = None
+    block: "use_policy | None" = None
 
 
 class _State:
@@ -123,11 +126,12 @@ def enter(
     context: "Region | None" = None,
     settings: "Settings | None" = None,
     switches: amp.Switches | None = None,
+    block: "use_policy | None" = None,
 ) -> Scope:
     """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
     state = thread.state
     # In half the time of Scope(...).
-    scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None))
+    scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None, block))
     state.scope = scope
     if policies is not state.followed:
         _follow(state, policies)
@@ -151,20 +155,20 @@ def leave(scope: Scope) -> None:
         weight_cache.clear()
 
 
-def leave_below(scope: Scope) -> bool:
-    """Leave a scope that is not the innermost one; those inside stay as they are.
+def leave_below(block: "use_policy") -> bool:
+    """Leave a block whose scope is not the innermost one; those inside stay as they are.
 
     Returns:
-        Whether there is such a scope in this thread.
+        Whether it was entered in this thread.
     """
     inner: list[Scope] = []
     each: Scope | None = current()
-    while each is not None and each is not scope:
+    while each is not None and each.block is not block:
         inner.append(each)
         each = each.outer
     if each is None:
         return False
-    rest = scope.outer
+    rest = each.outer
     for each in reversed(inner):
         rest = each._replace(outer=rest)
     assert rest is not None

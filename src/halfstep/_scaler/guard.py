@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
 from types import MethodType
@@ -16,8 +18,9 @@ from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import require_optimizer
+from halfstep._scaler.optimizers import evaluates_first, name, require_optimizer
 from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import Counts, GradScaler
 from halfstep.errors import CallOrderError
@@ -55,7 +58,8 @@ def guard(
         What tells what became of the steps.
 
     Raises:
-        CallOrderError: It has a guard already.
+        CallOrderError: It has a guard already. Or, at a step: it evaluates the closure after it has
+            changed parameters, as SAM does.
         TypeError: It is no optimizer.
         ValueError: It evaluates its closure several times in a step (LBFGS), or ``max_norm`` is
             negative.
@@ -95,10 +99,25 @@ class _Alarm(Alarm):
     """Speaks of every skipped step, and of no scale."""
 
     _stacklevel = 7  # of the line that called optimizer.step()
+    _last = 0  # the last step that was spoken of
+
+    def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
+        return skipped_in_a_row > 0
 
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
+        last = report.since + report.skipped_in_a_row - 1
+        if last == self._last:  # on an accelerator nothing newer has arrived
+            return
+        self._last = last
         super().speak(replace(report, scale=None), began_at_floor=False)
 
+
+class _Thread(threading.local):
+    is_in_step = False
+
+
+_THIS_THREAD = _Thread()
+"""Whether a guard makes the step of an optimizer that runs in this thread."""
 
 _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -121,15 +140,19 @@ class Guard:
         self._optimizer, self._scaler, self._max_norm = weakref.ref(optimizer), scaler, max_norm
         self._original = vars(optimizer).get("step")
         self._call: tuple[Any, ...] | None = None
+        self._is_removed = False
         step = optimizer.step
 
         @wraps(step)
         def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if self._is_removed:  # something else was put on top, and calls it
+                return step(*args, **kwargs)
             if self._call is not None:  # the scaler's
                 args, kwargs = self._call
                 return step(*args, **kwargs)
             return self._step(optimizer, args, kwargs)
 
+        self._guarded = weakref.ref(guarded)  # which holds the optimizer
         optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
 
     def outcome(self) -> Outcome:
@@ -147,13 +170,18 @@ class Guard:
         return self._scaler.counts()
 
     def remove(self) -> None:
-        """Let the optimizer step as it did before."""
+        """Let the optimizer step as it did before; what was put on top of the guard stays."""
         optimizer = self._require_optimizer()
+        if self._is_removed:
+            return
+        self._is_removed = True
+        _GUARDED.discard(optimizer)
+        if getattr(vars(optimizer).get("step"), "__func__", None) is not self._guarded():
+            return
         if self._original is None:
             del optimizer.step
         else:
             optimizer.step = self._original  # type: ignore[method-assign]
-        _GUARDED.discard(optimizer)
 
     def _require_optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()
@@ -161,8 +189,15 @@ class Guard:
             raise CallOrderError("the guarded optimizer is gone")
         return optimizer
 
+    def _decides_with_others(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not has_process_group():
+            return False
+        params = list(parameters(optimizer))
+        return self._scaler._engine.ranks_of("step", optimizer, params).is_together
+
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if THIS_THREAD.is_in_step or getattr(optimizer, "found_inf", None) is not None:
+        is_scalers = THIS_THREAD.is_in_step and not _THIS_THREAD.is_in_step
+        if is_scalers or getattr(optimizer, "found_inf", None) is not None:
             raise CallOrderError(
                 f"{type(optimizer).__name__} has a guard and is stepped by a GradScaler, which "
                 "skips bad steps by itself: leave one of them out (guard.remove())"
@@ -173,20 +208,47 @@ class Guard:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            again = _closure_of(optimizer, loss)
             if "closure" in kwargs:
-                kwargs = kwargs | {"closure": lambda: loss}
+                kwargs = kwargs | {"closure": again}
             else:
-                args = (lambda: loss, *args)
+                args = (again, *args)
         scaler = self._scaler
         with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
         first = next(with_gradient, None)
         self._call = args, kwargs
+        was_in_step, _THIS_THREAD.is_in_step = _THIS_THREAD.is_in_step, True
         try:
-            if first is None:
+            if first is not None:
+                scaler._engine.begin(first.device)
+            elif not self._decides_with_others(optimizer):
                 return optimizer.step()
-            scaler._engine.begin(first.device)
             result = scaler.step(optimizer, max_norm=self._max_norm)
+        except BaseException:
+            scaler._engine.end_iteration()  # the next step has gradients of its own
+            raise
         finally:
             self._call = None
+            _THIS_THREAD.is_in_step = was_in_step
         scaler.update()
         return loss if result is None else result
+
+
+def _closure_of(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
+    """Return what an optimizer may call for a closure that was evaluated, with this loss."""
+    if evaluates_first(optimizer):
+        return lambda: loss
+    # Master weights write to those of 16 bits around the step and around a closure.
+    params = [param for param in parameters(optimizer) if param.dtype.itemsize > 2]
+    before = [param._version for param in params]
+
+    def again() -> Any:
+        if before != [param._version for param in params]:
+            raise CallOrderError(
+                f"step({name(optimizer)}, closure): it has changed parameters and evaluates the "
+                "closure then, as SAM does, but a guard evaluates it once, before the step. Put "
+                "the guard on the optimizer inside of this one"
+            )
+        return loss
+
+    return again
