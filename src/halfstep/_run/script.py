@@ -14,7 +14,7 @@ import sys
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
-from halfstep._record import record as record_module
+from halfstep._pytorch import listeners
 
 
 def require_file(path: str) -> None:
@@ -74,8 +74,8 @@ def _within_script(traceback: TracebackType | None) -> TracebackType | None:
         return traceback
     own = frame.tb_next
     while frame.tb_next is not None:
-        # record() stands between the script and torch.autograd.backward.
-        if frame.tb_next.tb_frame.f_code.co_filename == record_module.__file__:
+        # Listeners stand between the script and torch.autograd.backward.
+        if frame.tb_next.tb_frame.f_code.co_filename == listeners.__file__:
             frame.tb_next = frame.tb_next.tb_next
         else:
             frame = frame.tb_next
