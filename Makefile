@@ -19,10 +19,6 @@ setup: $(READY)  ## make .venv with everything pinned (demo and test do it by th
 $(READY): pyproject.toml constraints.txt setup.sh
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" OTHER_TORCH="$(OTHER_TORCH)" sh setup.sh
 
-$(READY)-bench: $(READY)
-	@$(BIN)/pip install -q -c constraints.txt -e '.[bench]'
-	@touch $@
-
 demo: $(READY)  ## train a small GPT in fp32, bf16 and fp16 and compare; ARGS="--steps 100" for less
 	@$(BIN)/halfstep demo $(ARGS)
 
@@ -51,7 +47,7 @@ fuzz: $(READY)  ## 20,000 random sequences of calls of the scaler (make test run
 score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minutes)
 	$(BIN)/python -m tests.diagnose.score $(ARGS)
 
-quality: $(READY)-bench  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
+quality: $(READY)  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
 test-gpu: $(READY)  ## the tests that need a CUDA device
@@ -60,7 +56,7 @@ test-gpu: $(READY)  ## the tests that need a CUDA device
 test-ranks: $(READY)  ## the tests with four ranks, on the CPU
 	$(BIN)/pytest -m ranks4 $(ARGS)
 
-bench: $(READY)-bench  ## the published figures (benchmarks/README.md)
+bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/step_calls.py
 	$(BIN)/python benchmarks/step_time.py --compile --rounds 16
