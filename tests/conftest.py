@@ -52,6 +52,7 @@ SLOW = (
     "doctor/test_programs.py",
     "doctor/test_source.py::test_functions_that_call_each_other_end",
     "doctor/test_source.py::test_there_is_no_false_alarm_in_our_own_code",
+    "integrations/test_",
     "numerics/test_measure.py::test_a_large_tensor",
     "numerics/test_rounding.py::test_midpoints",
     "numerics/test_rounding.py::test_random_bits",
