@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,6 +90,15 @@ SLOW = (
     "test_torch_names.py::test_torch_compile_is_seen",
     "test_typing.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_is_left() -> Iterator[None]:
+    """accelerate keeps the precision of its first Accelerator for the whole process."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def pytest_configure() -> None:

@@ -45,7 +45,7 @@ class TrainerSink:
     Example:
         >>> import tempfile, halfstep, torch
         >>> from transformers import Trainer, TrainingArguments
-        >>> arguments = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True)
+        >>> arguments = TrainingArguments(tempfile.mkdtemp(), fp16=True, use_cpu=True)
         >>> trainer = Trainer(torch.nn.Linear(2, 1), arguments)
         >>> with halfstep.record(tempfile.mkdtemp(), sinks=[TrainerSink(trainer)]):
         ...     pass  # trainer.train()
