@@ -273,6 +273,37 @@ def test_a_step_whose_closure_makes_the_gradients(make: Any, by_name: bool) -> N
     assert [bool(result.isnan()) for result in results[:2]] == [False, True]
 
 
+def test_a_forward_that_stood_there_for_one_call() -> None:
+    """As Lightning sends a call of DistributedDataParallel to training_step."""
+
+    class Model(nn.Module):  # no forward
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean().sqrt()
+
+    model, watch = Model(), Watch(tell=lambda *_: None)
+    original = model.forward
+
+    def redirected(x: Tensor) -> Tensor:
+        model.forward = original
+        return model.training_step(x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch:
+        for value in (1.0, math.nan):
+            model.forward = redirected
+            model(torch.full((2, 4), value)).backward()
+            optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "data"
+    assert found.bad is not None
+    assert found.bad.module == "net"
+    assert model.forward == original
+
+
 def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     loop = Loop()
 

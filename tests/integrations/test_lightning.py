@@ -1,7 +1,10 @@
 """The precision plugin and the callbacks of Lightning, against loops written by hand."""
 
 import math
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -432,6 +435,71 @@ def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
     optimizer.step()  # of another loop
     assert len(read_run(tmp_path / "run").steps) == NUM_STEPS
     pickle.dumps(module)
+
+
+RANKS = """
+import sys
+
+import lightning
+import torch
+
+from halfstep import GradScaler
+from halfstep.integrations.lightning import Diagnose, HalfstepPrecision, RecordRun
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, index):
+        (x,) = batch
+        if index == 2 and self.global_rank == 1:
+            x = x / 0
+        return self.net(x).float().square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=2,
+        strategy=sys.argv[1],
+        plugins=[HalfstepPrecision(scaler=GradScaler(init_scale=1024.0))],
+        callbacks=[RecordRun("run"), Diagnose()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(32, 8))
+    trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_two_ranks(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "train.py", strategy],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+    run = read_run(tmp_path / "run")
+    assert [step.step for step in run.steps if not step.taken] == [3]
+    assert len(run.steps) == 4
+    (diagnosis,) = run.diagnoses
+    assert diagnosis.step == 3
+    assert diagnosis.diagnosis.verdict == "maths"
+    assert "x = x / 0" in str(diagnosis.diagnosis.bad.line)
 
 
 def test_the_example(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import LBFGS, Optimizer
@@ -87,7 +86,7 @@ class HalfstepPrecision(MixedPrecision):
         self.scaler = scaler
         self._policy = policy if policy is None else settled_policy(policy)
         self._module: LightningModule | None = None
-        self._outcomes: WeakKeyDictionary[Optimizer, Outcome] = WeakKeyDictionary()
+        self._outcomes: dict[Optimizer, Outcome] = {}
         self._max_norm: float | None = None
         self._are_gradients_seen = False
 
@@ -108,6 +107,7 @@ class HalfstepPrecision(MixedPrecision):
         if self._module is not None:
             vars(self._module).pop("lr_scheduler_step", None)
             self._module = None
+        self._outcomes.clear()
         super().teardown()
 
     def autocast_context_manager(self) -> autocast:
@@ -305,7 +305,7 @@ class Diagnose(Callback):
             warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
-        self._stack.enter_context(scaler.diagnose(pl_module, tell))
+        self.watch = self._stack.enter_context(scaler.diagnose(pl_module, tell))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End."""
