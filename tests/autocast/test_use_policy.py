@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -376,16 +377,7 @@ def train_with_lightning(folder: Path) -> Seen:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     module = Module()
-    trainer = lightning.Trainer(
-        max_steps=2,
-        precision="bf16-mixed",
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+    trainer = quiet_trainer(folder, max_epochs=-1, max_steps=2, precision="bf16-mixed")
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2))
     return module.seen
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.digits import run_example, share_right
+from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,23 +88,8 @@ class Module(lightning.LightningModule):
         }
 
 
-def trainer_of(folder: Path, **options: Any) -> Any:
-    return lightning.Trainer(
-        **{
-            "max_epochs": 1,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": folder,
-            **options,
-        }
-    )
-
-
 def fit(folder: Path, module: Any, x: Tensor | None = None, **options: Any) -> Any:
-    trainer = trainer_of(folder, **options)
+    trainer = quiet_trainer(folder, **options)
     data = TensorDataset(batches() if x is None else x)
     trainer.fit(module, DataLoader(data, batch_size=4))
     return trainer
@@ -334,7 +320,7 @@ def test_a_checkpoint_resumes(tmp_path: Path) -> None:
     file = tmp_path / "last.ckpt"
     trainer.save_checkpoint(file)
     second = HalfstepPrecision()
-    trainer_of(tmp_path, plugins=[second], max_epochs=2).fit(
+    quiet_trainer(tmp_path, plugins=[second], max_epochs=2).fit(
         Module(), DataLoader(TensorDataset(batches()), batch_size=4), ckpt_path=file
     )
     assert second.scaler.get_scale() == 8.0
@@ -347,7 +333,7 @@ def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
     file = tmp_path / "last.ckpt"
     trainer.save_checkpoint(file)
     ours = HalfstepPrecision()
-    trainer_of(tmp_path, plugins=[ours], max_epochs=2).fit(
+    quiet_trainer(tmp_path, plugins=[ours], max_epochs=2).fit(
         Module(), DataLoader(TensorDataset(batches(bad=None)), batch_size=4), ckpt_path=file
     )
     assert ours.scaler.get_scale() == 128.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
 
 import halfstep
@@ -382,16 +383,8 @@ def train_with_lightning(model: nn.Module, guarded: bool, folder: Path) -> None:
                 guard(optimizer, on_skips=silent)
             return optimizer
 
-    lightning.Trainer(
-        max_epochs=1,
-        precision="bf16-mixed",
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    ).fit(Module(), torch.utils.data.DataLoader(torch.cat(BATCHES), batch_size=3))
+    trainer = quiet_trainer(folder, precision="bf16-mixed")
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.cat(BATCHES), batch_size=3))
 
 
 BATCHES = [torch.ones(3, 4), torch.full((3, 4), math.nan), torch.ones(3, 4)]
