@@ -486,6 +486,28 @@ def test_a_script_that_scales_by_itself(dtype: Any, scaler_class: Any, autocast:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_a_script_with_a_guard(dtype: Any) -> None:
+    model = Seen()
+
+    def script() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        guarded = halfstep.guard(optimizer, on_skips=lambda report: None)
+        for value in (1.0, float("nan"), 1.0):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), value)).square().mean().backward()
+            optimizer.step()
+        assert guarded.counts()[:2] == (2, 1)
+
+    (message,) = run(script, dtype)
+    if dtype is BF16:
+        assert "Seen.forward runs under autocast" in message
+        assert set(model.dtypes) == {BF16}
+    else:
+        assert "has a guard" in message
+        assert set(model.dtypes) == {torch.float32}
+
+
 def test_a_scaler_that_was_made_before() -> None:
     scaler = halfstep.GradScaler()
     weight = nn.Parameter(torch.ones(1))

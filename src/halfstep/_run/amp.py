@@ -21,6 +21,7 @@ from halfstep._run.amp_forward import Forward
 from halfstep._run.amp_script import ScriptState
 from halfstep._run.amp_steps import ScaledSteps, Schedules
 from halfstep._scaler import GradScaler, access
+from halfstep._scaler.guard import GuardScaler
 
 
 @contextmanager
@@ -91,8 +92,12 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
     """Switch off when the script has a scaler of its own."""
 
     def look(scaler: Any) -> None:
-        if script.is_training and scaler is not ours and scaler.is_enabled():
+        if not script.is_training or scaler is ours or not scaler.is_enabled():
+            return
+        if not isinstance(scaler, GuardScaler):
             script.switch_off("the script has a GradScaler of its own")
+        elif script.is_scaling:  # both would decide which steps are taken
+            script.switch_off("the script has a guard, which looks at unscaled gradients")
 
     def init(original: Callable[..., None], scaler: Any, *args: Any, **kwargs: Any) -> None:
         original(scaler, *args, **kwargs)

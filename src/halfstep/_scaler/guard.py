@@ -86,13 +86,25 @@ def guard(
             "guard(LBFGS): it evaluates its closure several times in a step. GradScaler("
             "init_scale=1.0, rule=halfstep.Static()) checks each: scaler.step(optimizer, closure)"
         )
-    scaler = GradScaler(
-        init_scale=1.0, rule=Static(), min_scale=1.0, module=module, process_group=process_group
-    )
-    scaler._alarm = _Alarm(1, on_skips)
+    scaler = GuardScaler(on_skips, module, process_group)
     made = Guard(optimizer, scaler, None if max_norm is None else checked_max_norm(max_norm))
     _GUARDED.add(optimizer)
     return made
+
+
+class GuardScaler(GradScaler):
+    """The scaler of a guard: its scale is 1, and no loss is scaled."""
+
+    def __init__(
+        self,
+        on_skips: OnSkips,
+        module: torch.nn.Module | None,
+        process_group: ProcessGroup | Literal["local"] | None,
+    ) -> None:
+        super().__init__(
+            init_scale=1.0, rule=Static(), min_scale=1.0, module=module, process_group=process_group
+        )
+        self._alarm = _Alarm(1, on_skips)
 
 
 class _Alarm(Alarm):
