@@ -4,6 +4,7 @@ import ast
 
 import pytest
 import torch
+from tests.scaler.containers import Parts
 from torch import nn
 
 import halfstep
@@ -196,4 +197,8 @@ def test_a_schedule_of_another_optimizer() -> None:
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(first)
     assert ids(doctor(optimizer=second, scheduler=scheduler)) == ["scheduler-of-another"]
     assert ids(doctor(optimizer=first, scheduler=scheduler)) == []
+    container = Parts([first, second])
+    assert ids(doctor(optimizer=container, scheduler=scheduler)) == []
+    on_all = torch.optim.lr_scheduler.StepLR(container, 3)
+    assert ids(doctor(optimizer=container, scheduler=on_all)) == []
     assert ids(doctor(scheduler=scheduler)) == []

@@ -16,6 +16,7 @@ from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
+from halfstep._scaler.optimizers import members
 
 _LOST = {
     torch.float16: (
@@ -271,7 +272,8 @@ def _left_behind(training: Training) -> Iterator[Finding]:
 
 
 def _schedules(training: Training) -> Iterator[Finding]:
-    known = [getattr(each, "optimizer", each) for each in training.optimizers]
+    inner = [getattr(each, "optimizer", each) for each in training.optimizers]
+    known = [member for each in inner for member in members(each)]
     for scheduler in training.schedulers if known else ():
         of = getattr(scheduler, "optimizer", None)
         if of is not None and not any(of is each for each in (*known, *training.optimizers)):
