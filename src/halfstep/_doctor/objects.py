@@ -50,6 +50,12 @@ class Training:
         return names.of(params, optimizer)
 
     @property
+    def apart(self) -> list[Optimizer]:
+        """The optimizers, in the place of a container those that it holds."""
+        found = [each for optimizer in self.optimizers for each in members(optimizer)]
+        return [each for each in dict.fromkeys(found) if len(members(each)) == 1]
+
+    @property
     def trained(self) -> list[Tensor]:
         """The parameters of all optimizers."""
         return [param for optimizer in self.optimizers for param in parameters(optimizer)]
@@ -121,7 +127,7 @@ def _only_dtype(training: Training) -> torch.dtype | None:
 
 def _low_parameters(training: Training) -> Iterator[Finding]:
     for dtype, (id, factor, more, cure) in _LOST.items():
-        for optimizer in training.optimizers:
+        for optimizer in training.apart:
             if has_master_weights(optimizer):
                 continue
             low = [param for param in parameters(optimizer) if param.dtype == dtype]
@@ -142,7 +148,7 @@ def _low_parameters(training: Training) -> Iterator[Finding]:
 
 
 def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
-    for optimizer in training.optimizers:
+    for optimizer in training.apart:
         if has_master_weights(optimizer):
             continue
         for group in optimizer.param_groups:
@@ -202,7 +208,7 @@ def _in_fp16(eps: float) -> float:
 
 def _shared(training: Training) -> Iterator[Finding]:
     owners: dict[Tensor, list[Optimizer]] = {}
-    for optimizer in training.optimizers:
+    for optimizer in training.apart:
         for param in parameters(optimizer):
             owners.setdefault(param, []).append(optimizer)
     shared = [param for param, of in owners.items() if len(of) > 1]
@@ -251,7 +257,7 @@ def _missing(training: Training) -> Iterator[Finding]:
 
 
 def _left_behind(training: Training) -> Iterator[Finding]:
-    for optimizer in training.optimizers:
+    for optimizer in training.apart:
         apart = [
             param
             for param, state in optimizer.state.items()
