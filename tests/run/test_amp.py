@@ -355,7 +355,7 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other() -> None:
 def test_a_container_of_optimizers(kind: Any) -> None:
     """One whose ``step`` PyTorch knows decides for all; in another each decides for itself."""
 
-    def script() -> tuple[list[list[bool]], list[float]]:
+    def script(scaler: halfstep.GradScaler) -> tuple[list[list[bool]], list[float]]:
         model = Net()
         factors = iter([1.0, float("inf"), 1.0])
         model.head.weight.register_hook(lambda grad: grad * next(factors))
@@ -368,13 +368,15 @@ def test_a_container_of_optimizers(kind: Any) -> None:
             F.cross_entropy(model(x), y).backward()
             before = [weight.clone() for weight in (model.body[0].weight, model.head.weight)]
             container.step()
+            assert scaler.get_scale() == 2.0 ** (16 if not moved else 15)  # it has moved at once
             for schedule in schedules:
                 schedule.step()
             weights = (model.body[0].weight, model.head.weight)
             moved.append([not torch.equal(*pair) for pair in zip(before, weights, strict=True)])
         return moved, [each.param_groups[0]["lr"] for each in optimizers]
 
-    moved, rates = seeded(lambda: run(script))
+    with mixed_precision(torch.float16, quiet) as scaler:
+        moved, rates = seeded(lambda: script(scaler))
     if kind is Parts:
         assert moved == [[True, True], [False, False], [True, True]]
         assert rates == [0.25, 0.25]
