@@ -136,23 +136,18 @@ class OfFirst(Facade):
         return groups
 
 
-class Twice(Parts):
+class Twice(Bare):
     """Holds containers, and itself."""
 
     def __init__(self, optimizers: list[Any]) -> None:
-        super().__init__(optimizers)
-        self.optimizers = [Bare(optimizers[:1]), Chained(optimizers[1:]), self]
+        super().__init__([Bare(optimizers[:1]), Chained(optimizers[1:]), self])
 
     def each(self) -> Iterator[Any]:
         return itertools.chain(*(held.each() for held in self.optimizers[:2]))
 
-    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def step(self, *args: Any, **kwargs: Any) -> None:
         for optimizer in self.each():
             optimizer.step(*args, **kwargs)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        for optimizer in self.each():
-            optimizer.zero_grad(*args, **kwargs)
 
 
 KINDS = [Bare, Named, PerPart, Chained, Parts, Facade, OfFirst, Twice]

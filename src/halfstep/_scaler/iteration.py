@@ -435,6 +435,11 @@ class Journal:
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the same, None if ``step`` has not been called for it."""
+        # `in` takes wrappers that no weak reference can be made to.
+        if optimizer in self.memories:
+            own = self.memories[optimizer]
+            if own.number == self._num_steps:  # the last of all, as with one optimizer
+                return own.outcome
         newest = None
         for stepped, memory in self.memories.items():
             is_newer = newest is None or memory.number > newest.number

@@ -81,7 +81,7 @@ def _steppable(value: object) -> Iterator[Any]:
         value = value.values()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         for each in value:
-            if hasattr(each, "step") and not isinstance(each, type):
+            if hasattr(each, "step"):
                 yield each
             else:
                 yield from _steppable(each)
