@@ -33,11 +33,17 @@ BLOCKS = [
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_in_docstrings(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(name))
-    assert results.failed == 0
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith("halfstep.integrations."):
+            raise
+        pytest.skip(str(error))
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning without it
 def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Run a block; a comment behind ``print(...)`` is what it must print."""
     # The training loop is shown without its imports: its annotations are not looked up.

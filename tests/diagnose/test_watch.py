@@ -246,6 +246,64 @@ def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
     assert any("the loss of step 1 was finite" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_step_whose_closure_makes_the_gradients(make: Any, by_name: bool) -> None:
+    """As Lightning steps without a scaler."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = make(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    x[1, 1] = math.nan
+    told: list[int] = []
+    results = []
+    with Watch(tell=lambda _, step: told.append(step)) as watch:
+        for batch in (torch.ones(2, 4), x, torch.ones(2, 4)):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(batch), torch.zeros(2, 1))
+                loss.backward()
+                return loss
+
+            results.append(optimizer.step(closure=closure) if by_name else optimizer.step(closure))
+    first = watch.found[0]
+    assert told[0] == 2
+    assert first.verdict == "data"
+    assert first.tensor not in dict(model.named_parameters())
+    assert [bool(result.isnan()) for result in results[:2]] == [False, True]
+
+
+def test_a_forward_that_stood_there_for_one_call() -> None:
+    """As Lightning sends a call of DistributedDataParallel to training_step."""
+
+    class Model(nn.Module):  # no forward
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.net(x).square().mean().sqrt()
+
+    model, watch = Model(), Watch(tell=lambda *_: None)
+    original = model.forward
+
+    def redirected(x: Tensor) -> Tensor:
+        model.forward = original
+        return model.training_step(x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch:
+        for value in (1.0, math.nan):
+            model.forward = redirected
+            model(torch.full((2, 4), value)).backward()
+            optimizer.step()
+    (found,) = watch.found
+    assert found.verdict == "data"
+    assert found.bad is not None
+    assert found.bad.module == "net"
+    assert model.forward == original
+
+
 def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     loop = Loop()
 

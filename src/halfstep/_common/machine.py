@@ -9,15 +9,22 @@ from pathlib import Path
 
 import torch
 
+from halfstep._pytorch.distributed import has_process_group
+
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of this process, as a launcher such as torchrun gave it, else 0."""
-    return _count(environ.get("RANK"), 0)
+    """Return the number of this process that a launcher such as torchrun gave it, else 0.
+
+    Lightning gives none; then it is that of the process group, if there is one.
+    """
+    of_group = torch.distributed.get_rank() if has_process_group() else 0
+    return _count(environ.get("RANK"), of_group)
 
 
 def num_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of processes, as a launcher such as torchrun gave it, else 1."""
-    return max(_count(environ.get("WORLD_SIZE"), 1), 1)
+    """Return the number of processes, known as :func:`rank` is, else 1."""
+    of_group = torch.distributed.get_world_size() if has_process_group() else 1
+    return max(_count(environ.get("WORLD_SIZE"), of_group), 1)
 
 
 def _count(text: str | None, otherwise: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import Region, Settings, current_settings
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
@@ -67,6 +68,7 @@ class KeptCall:
         settings: The settings of autocast around it.
         random: The states of random generators; None for a loss, which needs none.
         buffers: The buffers of the model, with their values.
+        forward: What was put in place of the model's own ``forward``, for this call or for good.
         links: The links of its results; a tensor may be gone when they are needed.
         seeds: The gradients of its results without dimensions, once they have arrived.
     """
@@ -79,6 +81,7 @@ class KeptCall:
     line: Line | None
     random: RandomStates | None = None
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    forward: Callable[..., Any] | None = None
     is_training: bool = True
     links: list[Link | None] = field(default_factory=list)
     seeds: dict[int, Tensor] = field(default_factory=dict)
@@ -147,6 +150,9 @@ def _again(call: KeptCall, made: list[list[Tensor]]) -> Any:
     with ExitStack() as stack:
         for settings in call.settings:
             stack.enter_context(Region(settings))
+        if isinstance(call.function, nn.Module) and call.forward is not None:
+            # That of Lightning sends one call of DistributedDataParallel to training_step.
+            vars(replicated(call.function))["forward"] = call.forward
         return call.function(*args, **kwargs)
 
 
@@ -221,6 +227,7 @@ class Capture(TopLevelCalls):
         call = self._before(module, args, kwargs)
         call.random = RandomStates(accelerators())
         call.is_training = module.training
+        call.forward = vars(replicated(module)).get("forward")
         call.buffers = [(buffer, self._kept(buffer)) for buffer in self._buffers_of(module)]
         with self.inside():
             return self._after(call, original(module, *args, **kwargs))

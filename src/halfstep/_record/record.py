@@ -33,9 +33,9 @@ class record:
     """Record a training run: every step, and statistics of the tensors in some steps.
 
     Writes one file of JSON Lines, flushed line by line, for ``halfstep report`` and ``halfstep
-    watch``: ``rank0.jsonl`` in the folder, or the file of the rank in the environment variable
-    ``RANK``. Appends to an existing file. docs/record.md describes its contents and the cost of
-    recording.
+    watch``: ``rank0.jsonl`` in the folder, or the file of the rank (the environment variable
+    ``RANK``, or that of the process group). Appends to an existing file. docs/record.md describes
+    its contents and the cost of recording.
 
     Recording does not change the training, bit for bit. Iterations are those of halfstep's
     ``GradScaler``; without one, each ``optimizer.step()`` is one.
