@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.scaler.containers import Parts
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -262,3 +263,36 @@ def test_objects_that_the_function_reaches_are_kept_before_they_are_called() -> 
         assert not trainer.other.training
         assert trainer.optimizer.param_groups[0]["lr"] == 0.1
         assert not trainer.optimizer.state
+
+
+class WithoutGroups(torch.optim.Optimizer):
+    """A container that does not call ``Optimizer.__init__``: neither groups nor state."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Parts, WithoutGroups])
+def test_optimizers_in_a_container_stay_as_they_were(kind: Any) -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1, momentum=0.9) for weight in weights]
+    container, scaler = kind(optimizers), halfstep.GradScaler(init_scale=8.0)
+
+    def step() -> None:
+        scaler.scale(sum(weight.sum() for weight in weights).log()).backward()
+        scaler.step(container)
+        scaler.update()
+
+    step()
+    momentum = optimizers[1].state[weights[1]]["momentum_buffer"]
+    before = weights[0].detach().clone(), momentum.clone()
+    with torch.no_grad():
+        weights[1].fill_(-10.0)
+    assert halfstep.diagnose(step).verdict != "none"
+    assert torch.equal(weights[0], before[0])
+    assert optimizers[1].state[weights[1]]["momentum_buffer"] is momentum
+    assert torch.equal(momentum, before[1])

@@ -4,6 +4,7 @@ import ast
 
 import pytest
 import torch
+from tests.scaler.containers import Parts
 from torch import nn
 
 import halfstep
@@ -190,10 +191,28 @@ def test_state_that_is_not_where_its_parameters_are() -> None:
     assert found[0].names == ("weight", "bias")
 
 
+def test_optimizers_in_a_container() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(BF16)
+    container = Parts([sgd(model[0]), sgd(model[1])])
+    found = doctor(model, container)
+    assert [(each.id, each.names) for each in found] == [
+        ("bf16-parameters", ("0.weight", "0.bias")),
+        ("bf16-parameters", ("1.weight", "1.bias")),
+    ]
+    for optimizer in container.each():
+        halfstep.master_weights(optimizer)
+    assert ids(doctor(model, container)) == []
+    assert "shared-parameter" in ids(doctor(model, Parts([sgd(model), sgd(model[1])])))
+
+
 def test_a_schedule_of_another_optimizer() -> None:
     model = nn.Linear(4, 1)
     first, second = sgd(model), sgd(model)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(first)
     assert ids(doctor(optimizer=second, scheduler=scheduler)) == ["scheduler-of-another"]
     assert ids(doctor(optimizer=first, scheduler=scheduler)) == []
+    container = Parts([first, sgd(nn.Linear(4, 1))])
+    assert ids(doctor(optimizer=container, scheduler=scheduler)) == []
+    on_all = torch.optim.lr_scheduler.StepLR(container, 3)
+    assert ids(doctor(optimizer=container, scheduler=on_all)) == []
     assert ids(doctor(scheduler=scheduler)) == []

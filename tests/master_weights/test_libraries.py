@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.scaler.containers import Parts
 from torch import Tensor, nn
 
-from halfstep import master_weights
+from halfstep import GradScaler, master_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 BF16 = torch.bfloat16
@@ -172,6 +173,23 @@ def test_a_trainer_resumes(kind: str, tmp_path: Path) -> None:
         return model  # type: ignore[no-any-return]
 
     assert_same(trained(), trained(str(tmp_path / "checkpoint-2")))
+
+
+def test_optimizers_in_a_container() -> None:
+    """Its own state is not what it saves: each of those that it holds has master weights."""
+    model = network().to(BF16)
+    container = Parts([adamw(model[0].parameters()), adamw(model[2].parameters())])
+    with pytest.raises(TypeError, match=r"it holds several optimizers.*Pass each of them"):
+        master_weights(container)
+    for optimizer in container.each():
+        master_weights(optimizer)
+    scaler = GradScaler(init_scale=2.0**10)
+    for step in range(8):
+        container.zero_grad()
+        scaler.scale(loss_of(model, DATA[4 * step : 4 * step + 4])).backward()
+        scaler.step(container)
+        scaler.update()
+    assert_same(model, trained_by_hand(8, adamw))
 
 
 @pytest.mark.parametrize("first", ["masters", "accelerate"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.ranks import cases
 from tests.ranks.pool import Pool
+from tests.scaler.containers import Bare
 from torch import distributed, nn
 
 import halfstep
@@ -74,6 +75,46 @@ def test_an_inf_on_one_rank_is_skipped_on_all(
     ]
     assert first[1] == []
     assert len(second[1]) == 1
+
+
+def containers_with_inf_on_rank_1(rank: int, kind: str, group: str | None) -> Any:
+    """The bad gradient is one of the last optimizer."""
+    module: nn.Module = getattr(cases, kind)()
+    params = list(module.parameters())
+    parts = [torch.optim.SGD(params[:3], lr=0.01, momentum=0.9), torch.optim.AdamW(params[3:])]
+    container: Any = Bare(parts)
+    books = scaler(group)
+    seen = []
+    for step in range(5):
+        container.zero_grad()
+        cases.backward(books, module, cases.batch(rank, step))
+        if step == 1 and rank == 1:
+            last = params[-2].grad
+            assert last is not None
+            getattr(last, "_local_tensor", last).view(-1)[0] = math.inf
+        before = [getattr(p, "_local_tensor", p).detach().clone() for p in params]
+        with cases.counted() as collectives:
+            books.step(container)
+        books.update()
+        after = [getattr(p, "_local_tensor", p).detach() for p in params]
+        is_same = list(map(torch.equal, before, after))
+        outcome = books.outcome(parts[0])
+        seen.append((outcome.taken, outcome.rank, all(is_same), any(is_same), len(collectives)))
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "group"), [("fsdp2", None), ("model", WORLD)])
+def test_a_container_of_optimizers_is_one_decision(
+    pool: Pool, kind: str, group: str | None
+) -> None:
+    for seen in pool.run(containers_with_inf_on_rank_1, kind, group):
+        assert [entry[:2] for entry in seen] == [(True, None), (False, 1), *[(True, None)] * 3]
+        assert [entry[2:4] for entry in seen] == [
+            (False, False),
+            (True, True),
+            *[(False, False)] * 3,
+        ]
+        assert seen[4][4] == 1  # as for one optimizer, after the first steps, which are measured
 
 
 def guarded_with_inf_on_rank_1(rank: int, kind: str, group: str | None, fused: bool) -> Any:

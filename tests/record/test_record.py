@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.record.training import Net, train
+from tests.scaler.containers import Facade, Parts
 from torch import nn
 from torch.nn.modules import module as nn_module
 
@@ -328,6 +330,40 @@ def test_the_gradient_of_several_backward_passes_is_their_sum(tmp_path: Path) ->
     found = tensors(read_run(tmp_path))
     assert found["parameter_gradient", "weight"].amax == 7.0
     assert found["output", "(model)"].size == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_scaled", "wanted"),
+    [
+        (Facade, True, [(1, "Facade"), (2, "Facade")]),
+        (Parts, True, [(1, "Parts"), (2, "Parts")]),
+        (Parts, False, [(1, "Parts"), (2, "Parts")]),
+        # PyTorch tells of the steps of those that called its Optimizer.__init__ only.
+        (Facade, False, [(1, "SGD"), (2, "AdamW"), (3, "SGD"), (4, "AdamW")]),
+    ],
+)
+def test_steps_of_a_container(
+    kind: Any, is_scaled: bool, wanted: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    model, scaler = make()
+    container = kind(
+        [torch.optim.SGD(model.first.parameters()), torch.optim.AdamW(model.head.parameters())]
+    )
+    with halfstep.record(tmp_path):
+        for _ in range(2):
+            container.zero_grad()
+            loss = model(torch.ones(2, 6)).sum()
+            if is_scaled:
+                scaler.scale(loss).backward()
+                scaler.step(container, max_norm=math.inf)
+                scaler.update()
+            else:
+                loss.backward()
+                container.step()
+    steps = read_run(tmp_path).steps
+    assert [(each.step, each.optimizer) for each in steps] == wanted
+    assert all(each.norm is not None for each in steps) or not is_scaled
+    assert steps[0].share_lost_updates is not None
 
 
 def test_a_second_model_has_a_prefix(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.scaler.containers import Facade, Parts
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
@@ -348,6 +349,40 @@ def test_an_overflow_of_one_optimizer_does_not_skip_the_other() -> None:
     assert [torch.equal(p, q) for p, q in zip(before, after, strict=True)] == [
         False, False, True, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [Parts, Facade])
+def test_a_container_of_optimizers(kind: Any) -> None:
+    """One whose ``step`` PyTorch knows decides for all; in another each decides for itself."""
+
+    def script(scaler: halfstep.GradScaler) -> tuple[list[list[bool]], list[float]]:
+        model = Net()
+        factors = iter([1.0, float("inf"), 1.0])
+        model.head.weight.register_hook(lambda grad: grad * next(factors))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=1.0) for part in model.children()]
+        container = kind(optimizers)
+        schedules = [LambdaLR(each, lambda count: 0.5**count) for each in optimizers]
+        moved = []
+        for x, y in batches(3):
+            container.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            before = [weight.clone() for weight in (model.body[0].weight, model.head.weight)]
+            container.step()
+            assert scaler.get_scale() == 2.0 ** (16 if not moved else 15)  # it has moved at once
+            for schedule in schedules:
+                schedule.step()
+            weights = (model.body[0].weight, model.head.weight)
+            moved.append([not torch.equal(*pair) for pair in zip(before, weights, strict=True)])
+        return moved, [each.param_groups[0]["lr"] for each in optimizers]
+
+    with mixed_precision(torch.float16, quiet) as scaler:
+        moved, rates = seeded(lambda: script(scaler))
+    if kind is Parts:
+        assert moved == [[True, True], [False, False], [True, True]]
+        assert rates == [0.25, 0.25]
+    else:
+        assert moved == [[True, True], [True, False], [True, True]]
+        assert rates == [0.125, 0.25]
 
 
 def test_the_scale_moves_once_for_all_optimizers_of_a_loss() -> None:

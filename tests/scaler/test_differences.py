@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.scaler.containers import OfFirst
 
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
@@ -29,6 +30,14 @@ def torch_scaler(**kwargs: Any) -> torch.amp.GradScaler:
 def make(value: float = 0.0, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     param = torch.nn.Parameter(torch.full((2,), value, dtype=dtype))
     return param, torch.optim.SGD([param], lr=1.0, **kwargs)
+
+
+def stepped_by_a_container(scaler: Any) -> tuple[float, float]:
+    """Return two parameters of two optimizers in a container that shows the first one's groups."""
+    (first, optimizer), (second, other) = make(), make()
+    scaler.scale(first.sum() + second.sum()).backward()
+    scaler.step(OfFirst([optimizer, other]))
+    return first[0].item(), second[0].item()
 
 
 def iterate(scaler: Any, param: torch.nn.Parameter, optimizer: Any, value: float = 1.0) -> None:
@@ -488,6 +497,11 @@ DIFFERENCES = [
         "S8",
         lambda: accumulated_over_updates(GradScaler(growth_interval=1)) == 2.0,
         lambda: accumulated_over_updates(torch_scaler(growth_interval=1)) == 0.75,
+    ),
+    Difference(
+        "S9",
+        lambda: stepped_by_a_container(GradScaler()) == (-1.0, -1.0),
+        lambda: stepped_by_a_container(torch_scaler()) == (-1.0, -65536.0),
     ),
 ]
 

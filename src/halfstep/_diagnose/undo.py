@@ -25,6 +25,8 @@ from torch.optim import Optimizer
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._pytorch import autograd, distributed, storages
 from halfstep._pytorch.storages import ByMemory
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.optimizers import members
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
 _KEPT_ELSEWHERE = (nn.Module, Optimizer, Tensor)
@@ -105,9 +107,9 @@ class UndoLog:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Keep the groups and the state of an optimizer, and the ``grad`` of its parameters."""
-        for group in optimizer.param_groups:
-            self.note_grads(group["params"])
-        self._hold([optimizer.param_groups, optimizer.state])
+        self.note_grads(parameters(optimizer))
+        for each in members(optimizer):  # a container may have neither groups nor state
+            self._hold([each.param_groups, getattr(each, "state", {})])
 
     def _hold(self, values: Iterable[object]) -> None:
         """Keep containers and objects with their contents; modules are noted separately."""

@@ -16,6 +16,7 @@ from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.names import Names
+from halfstep._scaler.optimizers import members
 
 _LOST = {
     torch.float16: (
@@ -47,6 +48,12 @@ class Training:
         if self.model is not None:
             names.watch(self.model)
         return names.of(params, optimizer)
+
+    @property
+    def apart(self) -> list[Optimizer]:
+        """The optimizers, in the place of a container those that it holds."""
+        found = [each for optimizer in self.optimizers for each in members(optimizer)]
+        return [each for each in dict.fromkeys(found) if len(members(each)) == 1]
 
     @property
     def trained(self) -> list[Tensor]:
@@ -120,7 +127,7 @@ def _only_dtype(training: Training) -> torch.dtype | None:
 
 def _low_parameters(training: Training) -> Iterator[Finding]:
     for dtype, (id, factor, more, cure) in _LOST.items():
-        for optimizer in training.optimizers:
+        for optimizer in training.apart:
             if has_master_weights(optimizer):
                 continue
             low = [param for param in parameters(optimizer) if param.dtype == dtype]
@@ -141,7 +148,7 @@ def _low_parameters(training: Training) -> Iterator[Finding]:
 
 
 def _eps_of_optimizers(training: Training) -> Iterator[Finding]:
-    for optimizer in training.optimizers:
+    for optimizer in training.apart:
         if has_master_weights(optimizer):
             continue
         for group in optimizer.param_groups:
@@ -201,7 +208,7 @@ def _in_fp16(eps: float) -> float:
 
 def _shared(training: Training) -> Iterator[Finding]:
     owners: dict[Tensor, list[Optimizer]] = {}
-    for optimizer in training.optimizers:
+    for optimizer in training.apart:
         for param in parameters(optimizer):
             owners.setdefault(param, []).append(optimizer)
     shared = [param for param, of in owners.items() if len(of) > 1]
@@ -250,7 +257,7 @@ def _missing(training: Training) -> Iterator[Finding]:
 
 
 def _left_behind(training: Training) -> Iterator[Finding]:
-    for optimizer in training.optimizers:
+    for optimizer in training.apart:
         apart = [
             param
             for param, state in optimizer.state.items()
@@ -271,7 +278,8 @@ def _left_behind(training: Training) -> Iterator[Finding]:
 
 
 def _schedules(training: Training) -> Iterator[Finding]:
-    known = [getattr(each, "optimizer", each) for each in training.optimizers]
+    inner = [getattr(each, "optimizer", each) for each in training.optimizers]
+    known = [member for each in inner for member in members(each)]
     for scheduler in training.schedulers if known else ():
         of = getattr(scheduler, "optimizer", None)
         if of is not None and not any(of is each for each in (*known, *training.optimizers)):

@@ -28,6 +28,7 @@ from halfstep._pytorch.distributed import (
 )
 from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
+from halfstep._scaler.optimizers import members
 from halfstep._scaler.scalars import describe
 
 LOWER = (torch.bfloat16, torch.float16)
@@ -100,7 +101,7 @@ def master_weights(
         The optimizer.
 
     Raises:
-        TypeError: It is not an optimizer, or wraps one: pass that.
+        TypeError: It is not an optimizer, or wraps one, or holds several: pass that, or each.
         ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
             one of them is of a dtype that the store cannot serve, or gradients cannot be float32.
 
@@ -121,6 +122,11 @@ def master_weights(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"master_weights({type(optimizer).__name__}): pass a torch.optim.Optimizer")
+    if len(members(optimizer)) > 1:
+        raise TypeError(
+            f"master_weights({type(optimizer).__name__}): it holds several optimizers, and a "
+            "checkpoint of theirs would not have its state. Pass each of them, one by one"
+        )
     if not is_whole(optimizer):
         raise TypeError(
             f"master_weights({type(optimizer).__name__}): it wraps an optimizer, and a checkpoint "

@@ -22,6 +22,7 @@ from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, access, passes
 from halfstep._scaler.gradients import Gradients, collect, parameters
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.optimizers import members
 from halfstep._scaler.scalars import as_tensor, combine
 
 
@@ -224,7 +225,9 @@ class FreshGradients:
             scaled pass.
         """
         self._optimizers.add(optimizer)
-        earlier = self._unscaled.pop(optimizer, []) + self._taken_from_unknown(optimizer)
+        earlier = self._taken_from_unknown(optimizer)
+        for each in members(optimizer):  # those of a container wait no longer
+            earlier += self._unscaled.pop(each, [])
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None

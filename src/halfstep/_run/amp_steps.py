@@ -24,7 +24,7 @@ from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, Outcome, access
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.optimizers import evaluates_first, handles_scale
+from halfstep._scaler.optimizers import evaluates_first, handles_scale, members
 from halfstep._scaler.snapshot import snapshot_of
 
 StepFunction = Callable[..., Any]
@@ -234,8 +234,12 @@ class Schedules:
         self._moved: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: Optimizer, taken: bool | Outcome) -> None:
-        """Note a step; an outcome is read only when a schedule needs it. Sync: none."""
-        self._steps.setdefault(optimizer, _TakenSteps()).add(taken)
+        """Note a step; an outcome is read only when a schedule needs it. Sync: none.
+
+        One of a container is one of all that it holds.
+        """
+        for each in members(optimizer):
+            self._steps.setdefault(each, _TakenSteps()).add(taken)
 
     def install(self, patches: Patches) -> None:
         """Wrap all present and future schedulers."""

@@ -18,7 +18,7 @@ from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.optimizers import name
+from halfstep._scaler.optimizers import makes_step_of, name
 from halfstep._scaler.ranks.agreement import Alone, Together
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
@@ -84,7 +84,8 @@ class _Block(Iteration):
         self.hooks = self.root.hooks  # removed by whichever ends
         self.optimizer = optimizer
         while isinstance(around, _Block):
-            if around.optimizer.param_groups is optimizer.param_groups:
+            open_one = around.optimizer
+            if makes_step_of(open_one, optimizer) and makes_step_of(optimizer, open_one):
                 raise CallOrderError(
                     f"accumulate({name(optimizer)}): a block of this optimizer is already open"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import checked_number
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.iteration import Step
+from halfstep._scaler.optimizers import is_optimizer, require_optimizer
 from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.step import limit, measure, multiply_, unscale_
 
@@ -50,7 +51,8 @@ def target(
     """Return the optimizer, None if there is none, and the parameters."""
     if isinstance(optimizer_or_parameters, Tensor):
         return None, [optimizer_or_parameters]
-    if isinstance(optimizer_or_parameters, Iterable):
+    # A container may be iterable too.
+    if isinstance(optimizer_or_parameters, Iterable) and not is_optimizer(optimizer_or_parameters):
         params = list(optimizer_or_parameters)
         for param in params:
             if not isinstance(param, Tensor):
@@ -59,7 +61,9 @@ def target(
                     f"{type(param).__name__}: pass model.parameters()"
                 )
         return None, params
-    return optimizer_or_parameters, list(parameters(optimizer_or_parameters))
+    optimizer: Any = optimizer_or_parameters
+    require_optimizer("clip_grad_norm_", optimizer)
+    return optimizer, list(parameters(optimizer))
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.checks import checked_count, checked_number
-from halfstep._scaler.optimizers import name
+from halfstep._scaler.optimizers import members, name
 from halfstep._scaler.scalars import to_float32
 
 NUM_STEPS = 3
@@ -141,7 +141,8 @@ def see_first_norm(
     """
     norms.append(scaled_norm)
     # In a warm-up that begins at a learning rate of 0 they are the same for another reason.
-    has_moved = any(group.get("lr", 1.0) != 0.0 for group in optimizer.param_groups)
+    groups = [group for each in members(optimizer) for group in each.param_groups]
+    has_moved = any(group.get("lr", 1.0) != 0.0 for group in groups)
     same = has_moved and max(norms) - min(norms) <= 1e-4 * max(norms)
     if len(norms) == NUM_STEPS and same and 0 < max(norms) < SMALLEST_MAX_NORM * scale:
         warnings.warn(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
+from halfstep._scaler.optimizers import members
 from halfstep._scaler.scalars import describe
 
 NUM_NAMED = 3
@@ -76,8 +77,13 @@ NONE = Gradients([], [], [], {}, frozenset())
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Return all parameters of an optimizer in the order of its groups."""
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    """Return all parameters of an optimizer in the order of its groups.
+
+    Those of a container and of all that it holds, each once.
+    """
+    found = members(optimizer)
+    params = chain.from_iterable(group["params"] for each in found for group in each.param_groups)
+    return params if len(found) == 1 else iter(dict.fromkeys(params))
 
 
 def collect(params: Iterable[Tensor]) -> Gradients:

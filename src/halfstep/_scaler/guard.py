@@ -18,7 +18,7 @@ from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
 from halfstep._scaler.clipping import checked_max_norm
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import evaluates_first, name, require_optimizer
+from halfstep._scaler.optimizers import evaluates_first, members, name, require_optimizer
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.rules import Static
@@ -81,7 +81,7 @@ def guard(
     require_optimizer("guard", optimizer)
     if optimizer in _GUARDED:
         raise CallOrderError(f"guard({type(optimizer).__name__}): it has a guard already")
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if any(isinstance(each, torch.optim.LBFGS) for each in members(optimizer)):
         raise ValueError(
             "guard(LBFGS): it evaluates its closure several times in a step. GradScaler("
             "init_scale=1.0, rule=halfstep.Static()) checks each: scaler.step(optimizer, closure)"

@@ -20,7 +20,7 @@ from halfstep._scaler import passes, scalars
 from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.optimizers import name
+from halfstep._scaler.optimizers import makes_step_of, name
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
 from halfstep._scaler.ranks.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
 from halfstep._scaler.scalars import Scalar, moved
@@ -362,11 +362,13 @@ class Memory:
 
     Attributes:
         outcome: That of its last step.
+        number: Number of that step among those of all optimizers.
         first_norms: The scaled norms of its first steps.
     """
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
+        self.number = 0
         self.first_norms: list[float] = []
 
     def clear(self) -> None:
@@ -390,6 +392,7 @@ class Journal:
         )
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
         self.open: list[Outcome] = []
+        self._num_steps = 0
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
         """Return what is kept of an optimizer."""
@@ -405,6 +408,8 @@ class Journal:
         if memory.outcome is not None:
             memory.outcome.forget_gradients()
         memory.outcome = outcome
+        self._num_steps += 1
+        memory.number = self._num_steps
         self._all.append(outcome)
         self.open.append(outcome)
 
@@ -413,7 +418,9 @@ class Journal:
         return list(islice(reversed(self._all), count))[::-1]
 
     def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return the outcome of the last step of an optimizer, or of one that it wraps.
+        """Return the outcome of the last step of an optimizer.
+
+        That may have been the step of one that it wraps, or of a container that holds it.
 
         Raises:
             CallOrderError: ``step`` has not been called for it.
@@ -429,12 +436,16 @@ class Journal:
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
         """Return the same, None if ``step`` has not been called for it."""
         # `in` takes wrappers that no weak reference can be made to.
-        if optimizer in self.memories and (outcome := self.memories[optimizer].outcome) is not None:
-            return outcome
+        if optimizer in self.memories:
+            own = self.memories[optimizer]
+            if own.number == self._num_steps:  # the last of all, as with one optimizer
+                return own.outcome
+        newest = None
         for stepped, memory in self.memories.items():
-            if stepped.param_groups is optimizer.param_groups and memory.outcome is not None:
-                return memory.outcome
-        return None
+            is_newer = newest is None or memory.number > newest.number
+            if memory.outcome is not None and is_newer and makes_step_of(stepped, optimizer):
+                newest = memory
+        return None if newest is None else newest.outcome
 
     def entries(self) -> list[HistoryEntry]:
         """Return all outcomes in short, oldest first. Sync: one."""

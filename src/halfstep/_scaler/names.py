@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from halfstep._scaler.optimizers import members
+
 
 class Names:
     """Names of parameters, from the modules that a scaler watches.
@@ -63,9 +65,10 @@ class Names:
 
     def _qualified(self, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
         known: dict[int, str] = {}
-        for group in [] if optimizer is None else optimizer.param_groups:
-            names = group.get("param_names", [])
-            known.update(zip(map(id, group["params"]), names, strict=False))
+        for each in [] if optimizer is None else members(optimizer):
+            for group in each.param_groups:
+                names = group.get("param_names", [])
+                known.update(zip(map(id, group["params"]), names, strict=False))
         modules, qualified = self.modules(), dict[int, str]()
         for number, module in enumerate(modules):
             # Two modules may have parameters of the same name.
@@ -77,8 +80,12 @@ class Names:
 
 
 def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
-    return {
-        id(param): f"param_groups[{group_index}]['params'][{index}]"
-        for group_index, group in enumerate([] if optimizer is None else optimizer.param_groups)
-        for index, param in enumerate(group["params"])
-    }
+    found: dict[int, str] = {}
+    for number, each in enumerate([] if optimizer is None else members(optimizer)):
+        # Those of a container without groups of its own are told apart by their class.
+        where = "" if each is optimizer else f"{type(each).__name__}[{number}]."
+        for group_index, group in enumerate(each.param_groups):
+            for index, param in enumerate(group["params"]):
+                place = f"{where}param_groups[{group_index}]['params'][{index}]"
+                found.setdefault(id(param), place)
+    return found

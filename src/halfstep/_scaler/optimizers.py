@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -11,19 +13,81 @@ import torch
 
 _HANDLES_SCALE = "_step_supports_amp_scaling"
 
+HOLDERS = ("optimizers", "chained_optimizers")
+"""The attributes in which a container keeps its optimizers."""
+
 
 def name(optimizer: object) -> str:
     """Return what an error message calls the optimizer: its class."""
     return type(optimizer).__name__
 
 
+def is_optimizer(value: object) -> bool:
+    """Return whether something has groups of parameters, or holds optimizers."""
+    return hasattr(value, "param_groups") or any(
+        isinstance(getattr(value, holder, None), Iterable) for holder in HOLDERS
+    )
+
+
 def require_optimizer(call: str, optimizer: object) -> None:
     """Raise TypeError if a call was given something else than an optimizer."""
-    if not hasattr(optimizer, "param_groups"):
+    if not is_optimizer(optimizer):
         raise TypeError(
-            f"{call}({name(optimizer)}): pass the optimizer, such as torch.optim.SGD(...), or a "
-            "wrapper that has its param_groups"
+            f"{call}({name(optimizer)}): pass the optimizer, such as torch.optim.SGD(...), a "
+            "wrapper that has its param_groups, or a container that has several in `optimizers`"
         )
+    if hasattr(optimizer, "param_groups"):
+        return
+    for each in _reached(optimizer):
+        if not is_optimizer(each):
+            raise TypeError(
+                f"{call}({name(optimizer)}): it holds a {name(each)}, which has no param_groups, "
+                "so that nobody knows whose gradients it uses. Give one of the two param_groups"
+            )
+
+
+# --- containers -----------------------------------------------------------------------------------
+
+
+def members(optimizer: Any) -> list[Any]:
+    """Return an optimizer and all that it holds, each once; those without groups are left out."""
+    return [each for each in _reached(optimizer) if hasattr(each, "param_groups")]
+
+
+def makes_step_of(stepped: Any, optimizer: Any) -> bool:
+    """Return whether a step of the first is one of the second: itself, wrapped or held by it."""
+    groups = getattr(optimizer, "param_groups", None)
+    return stepped is optimizer or any(
+        each is optimizer or each.param_groups is groups for each in members(stepped)
+    )
+
+
+def _reached(optimizer: Any) -> list[Any]:
+    """Return an optimizer and all that it holds at any depth, each once."""
+    reached = [optimizer]
+    seen = {id(optimizer)}
+    for each in reached:  # it grows
+        for holder in HOLDERS:
+            for held in _steppable(getattr(each, holder, None)):
+                if id(held) not in seen:
+                    seen.add(id(held))
+                    reached.append(held)
+    return reached
+
+
+def _steppable(value: object) -> Iterator[Any]:
+    """Yield what has a ``step``, in lists and dictionaries at any depth."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for each in value:
+            if hasattr(each, "step"):
+                yield each
+            else:
+                yield from _steppable(each)
+
+
+# --- the scale ------------------------------------------------------------------------------------
 
 
 def evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
@@ -38,12 +102,14 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
 
     A wrapper that only passes attributes on to a fused optimizer does not count: ``grad_scale`` and
     ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
-    forgotten.
+    forgotten. Neither does a container, whose own optimizers would be.
     """
     own = vars(optimizer).get(_HANDLES_SCALE, _NOT_SET)
     if own is _NOT_SET:
         return getattr(type(optimizer), _HANDLES_SCALE, False) is True
     if own is True:
+        if any(map(partial(hasattr, optimizer), HOLDERS)):
+            return False
         # torch.optim: the state of one that is not fused, loaded into a fused one, switches it off.
         for group in optimizer.param_groups:
             if not group.get("fused", True):

@@ -245,8 +245,11 @@ class GradScaler(TorchAttributes):
         and checked. The closure calls ``scaler.scale(loss).backward()``, or only returns the loss.
         An evaluation with inf or NaN ends the step, and the parameters are as before it.
 
+        A container, which has several optimizers in ``optimizers`` or ``chained_optimizers``, is
+        stepped as one: all gradients are finite, or none of them steps.
+
         Args:
-            optimizer: The optimizer whose ``step`` is to be called.
+            optimizer: The optimizer, or container, whose ``step`` is to be called.
             *args: Arguments for it; a closure is the first one.
             max_norm: Clip the norm of the unscaled gradients to this, in the same pass;
                 ``math.inf`` only measures it, for :meth:`outcome`.
@@ -430,7 +433,7 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return what became of the optimizer's last step.
+        """Return what became of the optimizer's last step, or of that of a container that holds it.
 
         Sync: none; reading the outcome waits.
 

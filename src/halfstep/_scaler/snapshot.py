@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import evaluates_first
+from halfstep._scaler.optimizers import evaluates_first, members
 
 
 class Snapshot:
@@ -45,8 +45,11 @@ def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
     """
     if evaluates_first(optimizer):
         return Snapshot([], [])
-    params, groups = list(parameters(optimizer)), optimizer.param_groups
-    held = [getattr(optimizer, "state", {}), *groups]  # a wrapper may have no state
+    params, each_of = list(parameters(optimizer)), members(optimizer)
+    groups = [group for each in each_of for group in each.param_groups]
+    states = [getattr(each, "state", None) for each in each_of]
+    # A wrapper may have no state, and that of a container may be a view of others.
+    held = [*(state for state in states if isinstance(state, dict)), *groups]
     memo = {id(each): each for each in [*params, *(group["params"] for group in groups)]}
     return Snapshot(
         params,

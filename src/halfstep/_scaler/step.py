@@ -16,6 +16,7 @@ those with a scale that may be below 1, since a skipped step could not undo its 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from halfstep._scaler import passes, scalars
 from halfstep._scaler.earlier_norms import NUM_STEPS, NormLimit, see_first_norm
-from halfstep._scaler.gradients import NONE, Gradients, collect, refuse_float16
+from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import (
     GradientCheck,
     Iteration,
@@ -32,7 +33,7 @@ from halfstep._scaler.iteration import (
     Step,
     nothing_checked,
 )
-from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
+from halfstep._scaler.optimizers import HOLDERS, name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.ranks.agreement import ALONE, Alone, Together
 from halfstep._scaler.ranks.group import has_process_group
@@ -117,8 +118,11 @@ def gather(
     if params is None:
         assert optimizer is not None
         params = []
-        for group in optimizer.param_groups:
-            params += group["params"]
+        if any(map(partial(hasattr, optimizer), HOLDERS)):
+            params += parameters(optimizer)
+        else:  # what that does for a single one, without a call of Python
+            for group in optimizer.param_groups:
+                params += group["params"]
     owner = optimizer if owner is None else owner
     if engine.unused.waiting:
         engine.unused.use(params)
