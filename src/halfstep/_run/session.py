@@ -26,6 +26,7 @@ from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import distributed
 from halfstep._record.files import RUNS
+from halfstep._run import other_ranks
 from halfstep._run.script import execute, hide_our_frames
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
@@ -46,6 +47,11 @@ class Command:
     def stem(self) -> str:
         """A short name: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
         return self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
+
+    @property
+    def text(self) -> str:
+        """What follows ``halfstep run`` and its options on a command line."""
+        return shlex.join([*(["-m"] if self.is_module else []), self.target, *self.arguments])
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class Session:
 
             self._watch = Watch(tell=self._tell)
         self._stack.enter_context(replaced(policy))
+        self._stack.enter_context(other_ranks.refused(self._command.text))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._watch is not None:
