@@ -119,6 +119,8 @@ def look(model: nn.Module, batch: Tensor) -> str:
         found: halfstep.Diagnosis = halfstep.diagnose(lambda: loss_of(model, batch), model=model)
     checkup = halfstep.doctor(model)
     check = halfstep.self_check(model, batch, loss_of)
+    compiled = halfstep.self_check(model, batch, loss_of, compiled=True)
+    print(check.loss32, compiled.breaks, compiled.not_compared, compiled.passed)
     tuned = halfstep.tune(model, [batch], loss_of)
     return "\n".join([seen.table(), found.to_json(), str(checkup), str(check), str(tuned.policy)])
 

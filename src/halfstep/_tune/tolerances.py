@@ -12,6 +12,10 @@ off by 4 times the error that is unavoidable.
 The unavoidable error is measured by rounding the output of each module once, in float32. Near the
 end of training a gradient is the small difference of large parts: whatever rounds the activations
 changes it a lot, and no module is to blame.
+
+Code of a module that is compiled alone gets the very inputs of its eager code. So it may be off
+from float32 by no more than 4 times what eager code is off, which is far below the tolerances
+above: also a dtype that has a few bits less, or a cast that is left out, goes beyond it.
 """
 
 from __future__ import annotations
@@ -66,6 +70,31 @@ def tolerance_for(
     gradient = unit * math.sqrt(max(2 * total_depth - depth, 1))
     of_gradient = min(SPREAD * gradient + 2 * math.sqrt(gradient), MOST)
     return Tolerance(min(SPREAD * output, MOST), max(of_gradient, TIMES * unavoidable))
+
+
+def tolerance_beside(
+    dtype: torch.dtype, depth: int, longest: int, size: int, eager: float, unavoidable: float
+) -> float:
+    """Return how far from float32 compiled code of a module may be, beside its eager code.
+
+    Args:
+        dtype: The lower precision.
+        depth: The number of ops in a row.
+        longest: The largest dimension of any tensor: a sum over it has as many roundings.
+        size: The number of entries that are compared.
+        eager: The error of the eager code.
+        unavoidable: The error of float32 itself with inputs that are some roundings off.
+
+    Example:
+        >>> tolerance_beside(torch.float16, 1, 64, 1024, 3e-4, 1e-7)
+        0.0012
+    """
+    exact = SPREAD * torch.finfo(torch.float32).eps / 2 * math.sqrt(max(depth, 1) * longest)
+    bound = max(exact, TIMES * eager, TIMES * unavoidable)
+    if eager > exact:  # it computes in lower precision; by luck a few entries are hardly off
+        unit = torch.finfo(dtype).eps / 2
+        bound = max(bound, SPREAD * unit * math.sqrt(max(depth, 1) / max(size, 1)))
+    return min(bound, MOST)
 
 
 class Depths:
