@@ -58,7 +58,8 @@ def calls_of(runner: StepRunner, scale: float) -> dict[str, list[ModuleCall]]:
 
     @contextmanager
     def kept() -> Iterator[None]:
-        with module_hooks(runner.task, before, after), tensor_hooks(runner.task, see):
+        hooks = module_hooks(runner.task.named_modules(), before, after)
+        with hooks, tensor_hooks(runner.task, see):
             yield
 
     runner.step(kept(), lowered=True, scale=scale)

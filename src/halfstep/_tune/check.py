@@ -22,8 +22,9 @@ from halfstep._tune.module_check import (
     origins,
     short_dtype,
 )
-from halfstep._tune.passes import Lowering, compare, reference_of, step_runner
+from halfstep._tune.passes import Lowering, compare_step, reference_of, step_runner
 from halfstep._tune.task import LossFn, Task
+from halfstep._tune.tolerances import require_tolerance
 
 
 @overload
@@ -111,7 +112,7 @@ def self_check(
         with show_progress() as progress, step_runner(task, batch, lowering) as runner:
             return check_compiled(runner, lowering, backend, progress)
     with step_runner(Task(model, loss_fn), batch, lowering) as runner:
-        return SelfCheck.of(compare(runner, reference_of(runner)), lowering)
+        return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 
 
 @dataclass(frozen=True)
@@ -202,15 +203,7 @@ def lowering_of(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    if error is not None:
-        if isinstance(error, bool) or not isinstance(error, (int, float)):
-            raise TypeError(
-                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
-            )
-        if not 0 < error < math.inf:
-            raise ValueError(
-                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
-            )
+    require_tolerance(asker, name, error)
     if not isinstance(policy, (str, Policy)):
         raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
     return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)

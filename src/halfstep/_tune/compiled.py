@@ -24,9 +24,10 @@ from halfstep._tune.module_check import (
     difference,
     error_text,
     is_within,
+    module_name,
     short_dtype,
 )
-from halfstep._tune.passes import Lowering, StepRunner, compare, reference_of
+from halfstep._tune.passes import Lowering, StepRunner, compare_step, reference_of
 from halfstep._tune.task import is_leaf
 from halfstep._tune.tolerances import MOST, tolerance_beside
 
@@ -104,8 +105,8 @@ class CompiledCheck:
 
     def __str__(self) -> str:
         notes = {row.module: row.problem for row in self.rows}
-        left = [f"not compared: {_name(k)}: {why}" for k, why in self.not_compared.items()]
-        breaks = [f"graph break: {_name(k)}: {why}" for k, why in self.breaks.items()]
+        left = [f"not compared: {module_name(k)}: {why}" for k, why in self.not_compared.items()]
+        breaks = [f"graph break: {module_name(k)}: {why}" for k, why in self.breaks.items()]
         table = check_lines(self.rows, self.origins, notes) if self.rows else []
         return "\n".join([self._summary(), "", *table, *left, *breaks])
 
@@ -118,12 +119,14 @@ class CompiledCheck:
             return f"passed: {num}, {by}, agree with eager code in {low}"
         num_failed = sum(not row.passed for row in self.rows)
         text = f"FAILED: {num_failed} of {num}, {by}, differ too much from eager code in {low}"
-        text += f"; it begins in {listed([_name(name) for name in self.origins])}"
+        text += f"; it begins in {listed([module_name(name) for name in self.origins])}"
         modules = {row.module: row for row in self.rows}
         spanning = [name for name in self.origins if not modules[name].is_leaf]
         if not spanning:
             return text
-        return f"{text}; no part of {listed([_name(name) for name in spanning])} differs alone"
+        return (
+            f"{text}; no part of {listed([module_name(name) for name in spanning])} differs alone"
+        )
 
     def __repr__(self) -> str:
         result = "passed" if self.passed else "FAILED"
@@ -139,13 +142,13 @@ def check_compiled(
         RuntimeError: The backend needs a C++ compiler, and there is none.
     """
     show_progress("a step of eager code", 0)
-    scale = compare(runner, reference_of(runner)).scale
+    scale = compare_step(runner, reference_of(runner)).scale
     modules = dict(runner.task.named_modules())
     rows: list[CompiledModule] = []
     not_compared: dict[str, str] = {}
     breaks: dict[str, str] = {}
     for number, (name, calls) in enumerate(calls_of(runner, scale).items()):
-        show_progress(f"{_name(name)}, compiled by {backend}", number)
+        show_progress(f"{module_name(name)}, compiled by {backend}", number)
         found = _Beside(runner, lowering, backend, name, modules[name], calls)
         try:
             row = found.row()
@@ -332,10 +335,6 @@ def _differences(seen: Sequence[Repetition], wanted: Sequence[Repetition]) -> di
                     tensor = torch.zeros_like(value) if tensor is None else tensor
                     found[kind] += difference(tensor, value)
     return found
-
-
-def _name(module: str) -> str:
-    return module or "(the model)"
 
 
 def _innermost(reasons: Mapping[str, str]) -> dict[str, str]:

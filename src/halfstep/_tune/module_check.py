@@ -177,6 +177,11 @@ class ModuleCheck:
         return BoundedError(error, self.gradient_tolerance)
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were compared."""
+        return bool(self.output_gradient.size or self.input_gradient.size or self.parameters.size)
+
+    @property
     def are_gradients_good(self) -> bool:
         """Whether the gradients of its outputs and parameters are within tolerance."""
         return self.gradient.error <= self.gradient.tolerance
@@ -284,7 +289,7 @@ class Comparison:
 OUTSIDE = "ops outside of its modules, or the loss"
 MOST_PASSING = 12
 """The most passed modules that are printed."""
-HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
+HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow")
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -298,33 +303,53 @@ def error_text(error: float, tolerance: float | None = None) -> str:
     return text if tolerance is None else f"{text} of {tolerance:.2g}"
 
 
+def module_name(module: str) -> str:
+    """Return the name of a module for a reader."""
+    return module or "(the model)"
+
+
 def check_lines(
-    rows: Sequence[ModuleCheck], origins: Collection[str], notes: Mapping[str, str] | None = None
+    rows: Sequence[ModuleCheck],
+    origins: Collection[str],
+    notes: Mapping[str, str] | None = None,
+    more: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[str]:
     """Return the lines of a table: all that failed, and the first of those that passed.
 
     Args:
         rows: The worst first.
         origins: The names of the modules where failures begin.
-        notes: More about modules, by their names.
+        notes: More about the result of modules, by their names.
+        more: More columns: by head, cells by the names of modules.
     """
     failed = [row for row in rows if not row.passed or row.module in origins]
     passed = [row for row in rows if row not in failed]
     shown = failed + passed[:MOST_PASSING]
-    cells = [_cells(row, origins, (notes or {}).get(row.module, "")) for row in shown]
+    more, notes = more or {}, notes or {}
+    cells = [
+        (
+            *_cells(row),
+            *(column.get(row.module, "-") for column in more.values()),
+            _result(row, origins, notes.get(row.module, "")),
+        )
+        for row in shown
+    ]
     left = things(len(passed) - MOST_PASSING, "module")
     rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
-    return [*aligned([HEAD, *cells], right=()), *rest]
+    return [*aligned([(*HEAD, *more, ""), *cells], right=()), *rest]
 
 
-def _cells(row: ModuleCheck, origins: Collection[str], note: str) -> tuple[str, ...]:
+def _result(row: ModuleCheck, origins: Collection[str], note: str) -> str:
     result = "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
+    return f"{result}: {note}" if note else result
+
+
+def _cells(row: ModuleCheck) -> tuple[str, ...]:
     return (
-        row.module or "(the model)",
+        module_name(row.module),
         row.kind,
         error_text(row.output.error, row.output_tolerance),
-        error_text(*row.gradient),
+        error_text(*row.gradient) if row.has_gradients else "-",
         percent(row.overflow_share) if row.overflow_share else "-",
         percent(row.underflow_share) if row.underflow_share else "-",
-        f"{result}: {note}" if note else result,
     )

@@ -97,6 +97,39 @@ def tolerance_beside(
     return min(bound, MOST)
 
 
+def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
+    """Return how far apart the outputs of a module may be in two versions of a model.
+
+    Args:
+        dtype: The coarser dtype of the two up to there.
+        depth: The number of ops in a row.
+        longest: The largest dimension of any tensor. In float32 a sum over it has as many
+            roundings; in a lower precision sums are taken in float32.
+
+    Example:
+        >>> tolerance_between(torch.bfloat16, 16, 1024)
+        0.125
+    """
+    is_lower = torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+    num = max(depth, 1) * (1 if is_lower else longest)
+    return min(SPREAD * torch.finfo(dtype).eps / 2 * math.sqrt(num), MOST)
+
+
+def require_tolerance(asker: str, name: str, given: object) -> None:
+    """Check a tolerance that a user gave; None is right.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not above 0, or not finite.
+    """
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{asker}: {name} must be a number such as 0.01, or None, got {given!r}")
+    if not 0 < given < math.inf:
+        raise ValueError(f"{asker}: {name} must be above 0 and finite, such as 0.01, got {given}")
+
+
 class Depths:
     """Depths of tensors: the number of ops on the longest path to a tensor, as autograd knows them.
 
