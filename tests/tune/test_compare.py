@@ -9,46 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from tests.tune.models import VOCAB, gpt2, llama
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import halfstep
 from halfstep import compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
 
-VOCAB = 97
-
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def llama() -> nn.Module:
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def gpt2() -> nn.Module:
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).eval()
 
 
 MODELS = [llama, gpt2]

@@ -11,7 +11,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
-from tests.tune.models import Overflows, cnn, gpt, with_inner
+from tests.tune.models import VOCAB, Overflows, cnn, gpt, gpt2, with_inner
 from tests.tune.test_progress import Terminal
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -285,22 +285,59 @@ def test_random_numbers_of_its_own() -> None:
     assert "draws other random numbers" in check.not_compared["1"]
 
 
-def test_state_in_an_argument() -> None:
-    class Remembers(nn.Module):
-        def forward(self, x: Tensor, seen: set[int]) -> Tensor:
-            seen.add(len(seen))
-            return x * len(seen)
+class Remembers(nn.Module):
+    """Its result depends on what it has seen."""
 
-    class Calls(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.inner = nn.Linear(8, 4), Remembers()
+    def forward(self, x: Tensor, seen: "Seen") -> Tensor:
+        seen.num += 1
+        return x * seen.num
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(self.layer(x), set())
 
-    check = self_check(Calls(), torch.randn(2, 8), compiled=EAGER)
+class Seen:
+    num = 0
+
+
+class Calls(nn.Module):
+    def __init__(self, kind: type[Seen]) -> None:
+        super().__init__()
+        self.layer, self.inner, self.kind = nn.Linear(8, 4), Remembers(), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.layer(x), self.kind())
+
+
+def test_an_argument_with_state_is_what_it_was() -> None:
+    check = self_check(Calls(Seen), torch.randn(2, 8), compiled=EAGER)
+    assert check.passed
+    assert not check.not_compared
+
+
+def test_one_that_cannot_be_copied() -> None:
+    class Local(Seen):
+        pass
+
+    check = self_check(Calls(Local), torch.randn(2, 8), compiled=EAGER)
     assert "use_cache=False" in check.not_compared["inner"]
+
+
+def test_a_model_of_transformers() -> None:
+    """Its blocks get a cache."""
+    ids = torch.randint(0, VOCAB, (2, 12))
+    model, batch = gpt2(num_layers=1), {"input_ids": ids, "labels": ids}
+    check = self_check(model, batch, dtype=torch.bfloat16, compiled=EAGER)
+    assert check.passed, check
+    assert not check.not_compared
+    assert {"", "transformer.h.0", "transformer.h.0.attn"} < {row.module for row in check.rows}
+
+
+def test_what_is_not_compiled_at_all_is_named() -> None:
+    class Disabled(nn.Linear):
+        @torch.compiler.disable
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    check = self_check(nn.Sequential(Disabled(8, 4)), torch.randn(2, 8), compiled=EAGER)
+    assert list(check.breaks) == ["0"]
 
 
 def test_without_a_cpp_compiler_it_says_what_to_do() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -70,14 +72,56 @@ def _copied(given: Any) -> Any:
     """Return arguments with copies of their tensors; equal ones stay one."""
     copies: dict[int, Tensor] = {}
 
-    def copied(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
+        if modes.is_inside_functorch(tensor):
+            return tensor
         if id(tensor) not in copies:
-            is_seen = not modes.is_inside_functorch(tensor)
-            copy = tensor.detach().clone() if is_seen else tensor
-            copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad) if is_seen else tensor
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 
-    return map_tensors(copied, given)
+    return copied(given, copy)
+
+
+def copied(values: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of arguments, with other tensors in it.
+
+    Objects are copied too, such as a cache that modules write to. Modules stay, and if something
+    cannot be pickled, all objects.
+    """
+    file, kept = io.BytesIO(), list[Any]()
+    try:
+        _Pickler(file, kept).dump(values)
+        copies = [copy(each) if isinstance(each, Tensor) else each for each in kept]
+        return _Unpickler(io.BytesIO(file.getvalue()), copies).load()
+    except (pickle.PickleError, TypeError, AttributeError):
+        return map_tensors(copy, values)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but tensors and modules, which it puts into a list."""
+
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the index of a tensor or module, None to pickle something else."""
+        if not isinstance(value, (Tensor, nn.Module)):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects anew, around what is in a list."""
+
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, number: int) -> Any:
+        """Return what has an index."""
+        return self._kept[number]
 
 
 class Repetition(NamedTuple):
@@ -123,7 +167,7 @@ def repeat(
             given[id(tensor)] = leaf
         return given[id(tensor)]
 
-    args, kwargs = map_tensors(fresh, (call.args, call.kwargs))
+    args, kwargs = copied((call.args, call.kwargs), fresh)
     runner.reset()
     with ExitStack() as stack:
         if lowered:

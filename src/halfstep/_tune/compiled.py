@@ -115,18 +115,25 @@ class CompiledCheck:
         by = f"compiled alone by {self.backend}"
         if not self.rows:
             return f"FAILED: no module could be compared, {by} and eager, in {low}"
+        left = things(len(self.not_compared), "module")
+        also = f"; {left} could not be compared" if self.not_compared else ""
         if self.passed:
-            return f"passed: {num}, {by}, agree with eager code in {low}"
+            return f"passed: {num}, {by}, agree with eager code in {low}{also}"
         num_failed = sum(not row.passed for row in self.rows)
         text = f"FAILED: {num_failed} of {num}, {by}, differ too much from eager code in {low}"
         text += f"; it begins in {listed([module_name(name) for name in self.origins])}"
+        around = [module_name(name) for name in self._spanning()]
+        return text + (f"; no part of {listed(around)} differs alone" if around else "") + also
+
+    def _spanning(self) -> list[str]:
+        """Return the origins with modules in them, if all of these were compared."""
         modules = {row.module: row for row in self.rows}
-        spanning = [name for name in self.origins if not modules[name].is_leaf]
-        if not spanning:
-            return text
-        return (
-            f"{text}; no part of {listed([module_name(name) for name in spanning])} differs alone"
-        )
+        return [
+            name
+            for name in self.origins
+            if not modules[name].is_leaf
+            and not any(is_within(other, name) for other in self.not_compared)
+        ]
 
     def __repr__(self) -> str:
         result = "passed" if self.passed else "FAILED"
@@ -291,8 +298,9 @@ def _require_repeatable(
     for first, second, compiled in zip(eager, again, seen, strict=True):
         if not _is_same(first.outputs, second.outputs):
             raise NotComparable(
-                "its eager code returns something else each time: it keeps state in an argument, "
-                "such as a cache (use_cache=False), or draws random numbers of its own"
+                "its eager code returns something else each time: it keeps state in an argument "
+                "that cannot be copied, such as a cache (use_cache=False), or draws random numbers "
+                "of its own"
             )
         if not _is_same(first.random, compiled.random):
             raise NotComparable(
