@@ -237,6 +237,15 @@ def test_parts_of_a_model_have_its_names() -> None:
     assert drift.first is None
 
 
+def test_several_models_in_one_version() -> None:
+    first, second = nn.Linear(8, 8), nn.Sequential(nn.LayerNorm(8))
+    other = copy.deepcopy(second)
+    other[0].eps = 0.1
+    drift = compare(lambda x: second(first(x)), lambda x: other(first(x)), torch.randn(4, 8))
+    assert {row.module for row in drift.rows} == {"", "Sequential", "Sequential.0"}
+    assert drift.origins == ("Sequential.0",)
+
+
 # --- numbers --------------------------------------------------------------------------------------
 
 
@@ -261,6 +270,22 @@ def test_units_in_the_last_place(dtype: torch.dtype) -> None:
     assert f"(the model), 3, at most 3, {'bf16' if dtype is torch.bfloat16 else 'fp32'}" in str(
         drift
     )
+
+
+class Adds(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.number
+
+
+def test_entries_near_zero_are_measured_in_units_of_the_others() -> None:
+    x = torch.tensor([1.0, 1.5, 0.0, 0.0])
+    (row,) = compare(Adds(0.0), Adds(2.0**-20), x).rows
+    unit = 2.0**-24  # of 0.9, the root mean square
+    assert row.ulps == (8.0, 2.0**-20 / unit, torch.float32)
 
 
 def test_log_probabilities_by_hand() -> None:

@@ -118,6 +118,19 @@ def test_a_backward_pass_under_the_autocast_of_the_forward_pass(setting: str, pa
     assert check.origins == (() if passes else ("1.0",))
 
 
+def test_statistics_that_are_kept_in_lower_precision() -> None:
+    """A fault of PyTorch's decomposition of batch norm on the CPU; eager code has float32."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    batch, backend = torch.randn(4, 3, 16, 16), "aot_eager_decomp_partition"
+    check = self_check(model, batch, dtype=torch.bfloat16, compiled=backend)
+    if check.passed:
+        pytest.skip("PyTorch keeps the statistics in float32")
+    (row,) = (row for row in check.rows if row.module == "1")
+    assert check.origins == ("1",)
+    assert row.is_output_good
+    assert row.parameters.error > 1e-4 > row.parameter_tolerance
+
+
 # --- a backend with faults ------------------------------------------------------------------------
 
 Compiles = Callable[[GraphModule, list[Tensor]], Callable[..., Any]]
