@@ -27,12 +27,10 @@ from halfstep._tune.task import is_leaf
 from halfstep._tune.tolerances import require_tolerance, tolerance_between
 from halfstep._tune.version import Names, Version, coarser, run
 
-Callee = Callable[..., Any]
-
 
 def compare(
-    a: Callee,
-    b: Callee,
+    a: Callable[..., Any],
+    b: Callable[..., Any],
     batch: Any,
     batch_b: Any = None,
     *,
@@ -85,7 +83,8 @@ def compare(
             "compare: the versions have no module in common that returns tensors of the same "
             "shape: a and b must call modules of the same names, or with the same weights"
         )
-    begin = [row.module for row in rows if row.module in origins(rows)]  # in the order of the run
+    names_of_origins = set(origins(rows))
+    begin = [row.module for row in rows if row.module in names_of_origins]  # in their order
     first = next((row.module for row in rows if row.ulps.largest), None)
     rows.sort(key=lambda row: (row.module not in begin, -row.severity))
     logs = log_probs(of_a.output, of_b.output, tokens_a, tokens_b)
