@@ -81,6 +81,8 @@ SLOW = (
     "trace/test_trace.py::test_torch_compile_is_not_imported",
     "trace/test_waste.py",
     "tune/test_check.py",
+    "tune/test_compare.py",
+    "tune/test_compiled.py",
     "tune/test_tune.py",
     "test_distributed_examples.py",
     "test_examples.py",

@@ -23,6 +23,7 @@ PUBLIC = {
     "__version__",
     "autocast",
     "bytes_per_parameter",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "diagnose",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
     from halfstep._simulate.simulate import simulate as simulate
     from halfstep._trace.trace import trace as trace
     from halfstep._tune.check import self_check as self_check
+    from halfstep._tune.compare import compare as compare
     from halfstep._tune.tuner import tune as tune
     from halfstep.errors import CallOrderError as CallOrderError
 
@@ -60,6 +61,7 @@ _MODULES = {
     "Static": "halfstep._scaler.rules",
     "autocast": "halfstep._autocast.context",
     "bytes_per_parameter": "halfstep._master_weights.memory",
+    "compare": "halfstep._tune.compare",
     "custom_bwd": "halfstep._autocast.context",
     "custom_fwd": "halfstep._autocast.context",
     "diagnose": "halfstep._diagnose.diagnose",

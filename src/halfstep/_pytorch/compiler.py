@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.compiler.config
@@ -189,3 +189,62 @@ def eager(*, has_global_hooks: bool) -> Iterator[None]:
         if is_loaded():
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+class Captured(NamedTuple):
+    """What torch.compile has made of the code that was called in a block.
+
+    Attributes:
+        num_graphs: The number of graphs.
+        breaks: Why a graph ended, or none began, in one line for each reason.
+    """
+
+    num_graphs: int
+    breaks: tuple[str, ...]
+
+
+@contextmanager
+def compiled_anew() -> Iterator[Callable[[], Captured]]:
+    """Compile what is called in the block, of which nothing is compiled yet; forget it afterwards.
+
+    Yields:
+        What returns what was captured in the block so far.
+    """
+    from torch._dynamo.utils import counters
+
+    def counted() -> tuple[int, dict[str, int]]:
+        return counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+    num_before, breaks_before = counted()
+
+    def captured() -> Captured:
+        num, breaks = counted()
+        new = [reason for reason in breaks if breaks[reason] > breaks_before.get(reason, 0)]
+        return Captured(num - num_before, tuple(reason.partition("\n")[0] for reason in new))
+
+    torch.compiler.reset()
+    try:
+        with torch.compiler.set_stance("default"), warnings.catch_warnings():
+            # Of the compiler itself, which looks at the gradient of each input.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
+            yield captured
+    finally:
+        torch.compiler.reset()
+
+
+def raised_inside(error: Exception) -> Exception:
+    """Return the error that a backend of torch.compile raised, or the error itself."""
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(inner, Exception) else error
+
+
+def lacks_cpp_compiler(error: Exception) -> bool:
+    """Return whether torch.compile failed since there is no C++ compiler."""
+    return type(raised_inside(error)).__name__ == "InvalidCxxCompiler"
+
+
+def has_backend(name: str) -> bool:
+    """Return whether torch.compile has a backend of that name. Imports all of torch.compile."""
+    from torch._dynamo.backends.registry import list_backends
+
+    return name in list_backends(exclude_tags=())

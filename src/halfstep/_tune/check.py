@@ -4,28 +4,53 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from halfstep._autocast import Policy
 from halfstep._common.numbers import power, things
-from halfstep._trace.text import aligned
+from halfstep._pytorch.compiler import compiled_from, has_backend
+from halfstep._tune.compiled import INDUCTOR, CompiledCheck, check_compiled
+from halfstep._tune.measurer import show_progress
 from halfstep._tune.module_check import (
-    HEAD,
     OUTSIDE,
     Comparison,
     ModuleCheck,
-    check_cells,
+    check_lines,
     origins,
     short_dtype,
 )
-from halfstep._tune.passes import Lowering, compare, reference_of, step_runner
+from halfstep._tune.passes import Lowering, compare_step, reference_of, step_runner
 from halfstep._tune.task import LossFn, Task
+from halfstep._tune.tolerances import require_tolerance
 
-MOST_PASSING = 12
-"""The most passed modules that are printed."""
+
+@overload
+def self_check(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    dtype: torch.dtype = torch.float16,
+    policy: Policy | str | None = None,
+    tolerance: float | None = None,
+    *,
+    compiled: Literal[False] = False,
+) -> SelfCheck: ...
+
+
+@overload
+def self_check(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    dtype: torch.dtype = torch.float16,
+    policy: Policy | str | None = None,
+    tolerance: float | None = None,
+    *,
+    compiled: Literal[True] | str,
+) -> CompiledCheck: ...
 
 
 def self_check(
@@ -35,7 +60,9 @@ def self_check(
     dtype: torch.dtype = torch.float16,
     policy: Policy | str | None = None,
     tolerance: float | None = None,
-) -> SelfCheck:
+    *,
+    compiled: bool | str = False,
+) -> SelfCheck | CompiledCheck:
     """Run a model forward and backward in float32 and in lower precision, and compare.
 
     Compared are, for each module, its outputs, their gradients, and the gradients of its
@@ -56,11 +83,15 @@ def self_check(
             ``"standard"``.
         tolerance: The largest relative error that any module may have. None for tolerances that
             follow from the dtype and the number of ops in a row.
+        compiled: True to compare what ``torch.compile`` makes of each module, and of the whole
+            model, with its eager code in the same lower precision. The name of a backend, such as
+            ``"aot_eager"``, to use that one.
 
     Raises:
         TypeError: An argument, or the loss, is of the wrong type.
-        ValueError: ``dtype`` is not a lower precision, a parameter is not float32, or the loss is
-            not one number.
+        ValueError: ``dtype`` is not a lower precision, a parameter is not float32, the loss is
+            not one number, or ``torch.compile`` has no such backend.
+        RuntimeError: To compile takes a C++ compiler, and there is none.
 
     Sync: many.
 
@@ -74,10 +105,14 @@ def self_check(
         >>> check.passed, check.origins
         (False, ('2',))
     """
-    task = Task(model, loss_fn)
     lowering = lowering_of("self_check", dtype, policy or "standard", "tolerance", tolerance)
-    with step_runner(task, batch, lowering) as runner:
-        return SelfCheck.of(compare(runner, reference_of(runner)), lowering)
+    if compiled is not False:
+        backend = _backend(compiled)
+        task = Task(compiled_from(model) or model, loss_fn)
+        with show_progress() as progress, step_runner(task, batch, lowering) as runner:
+            return check_compiled(runner, lowering, backend, progress)
+    with step_runner(Task(model, loss_fn), batch, lowering) as runner:
+        return SelfCheck.of(compare_step(runner, reference_of(runner)), lowering)
 
 
 @dataclass(frozen=True)
@@ -120,14 +155,10 @@ class SelfCheck:
         return is_loss_good and all(row.passed for row in self.rows)
 
     def __str__(self) -> str:
-        failed = [r for r in self.rows if not r.passed or r.module in self.origins]
-        passed = [row for row in self.rows if row not in failed]
-        lines = [HEAD, *(check_cells(row, self.origins) for row in failed + passed[:MOST_PASSING])]
-        left = things(len(passed) - MOST_PASSING, "module")
-        rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
-        return "\n".join([self._summary(len(failed)), "", *aligned(lines, right=()), *rest])
+        return "\n".join([self._summary(), "", *check_lines(self.rows, self.origins)])
 
-    def _summary(self, num_failed: int) -> str:
+    def _summary(self) -> str:
+        num_failed = sum(not row.passed or row.module in self.origins for row in self.rows)
         name, num = short_dtype(self.dtype), things(len(self.rows), "module")
         scaled = f" (scaled by {power(self.scale)})" if self.scale != 1 else ""
         losses = f"loss {self.loss:.6g} in {name}{scaled}, {self.loss32:.6g} in fp32"
@@ -143,6 +174,24 @@ class SelfCheck:
         return f"<SelfCheck {'passed' if self.passed else 'FAILED'}, {len(self.rows)} modules>"
 
 
+def _backend(compiled: bool | str) -> str:
+    """Return the backend of torch.compile that a user asked for.
+
+    Raises:
+        TypeError: It is no name.
+        ValueError: There is none of that name.
+    """
+    if not isinstance(compiled, (bool, str)):
+        raise TypeError(f"self_check: compiled must be True or a backend's name, got {compiled!r}")
+    backend = INDUCTOR if compiled is True else str(compiled)
+    if not has_backend(backend):
+        raise ValueError(
+            f"self_check: torch.compile has no backend {backend!r}; "
+            "torch.compiler.list_backends() names them, 'aot_eager' needs no C++ compiler"
+        )
+    return backend
+
+
 def lowering_of(
     asker: str, dtype: torch.dtype, policy: Policy | str, name: str, error: float | None
 ) -> Lowering:
@@ -154,15 +203,7 @@ def lowering_of(
     """
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{asker}: dtype must be torch.float16 or torch.bfloat16, got {dtype!r}")
-    if error is not None:
-        if isinstance(error, bool) or not isinstance(error, (int, float)):
-            raise TypeError(
-                f"{asker}: {name} must be a number such as 0.01, or None, got {error!r}"
-            )
-        if not 0 < error < math.inf:
-            raise ValueError(
-                f"{asker}: {name} must be above 0 and finite, such as 0.01, got {error}"
-            )
+    require_tolerance(asker, name, error)
     if not isinstance(policy, (str, Policy)):
         raise TypeError(f"{asker}: policy must be a Policy or its text, got {policy!r}")
     return Lowering(dtype, Policy.parse(policy) if isinstance(policy, str) else policy, error)

@@ -26,7 +26,7 @@ from halfstep._tune.passes import (
     Lowering,
     Reference,
     StepRunner,
-    compare,
+    compare_step,
     module_hooks,
     reference_of,
     step_runner,
@@ -86,7 +86,8 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
         seconds[name] = seconds.get(name, 0.0) + now() - begun[name, call]
 
     begin = now()
-    runner.step(module_hooks(runner.task, before, after), lowered=lowered, scale=scale)
+    hooks = module_hooks(runner.task.named_modules(), before, after)
+    runner.step(hooks, lowered=lowered, scale=scale)
     return {STEP: now() - begin, **seconds}
 
 
@@ -96,8 +97,9 @@ def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
     def pass_by(name: str, call: int, _: Any) -> None:
         pass  # some modules run other ops with hooks, as they have when they are compared
 
+    hooks = module_hooks(runner.task.named_modules(), pass_by, pass_by)
     with trace(runner.task.model) as traced:
-        runner.step(module_hooks(runner.task, pass_by, pass_by), lowered=True, scale=scale)
+        runner.step(hooks, lowered=True, scale=scale)
     return traced.ops
 
 
@@ -157,7 +159,7 @@ class Measurer:
         def measure() -> Any:
             reference = self._reference_of(number)
             with self._runner(islands, number) as runner:
-                return to_builtins(compare(runner, reference))
+                return to_builtins(compare_step(runner, reference))
 
         what = f"batch {number + 1} of {len(self.batches)} with {_islands_text(islands)}"
         values = self._once(["compare", sorted(islands), number], what, measure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -13,9 +13,10 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from torch import Tensor
 
-from halfstep._common.numbers import percent
+from halfstep._common.numbers import percent, things
 from halfstep._numerics.formats import dtype_name
 from halfstep._trace.rows import grouped, short
+from halfstep._trace.text import aligned
 
 
 class Difference(Struct, frozen=True, array_like=True):
@@ -130,6 +131,10 @@ class BoundedError(NamedTuple):
     error: float
     tolerance: float
 
+    def severity(self) -> float:
+        """Return the error relative to the tolerance: above 1 it is too large."""
+        return self.error / self.tolerance
+
 
 @dataclass(frozen=True)
 class ModuleCheck:
@@ -166,14 +171,20 @@ class ModuleCheck:
         return self.output.error <= self.output_tolerance
 
     @property
-    def gradient_error(self) -> float:
+    def gradient(self) -> BoundedError:
         """The larger of the errors of the gradients of outputs and parameters."""
-        return max(self.output_gradient.error, self.parameters.error)
+        error = max(self.output_gradient.error, self.parameters.error)
+        return BoundedError(error, self.gradient_tolerance)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were compared."""
+        return bool(self.output_gradient.size or self.input_gradient.size or self.parameters.size)
 
     @property
     def are_gradients_good(self) -> bool:
         """Whether the gradients of its outputs and parameters are within tolerance."""
-        return self.gradient_error <= self.gradient_tolerance
+        return self.gradient.error <= self.gradient.tolerance
 
     @property
     def passed(self) -> bool:
@@ -183,14 +194,13 @@ class ModuleCheck:
     @property
     def severity(self) -> float:
         """Its worst error, relative to the tolerance: above 1 it has failed."""
-        return self.worst.error / self.worst.tolerance
+        return self.worst.severity()
 
     @property
     def worst(self) -> BoundedError:
         """The error that is largest relative to its tolerance."""
         output = BoundedError(self.output.error, self.output_tolerance)
-        gradient = BoundedError(self.gradient_error, self.gradient_tolerance)
-        return max(output, gradient, key=lambda each: each.error / each.tolerance)
+        return max(output, self.gradient, key=BoundedError.severity)
 
     @property
     def overflow_share(self) -> float:
@@ -236,7 +246,7 @@ def origins(rows: Iterable[ModuleCheck]) -> list[str]:
         handed = [r for r in rows if not r.module and _is_handed_bad_gradients(r)]
         begin = handed or [row for row in rows if _spoils_gradients(row)]
     names = [row.module for row in begin]
-    return [name for name in names if not any(_is_within(other, name) for other in names)]
+    return [name for name in names if not any(is_within(other, name) for other in names)]
 
 
 def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
@@ -248,7 +258,8 @@ def _spoils_gradients(row: ModuleCheck) -> bool:
     return worst > row.gradient_tolerance and not _is_handed_bad_gradients(row)
 
 
-def _is_within(name: str, other: str) -> bool:
+def is_within(name: str, other: str) -> bool:
+    """Return whether a module is inside of another one, by their names."""
     return name != other and (not other or name.startswith(other + "."))
 
 
@@ -276,7 +287,9 @@ class Comparison:
 # --- text -----------------------------------------------------------------------------------------
 
 OUTSIDE = "ops outside of its modules, or the loss"
-HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow", "")
+MOST_PASSING = 12
+"""The most passed modules that are printed."""
+HEAD = ("module", "class", "output error", "gradient error", "overflow", "underflow")
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -290,15 +303,53 @@ def error_text(error: float, tolerance: float | None = None) -> str:
     return text if tolerance is None else f"{text} of {tolerance:.2g}"
 
 
-def check_cells(row: ModuleCheck, origins: Collection[str]) -> tuple[str, ...]:
-    """Return the cells of a line of the table."""
+def module_name(module: str) -> str:
+    """Return the name of a module for a reader."""
+    return module or "(the model)"
+
+
+def check_lines(
+    rows: Sequence[ModuleCheck],
+    origins: Collection[str],
+    notes: Mapping[str, str] | None = None,
+    more: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[str]:
+    """Return the lines of a table: all that failed, and the first of those that passed.
+
+    Args:
+        rows: The worst first.
+        origins: The names of the modules where failures begin.
+        notes: More about the result of modules, by their names.
+        more: More columns: by head, cells by the names of modules.
+    """
+    failed = [row for row in rows if not row.passed or row.module in origins]
+    passed = [row for row in rows if row not in failed]
+    shown = failed + passed[:MOST_PASSING]
+    more, notes = more or {}, notes or {}
+    cells = [
+        (
+            *_cells(row),
+            *(column.get(row.module, "-") for column in more.values()),
+            _result(row, origins, notes.get(row.module, "")),
+        )
+        for row in shown
+    ]
+    left = things(len(passed) - MOST_PASSING, "module")
+    rest = [f"and {left} that passed, with smaller errors"] if passed[MOST_PASSING:] else []
+    return [*aligned([(*HEAD, *more, ""), *cells], right=()), *rest]
+
+
+def _result(row: ModuleCheck, origins: Collection[str], note: str) -> str:
     result = "begins here" if row.module in origins else "ok" if row.passed else "FAIL"
+    return f"{result}: {note}" if note else result
+
+
+def _cells(row: ModuleCheck) -> tuple[str, ...]:
     return (
-        row.module or "(the model)",
+        module_name(row.module),
         row.kind,
         error_text(row.output.error, row.output_tolerance),
-        error_text(row.gradient_error, row.gradient_tolerance),
+        error_text(*row.gradient) if row.has_gradients else "-",
         percent(row.overflow_share) if row.overflow_share else "-",
         percent(row.underflow_share) if row.underflow_share else "-",
-        result,
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep._autocast import Policy, autocast
 from halfstep._common.nested import tensors_in
@@ -43,7 +43,9 @@ OnCall: TypeAlias = Callable[[str, int, Any], None]
 
 
 @contextmanager
-def module_hooks(task: Task, before: OnCall, after: OnCall) -> Iterator[None]:
+def module_hooks(
+    named_modules: Iterable[tuple[str, nn.Module]], before: OnCall, after: OnCall
+) -> Iterator[None]:
     """Call functions before and after each call of a module in the forward pass."""
     calls, running = dict[str, int](), list[tuple[str, int]]()
 
@@ -64,7 +66,7 @@ def module_hooks(task: Task, before: OnCall, after: OnCall) -> Iterator[None]:
             after(name, call, output)
 
     with ExitStack() as stack:
-        for name, module in task.named_modules():
+        for name, module in named_modules:
             hooks = (
                 module.register_forward_pre_hook(
                     lambda _, args, kwargs, name=name: enter(name, args, kwargs), with_kwargs=True
@@ -105,7 +107,8 @@ def tensor_hooks(task: Task, see: See) -> Iterator[None]:
             see(place, gradient)
 
     with ExitStack() as stack:
-        stack.enter_context(module_hooks(task, partial(look, "input"), partial(look, "output")))
+        on_input, on_output = partial(look, "input"), partial(look, "output")
+        stack.enter_context(module_hooks(task.named_modules(), on_input, on_output))
         yield
 
 
@@ -206,7 +209,7 @@ def reference_of(runner: StepRunner) -> Reference:
     return reference
 
 
-def compare(runner: StepRunner, reference: Reference) -> Comparison:
+def compare_step(runner: StepRunner, reference: Reference) -> Comparison:
     """Run a step in lower precision and compare it.
 
     In float16 the loss is scaled by the power of two at which the largest gradient of float32 is a

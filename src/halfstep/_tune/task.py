@@ -68,7 +68,7 @@ class Task:
             ValueError: The loss is not a scalar.
         """
         if self.loss_fn is None:
-            return _loss_of(_called(self.model, batch))
+            return _loss_of(called_with(self.model, batch))
         loss = self.loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             raise TypeError(f"loss_fn(model, batch) must return the loss as a tensor, got {loss!r}")
@@ -80,12 +80,13 @@ class Task:
         return loss
 
 
-def _called(model: nn.Module, batch: Any) -> Any:
+def called_with(function: Callable[..., Any], batch: Any) -> Any:
+    """Call a model: with a tensor, a tuple of arguments, or a dictionary of keyword arguments."""
     if isinstance(batch, Mapping):
-        return model(**batch)
+        return function(**batch)
     if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    return model(batch)
+        return function(*batch)
+    return function(batch)
 
 
 def _loss_of(output: Any) -> Tensor:

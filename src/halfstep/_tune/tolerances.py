@@ -12,6 +12,10 @@ off by 4 times the error that is unavoidable.
 The unavoidable error is measured by rounding the output of each module once, in float32. Near the
 end of training a gradient is the small difference of large parts: whatever rounds the activations
 changes it a lot, and no module is to blame.
+
+Code of a module that is compiled alone gets the very inputs of its eager code. So it may be off
+from float32 by no more than 4 times what eager code is off, which is far below the tolerances
+above: also a dtype that has a few bits less, or a cast that is left out, goes beyond it.
 """
 
 from __future__ import annotations
@@ -66,6 +70,64 @@ def tolerance_for(
     gradient = unit * math.sqrt(max(2 * total_depth - depth, 1))
     of_gradient = min(SPREAD * gradient + 2 * math.sqrt(gradient), MOST)
     return Tolerance(min(SPREAD * output, MOST), max(of_gradient, TIMES * unavoidable))
+
+
+def tolerance_beside(
+    dtype: torch.dtype, depth: int, longest: int, size: int, eager: float, unavoidable: float
+) -> float:
+    """Return how far from float32 compiled code of a module may be, beside its eager code.
+
+    Args:
+        dtype: The lower precision.
+        depth: The number of ops in a row.
+        longest: The largest dimension of any tensor: a sum over it has as many roundings.
+        size: The number of entries that are compared.
+        eager: The error of the eager code.
+        unavoidable: The error of float32 itself with inputs that are some roundings off.
+
+    Example:
+        >>> tolerance_beside(torch.float16, 1, 64, 1024, 3e-4, 1e-7)
+        0.0012
+    """
+    exact = SPREAD * torch.finfo(torch.float32).eps / 2 * math.sqrt(max(depth, 1) * longest)
+    bound = max(exact, TIMES * eager, TIMES * unavoidable)
+    if eager > exact:  # it computes in lower precision; by luck a few entries are hardly off
+        unit = torch.finfo(dtype).eps / 2
+        bound = max(bound, SPREAD * unit * math.sqrt(max(depth, 1) / max(size, 1)))
+    return min(bound, MOST)
+
+
+def tolerance_between(dtype: torch.dtype, depth: int, longest: int) -> float:
+    """Return how far apart the outputs of a module may be in two versions of a model.
+
+    Args:
+        dtype: The coarser dtype of the two up to there.
+        depth: The number of ops in a row.
+        longest: The largest dimension of any tensor. In float32 a sum over it has as many
+            roundings; in a lower precision sums are taken in float32.
+
+    Example:
+        >>> tolerance_between(torch.bfloat16, 16, 1024)
+        0.125
+    """
+    is_lower = torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+    num = max(depth, 1) * (1 if is_lower else longest)
+    return min(SPREAD * torch.finfo(dtype).eps / 2 * math.sqrt(num), MOST)
+
+
+def require_tolerance(asker: str, name: str, given: object) -> None:
+    """Check a tolerance that a user gave; None is right.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not above 0, or not finite.
+    """
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(f"{asker}: {name} must be a number such as 0.01, or None, got {given!r}")
+    if not 0 < given < math.inf:
+        raise ValueError(f"{asker}: {name} must be above 0 and finite, such as 0.01, got {given}")
 
 
 class Depths:

@@ -1,0 +1,217 @@
+"""Calls of modules, kept in a step, and repeated one module at a time."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._autocast.region import Region, Settings, current_settings
+from halfstep._common.nested import map_tensors, tensors_in
+from halfstep._common.random_states import accelerators
+from halfstep._pytorch import modes
+from halfstep._tune.passes import StepRunner, TensorPlace, module_hooks, tensor_hooks
+from halfstep._tune.tolerances import SPREAD, Depths
+
+
+@dataclass
+class ModuleCall:
+    """Call of a module in a step.
+
+    Attributes:
+        args: Its arguments, with copies of the tensors in containers.
+        kwargs: The same of its keyword arguments.
+        settings: The settings of autocast around it.
+        gradients: The gradients of its floating-point outputs that have arrived, by position.
+    """
+
+    args: Any
+    kwargs: Any
+    settings: Settings
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors among its arguments."""
+        return list(tensors_in([self.args, self.kwargs]))
+
+
+def calls_of(runner: StepRunner, scale: float) -> dict[str, list[ModuleCall]]:
+    """Run a step in lower precision and return the calls of its modules, by name, outer first."""
+    calls: dict[str, list[ModuleCall]] = {}
+    device = runner.task.device(runner.batch)
+
+    def before(name: str, _: int, given: Any) -> None:
+        args, kwargs = _copied(given)
+        call = ModuleCall(args, kwargs, current_settings(device))
+        calls.setdefault(name, []).append(call)
+
+    def after(name: str, call: int, output: Any) -> None:
+        pass
+
+    def see(place: TensorPlace, tensor: Tensor) -> None:
+        if place.kind == "output_gradient":
+            calls[place.module][place.call].gradients[place.position] = tensor.detach().clone()
+
+    @contextmanager
+    def kept() -> Iterator[None]:
+        hooks = module_hooks(runner.task.named_modules(), before, after)
+        with hooks, tensor_hooks(runner.task, see):
+            yield
+
+    runner.step(kept(), lowered=True, scale=scale)
+    return calls
+
+
+def _copied(given: Any) -> Any:
+    """Return arguments with copies of their tensors; equal ones stay one."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if modes.is_inside_functorch(tensor):
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    return copied(given, copy)
+
+
+def copied(values: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of arguments, with other tensors in it.
+
+    Objects are copied too, such as a cache that modules write to. Modules stay, and if something
+    cannot be pickled, all objects.
+    """
+    file, kept = io.BytesIO(), list[Any]()
+    try:
+        _Pickler(file, kept).dump(values)
+        copies = [copy(each) if isinstance(each, Tensor) else each for each in kept]
+        return _Unpickler(io.BytesIO(file.getvalue()), copies).load()
+    except (pickle.PickleError, TypeError, AttributeError):
+        return map_tensors(copy, values)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles all but tensors and modules, which it puts into a list."""
+
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the index of a tensor or module, None to pickle something else."""
+        if not isinstance(value, (Tensor, nn.Module)):
+            return None
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes objects anew, around what is in a list."""
+
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, number: int) -> Any:
+        """Return what has an index."""
+        return self._kept[number]
+
+
+class Repetition(NamedTuple):
+    """Results of a module that ran alone; a gradient that did not arrive is None."""
+
+    outputs: list[Tensor]
+    input_gradients: list[Tensor | None]
+    parameter_gradients: list[Tensor | None]
+    depth: int  # of the outputs, in ops
+    random: list[Tensor]  # the states of random number generators at the end
+
+
+def repeat(
+    runner: StepRunner,
+    module: nn.Module,
+    call: ModuleCall,
+    run: Callable[..., Any],
+    *,
+    lowered: bool = True,
+    change: Callable[[Tensor], Tensor] | None = None,
+) -> Repetition:
+    """Run a module as in a call, forward and backward, from the state before the step.
+
+    Args:
+        runner: The runner of the step.
+        module: The module, whose parameters get gradients.
+        call: The call.
+        run: The module, or what was compiled from it.
+        lowered: Whether it runs under the autocast of the call; otherwise in float32.
+        change: Changes the floating-point inputs.
+    """
+    leaves: list[Tensor] = []
+    given: dict[int, Tensor] = {}
+
+    def fresh(tensor: Tensor) -> Tensor:
+        if id(tensor) not in given:
+            leaf = tensor.detach().clone()
+            if change is not None and leaf.is_floating_point():
+                leaf = change(leaf)
+            if tensor.requires_grad:
+                leaves.append(leaf.requires_grad_())
+                leaf = leaf.clone()  # a leaf itself may not be written to in place
+            given[id(tensor)] = leaf
+        return given[id(tensor)]
+
+    args, kwargs = copied((call.args, call.kwargs), fresh)
+    runner.reset()
+    with ExitStack() as stack:
+        if lowered:
+            stack.enter_context(Region(call.settings))
+        found = run(*args, **kwargs)
+    outputs = [each for each in tensors_in([found]) if each.is_floating_point()]
+    depth = max((Depths().of(each) for each in outputs), default=0)
+    values = [each.detach().clone() for each in outputs]
+    parameters = [each for each in module.parameters() if each.requires_grad]
+    gradients = _gradients(outputs, call.gradients, [*leaves, *parameters])
+    states = generator_states()
+    num = len(leaves)
+    return Repetition(values, gradients[:num], gradients[num:], depth, states)
+
+
+def _gradients(
+    outputs: list[Tensor], arrived: dict[int, Tensor], leaves: list[Tensor]
+) -> list[Tensor | None]:
+    roots = [
+        (output, arrived[position].to(output.dtype))
+        for position, output in enumerate(outputs)
+        if position in arrived and output.requires_grad
+    ]
+    if not roots or not leaves:
+        return [None] * len(leaves)
+    tensors, seeds = zip(*roots, strict=True)
+    found = torch.autograd.grad(tensors, leaves, seeds, allow_unused=True)
+    return [None if each is None else each.detach() for each in found]
+
+
+def float32(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32."""
+    return tensor.float()
+
+
+def perturbed(tensor: Tensor) -> Tensor:
+    """Return a tensor in float32 with each entry some roundings off, up or down."""
+    off = SPREAD * torch.finfo(torch.float32).eps / 2
+    signs = torch.rand_like(tensor, dtype=torch.float32).round() * 2 - 1
+    return tensor.float() * (1 + off * signs)
+
+
+def generator_states() -> list[Tensor]:
+    """Return the states of PyTorch's random number generators. Sync: none."""
+    devices = [each for each in accelerators() if each.type != "mps"]
+    of_devices = [torch.get_device_module(each).get_rng_state(each) for each in devices]
+    return [torch.get_rng_state(), *of_devices]

@@ -1,0 +1,267 @@
+"""Two versions of a model, compared: where they drift apart first, and by how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._common.numbers import listed, things
+from halfstep._numerics.formats import dtype_name
+from halfstep._trace.rows import short
+from halfstep._tune.alignment import Tokens, pairs, tokens_of
+from halfstep._tune.log_probs import LogProbs, log_probs, require_same_tokens
+from halfstep._tune.module_check import (
+    Difference,
+    ModuleCheck,
+    check_lines,
+    difference,
+    module_name,
+    origins,
+)
+from halfstep._tune.task import is_leaf
+from halfstep._tune.tolerances import require_tolerance, tolerance_between
+from halfstep._tune.version import Names, Version, coarser, run
+
+
+def compare(
+    a: Callable[..., Any],
+    b: Callable[..., Any],
+    batch: Any,
+    batch_b: Any = None,
+    *,
+    tolerance: float | None = None,
+) -> Drift:
+    """Run two versions of a model on one batch, and find where they drift apart first.
+
+    Versions may differ in dtype, policy, attention, batch shape, padding, cache, or class. Each is
+    a model, or a function that calls one as it likes: under an autocast of its own, token by
+    token, sequence by sequence. Only forward passes are compared. Afterwards weights, buffers,
+    gradients and random numbers are what they were. docs/compare.md explains it.
+
+    Args:
+        a: The version that errors are relative to, such as the trainer's.
+        b: The other one, such as that of the rollout.
+        batch: What both are called with: a tensor, a tuple of arguments, or a dictionary of keyword
+            arguments.
+        batch_b: Another batch for ``b``, with the same tokens and other padding. None for the same.
+        tolerance: The largest relative error that any module may have. None for tolerances that
+            follow from the coarser dtype and the number of ops in a row.
+
+    Raises:
+        TypeError: A version cannot be called.
+        ValueError: The batches have other tokens, the tolerance is not above 0, or the versions
+            have no module in common.
+
+    Sync: several for each module.
+
+    Example:
+        >>> from halfstep import autocast
+        >>> _ = torch.manual_seed(0)
+        >>> model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4)
+        >>> def rollout(x):
+        ...     with torch.no_grad(), autocast("cpu", torch.bfloat16):
+        ...         return model(x)
+        >>> drift = compare(model, rollout, batch)
+        >>> drift.passed, drift.first
+        (True, '0')
+    """
+    _require_valid(a, b, tolerance)
+    tokens_a = tokens_of(batch)
+    tokens_b = tokens_a if batch_b is None else tokens_of(batch_b)
+    require_same_tokens(tokens_a, tokens_b)
+    names: Names = {}
+    of_a = run(a, batch, names)
+    of_b = run(b, batch if batch_b is None else batch_b, names)
+    rows = list(_rows(of_a, of_b, tokens_a, tokens_b, tolerance))
+    if not rows:
+        raise ValueError(
+            "compare: the versions have no module in common that returns tensors of the same "
+            "shape: a and b must call modules of the same names, or with the same weights"
+        )
+    names_of_origins = set(origins(rows))
+    begin = [row.module for row in rows if row.module in names_of_origins]  # in their order
+    first = next((row.module for row in rows if row.ulps.largest), None)
+    rows.sort(key=lambda row: (row.module not in begin, -row.severity))
+    logs = log_probs(of_a.output, of_b.output, tokens_a, tokens_b)
+    return Drift(tuple(rows), tuple(begin), first, logs)
+
+
+class Ulps(NamedTuple):
+    """Differences of entries, in units in the last place of a dtype.
+
+    The unit is that of the entry, or of the root mean square of its tensor if this is larger: an
+    entry near zero is a sum of larger parts.
+
+    Attributes:
+        median: The median over the entries.
+        largest: The largest.
+        dtype: The dtype.
+    """
+
+    median: float
+    largest: float
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        name = short(dtype_name(self.dtype))
+        return f"{self.median:.2g}, at most {self.largest:.2g}, {name}"
+
+
+@dataclass(frozen=True)
+class ModulePair(ModuleCheck):
+    """Module in two versions; its errors are those of ``b``, relative to ``a``.
+
+    Attributes:
+        ulps: The same in units in the last place of the coarser dtype.
+    """
+
+    ulps: Ulps
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Result of :func:`compare`; its ``str()`` is a table.
+
+    Attributes:
+        rows: The modules that both versions ran, the worst first: those where the versions drift
+            apart, then those with the largest errors relative to their tolerances.
+        origins: The names of the modules where they drift apart, the first one first: inputs are
+            within tolerance, and outputs are not. ``""`` is the model's own ``forward``.
+        first: The module with the first result that is not equal, bit for bit. None if all are.
+        log_probs: The drift of the log-probabilities of tokens, if the output has logits for the
+            tokens of the batch.
+    """
+
+    rows: tuple[ModulePair, ...]
+    origins: tuple[str, ...]
+    first: str | None
+    log_probs: LogProbs | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all modules are within tolerance."""
+        return all(row.passed for row in self.rows)
+
+    def __str__(self) -> str:
+        ulps = {row.module: str(row.ulps) for row in self.rows}
+        table = check_lines(self.rows, self.origins, more={"units in the last place": ulps})
+        logs = [str(self.log_probs)] if self.log_probs else []
+        return "\n".join([self._summary(), *logs, "", *table])
+
+    def _summary(self) -> str:
+        num = things(len(self.rows), "module")
+        if self.first is None:
+            return f"passed: {num} are equal in a and b, bit for bit"
+        first = next(row for row in self.rows if row.module == self.first)
+        differ = f"the first difference is in {module_name(first.module)}, {first.ulps} "
+        differ += "units in the last place"
+        if self.passed:
+            return f"passed: {num} agree in a and b; {differ}"
+        num_failed = sum(not row.passed for row in self.rows)
+        begin = listed([module_name(name) for name in self.origins]) or "no single module"
+        return f"FAILED: {num_failed} of {num} drift apart; it begins in {begin}; {differ}"
+
+    def __repr__(self) -> str:
+        result = "passed" if self.passed else "FAILED"
+        return f"<Drift {result}, {things(len(self.rows), 'module')}>"
+
+
+def _rows(
+    a: Version,
+    b: Version,
+    tokens_a: Tokens | None,
+    tokens_b: Tokens | None,
+    tolerance: float | None,
+) -> Iterator[ModulePair]:
+    """Yield the modules that have outputs that can be compared, in the order of ``a``."""
+    for name, name_b in _paired(a, b):
+        seen_a, seen_b = a.modules[name], b.modules[name_b]
+        outputs = list(pairs(seen_a.outputs, seen_b.outputs, tokens_a, tokens_b))
+        if not any(wanted.numel() for wanted, _ in outputs):
+            continue
+        inputs = pairs(seen_a.inputs, seen_b.inputs, tokens_a, tokens_b)
+        dtype = coarser(seen_a.dtype, seen_b.dtype)
+        depth = max(seen_a.depth, seen_b.depth)
+        tensors = (*(wanted for wanted, _ in outputs), *seen_a.module.parameters(recurse=False))
+        longest = max((size for each in tensors for size in each.shape), default=1)
+        bound = tolerance or tolerance_between(dtype, depth, longest)
+        yield ModulePair(
+            name,
+            type(seen_a.module).__name__,
+            is_leaf(seen_a.module),
+            bound,
+            bound,
+            _difference(inputs),
+            _difference(outputs),
+            Difference(),  # gradients are not compared
+            Difference(),
+            Difference(),
+            _ulps(outputs, dtype),
+        )
+
+
+def _paired(a: Version, b: Version) -> Iterator[tuple[str, str]]:
+    """Yield the names of modules that belong together: equal names, else equal weights."""
+    left = {name: seen.module for name, seen in b.modules.items() if name not in a.modules}
+    for name, seen in a.modules.items():
+        if name in b.modules:
+            yield name, name
+            continue
+        found = next((each for each in left if _has_same_weights(seen.module, left[each])), None)
+        if found is not None:
+            del left[found]
+            yield name, found
+
+
+def _has_same_weights(a: nn.Module, b: nn.Module) -> bool:
+    """Return whether two modules have parameters of their own that are equal but for rounding."""
+    some, others = list(a.parameters(recurse=False)), list(b.parameters(recurse=False))
+    if not some or [each.shape for each in some] != [each.shape for each in others]:
+        return False
+    return all(
+        torch.equal(x.detach().to(dtype), y.detach().to(x.device, dtype))
+        for x, y in zip(some, others, strict=True)
+        for dtype in [coarser(x.dtype, y.dtype)]
+    )
+
+
+def _difference(found: Iterable[tuple[Tensor, Tensor]]) -> Difference:
+    total = Difference()
+    for wanted, seen in found:
+        total += difference(seen.to(wanted.device), wanted)
+    return total
+
+
+@torch.no_grad()
+def _ulps(found: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Ulps:
+    """Return the differences of entries in units in the last place."""
+    units = []
+    for wanted, seen in found:
+        accurate = torch.float32 if wanted.device.type == "mps" else torch.float64
+        one, other = wanted.to(accurate), seen.to(wanted.device, accurate)
+        is_finite = one.isfinite()
+        one, other = one[is_finite], other[is_finite]
+        size = torch.maximum(one.abs(), other.abs()).clamp(min=one.square().mean().sqrt().item())
+        unit = torch.finfo(dtype).eps * torch.ones_like(one).ldexp(size.frexp().exponent - 1)
+        off = torch.where(one == other, 0.0, (one - other).abs() / unit)
+        units.append(off.nan_to_num(nan=math.inf, posinf=math.inf))
+    each = torch.cat(units)
+    if not each.numel():
+        return Ulps(0.0, 0.0, dtype)
+    return Ulps(float(each.median()), float(each.max()), dtype)
+
+
+def _require_valid(a: object, b: object, tolerance: object) -> None:
+    """Check the arguments of :func:`compare`."""
+    for name, version in (("a", a), ("b", b)):
+        if not callable(version):
+            raise TypeError(
+                f"compare: {name} must be a model, or a function that calls one with the batch, "
+                f"got {type(version).__name__}"
+            )
+    require_tolerance("compare", "tolerance", tolerance)
