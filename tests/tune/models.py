@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import halfstep
 from halfstep._demo.gpt import GPT, GPTConfig
 
 Made = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor] | None]
@@ -68,7 +69,7 @@ def require_kernels(make: Callable[[], Made], dtype: torch.dtype) -> None:
     """Skip a test of a model for which oneDNN has no kernels on this CPU."""
     if make is lstm:
         try:
-            with torch.autocast("cpu", dtype):
+            with halfstep.autocast("cpu", dtype):
                 nn.LSTM(32, 64)(torch.ones(1, 1, 32))
         except RuntimeError as error:
             pytest.skip(f"this CPU has no LSTM in {dtype}: {error}")
