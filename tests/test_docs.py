@@ -32,8 +32,15 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of frameworks that are imported
 def test_examples_in_docstrings(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(name))
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith("halfstep.integrations."):
+            raise
+        pytest.skip(str(error))
+    results = doctest.testmod(module)
     assert results.failed == 0
 
 

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from halfstep._record.read import read_run
 from halfstep._record.run import Run
 
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
-IMPORT_WARNINGS = "ignore:.torch.jit:DeprecationWarning"
-"""What the frameworks set off when they are imported, and PyTorch's distributed optimizers."""
+IMPORT_WARNINGS = "ignore::DeprecationWarning"
+"""Of torch.jit.script and pandas, set off by the frameworks when they are imported."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -72,6 +73,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     max_norm: float | None = None,
     scaler: halfstep.GradScaler | None = None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
 ) -> Trained:
     """Train in float16 by a loop that is written out."""
     scaler = scaler or halfstep.GradScaler()
@@ -79,7 +81,7 @@ def train(
     for step, (x, y) in enumerate(batches, 1):
         optimizer.zero_grad()
         with halfstep.autocast(x.device.type, torch.float16):
-            loss = F.cross_entropy(model(x), y)
+            loss = loss_fn(model(x), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer, max_norm=max_norm)
         scaler.update()
