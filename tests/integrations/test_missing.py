@@ -14,7 +14,15 @@ def test_the_error_names_the_package_and_the_cure(
     monkeypatch.delitem(sys.modules, module, raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == framework]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, framework, None)  # as if it were not there
+
+    class Absent:
+        """Finds no such package."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == framework:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module(module)
     assert str(error.value) == (

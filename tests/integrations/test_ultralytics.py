@@ -79,7 +79,9 @@ def switch_on(trainer) -> None:
     trainer.amp = True
     trainer.scaler = torch.amp.GradScaler("cpu")
     if trainer.resume:  # as on a GPU, where its scaler is on when the checkpoint is read
-        trainer.scaler.load_state_dict(torch.load(trainer.args.resume, weights_only=False)["scaler"])
+        trainer.scaler.load_state_dict(
+            torch.load(trainer.args.resume, weights_only=False)["scaler"]
+        )
 
 
 def make(folder: Path):
