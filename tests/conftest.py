@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,10 +53,7 @@ SLOW = (
     "doctor/test_programs.py",
     "doctor/test_source.py::test_functions_that_call_each_other_end",
     "doctor/test_source.py::test_there_is_no_false_alarm_in_our_own_code",
-    "integrations/test_fastai.py",
-    "integrations/test_ignite.py",
-    "integrations/test_timm.py",
-    "integrations/test_ultralytics.py",
+    "integrations/test_",
     "numerics/test_measure.py::test_a_large_tensor",
     "numerics/test_rounding.py::test_midpoints",
     "numerics/test_rounding.py::test_random_bits",
@@ -92,6 +90,15 @@ SLOW = (
     "test_torch_names.py::test_torch_compile_is_seen",
     "test_typing.py",
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_is_left() -> Iterator[None]:
+    """accelerate keeps the precision of its first Accelerator for the whole process."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def pytest_configure() -> None:

@@ -40,11 +40,11 @@ def test_examples_in_docstrings(name: str) -> None:
         if not name.startswith("halfstep.integrations."):
             raise
         pytest.skip(str(error))
-    results = doctest.testmod(module)
-    assert results.failed == 0
+    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning without it
 def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Run a block; a comment behind ``print(...)`` is what it must print."""
     # The training loop is shown without its imports: its annotations are not looked up.

@@ -1,6 +1,6 @@
 """fastai: a Learner with halfstep's callback for mixed precision.
 
-Task: read handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
+Task: name handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
 
 Rules to remember:
 - `Learner(..., cbs=MixedPrecision())` instead of `.to_fp16()`. It works on a CPU as well.

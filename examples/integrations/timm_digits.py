@@ -1,6 +1,6 @@
 """timm: a training loop like that of its train.py, with halfstep's `NativeScaler`.
 
-Task: read handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
+Task: name handwritten digits, those of scikit-learn. One batch is broken: a pixel of it is inf.
 
 Rules to remember:
 - One import changes: `NativeScaler` is that of `halfstep.integrations.timm`, its call the same.

@@ -1,12 +1,12 @@
 """ultralytics: its trainer with halfstep's scaler, by one callback.
 
-Task: read handwritten digits, those of scikit-learn, written as images to a folder.
+Task: name handwritten digits, those of scikit-learn, written as images to a folder.
 
 Rules to remember:
-- `model.add_callback("on_train_start", replace_scaler)`: where the trainer has a scaler, it is
+- `model.add_callback("on_train_start", use_scaler)`: where the trainer has a scaler, it is
   halfstep's from then on. With `amp=False`, in bfloat16 and on a CPU the trainer has none that is
   on, and the callback changes nothing: without a GPU this example trains in float32.
-- A scaler with settings is one more line: `partial(replace_scaler, scaler=GradScaler(...))`.
+- A scaler with settings is one more line: `partial(use_scaler, scaler=GradScaler(...))`.
 - The autocast stands in the trainer's code; a policy for it comes from outside: `use_policy`.
 
 Run: python examples/integrations/ultralytics_digits.py
@@ -24,7 +24,7 @@ from ultralytics import YOLO
 from ultralytics.engine.trainer import BaseTrainer
 
 from halfstep import GradScaler, use_policy
-from halfstep.integrations.ultralytics import replace_scaler
+from halfstep.integrations.ultralytics import use_scaler
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 MODEL = """
@@ -64,7 +64,7 @@ def main() -> None:
         (folder / "digits-cls.yaml").write_text(MODEL)
         model = YOLO(folder / "digits-cls.yaml")
         scaler = GradScaler(init_scale=1024.0)
-        model.add_callback("on_train_start", partial(replace_scaler, scaler=scaler))
+        model.add_callback("on_train_start", partial(use_scaler, scaler=scaler))
         model.add_callback("on_train_epoch_end", tell)
         with use_policy("standard"):
             metrics = model.train(

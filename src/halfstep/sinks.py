@@ -55,7 +55,7 @@ class TensorBoard:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the scalars."""
-        for name, value in _named(scalars).items():
+        for name, value in prefixed(scalars).items():
             self._writer.add_scalar(name, value, step)
 
 
@@ -86,7 +86,7 @@ class WandB:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Hand over the scalars."""
-        self._run.log(_named({**scalars, "step": step}), commit=False)
+        self._run.log(prefixed({**scalars, "step": step}), commit=False)
 
 
 class MLflow:
@@ -108,10 +108,11 @@ class MLflow:
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the scalars."""
-        self._mlflow.log_metrics(_named(scalars), step=step, run_id=self._run_id)
+        self._mlflow.log_metrics(prefixed(scalars), step=step, run_id=self._run_id)
 
 
-def _named(scalars: Mapping[str, float]) -> dict[str, float]:
+def prefixed(scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return scalars under names that begin with ``halfstep/``, for a sink of your own."""
     return {f"halfstep/{name}": value for name, value in scalars.items()}
 
 

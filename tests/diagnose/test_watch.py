@@ -246,6 +246,33 @@ def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
     assert any("the loss of step 1 was finite" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_step_whose_closure_makes_the_gradients(make: Any, by_name: bool) -> None:
+    """As Lightning steps without a scaler."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = make(model.parameters(), lr=0.1)
+    x = torch.ones(2, 4)
+    x[1, 1] = math.nan
+    told: list[int] = []
+    results = []
+    with Watch(tell=lambda _, step: told.append(step)) as watch:
+        for batch in (torch.ones(2, 4), x, torch.ones(2, 4)):
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(batch), torch.zeros(2, 1))
+                loss.backward()
+                return loss
+
+            results.append(optimizer.step(closure=closure) if by_name else optimizer.step(closure))
+    first = watch.found[0]
+    assert told[0] == 2
+    assert first.verdict == "data"
+    assert first.tensor not in dict(model.named_parameters())
+    assert [bool(result.isnan()) for result in results[:2]] == [False, True]
+
+
 def test_what_cannot_be_replayed_is_traced_live_in_the_next_bad_step() -> None:
     loop = Loop()
 

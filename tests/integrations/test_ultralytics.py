@@ -15,7 +15,7 @@ from tests.integrations import by_hand
 from torch import nn
 
 import halfstep
-from halfstep.integrations.ultralytics import replace_scaler
+from halfstep.integrations.ultralytics import use_scaler
 
 needs_ultralytics = pytest.mark.skipif(
     find_spec("ultralytics") is None,
@@ -35,7 +35,7 @@ def stub(scaler: torch.amp.GradScaler, resume: bool = False) -> SimpleNamespace:
 def test_a_resumed_run_keeps_its_scale() -> None:
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**9, growth_interval=500)
     trainer = stub(theirs, resume=True)
-    replace_scaler(trainer)
+    use_scaler(trainer)
     assert isinstance(trainer.scaler, halfstep.GradScaler)
     assert trainer.scaler.get_scale() == 2.0**9
     assert trainer.scaler.get_growth_interval() == 500
@@ -43,7 +43,7 @@ def test_a_resumed_run_keeps_its_scale() -> None:
 
 def test_a_new_run_has_the_settings_of_the_scaler() -> None:
     trainer = stub(torch.amp.GradScaler("cpu"))
-    callback = partial(replace_scaler, scaler=halfstep.GradScaler(init_scale=2.0**9))
+    callback = partial(use_scaler, scaler=halfstep.GradScaler(init_scale=2.0**9))
     # To other processes, for training on several GPUs, callbacks go pickled.
     pickle.loads(pickle.dumps(callback))(trainer)
     assert trainer.scaler.get_scale() == 2.0**9
@@ -51,13 +51,13 @@ def test_a_new_run_has_the_settings_of_the_scaler() -> None:
 
 def test_one_that_is_off_stays_off() -> None:
     trainer = stub(theirs := torch.amp.GradScaler("cpu", enabled=False))
-    replace_scaler(trainer)
+    use_scaler(trainer)
     assert trainer.scaler is theirs
 
 
 def test_it_knows_the_names_of_the_parameters() -> None:
     trainer = stub(torch.amp.GradScaler("cpu"))
-    replace_scaler(trainer)
+    use_scaler(trainer)
     optimizer = torch.optim.SGD(trainer.model.parameters())
     trainer.scaler.scale((trainer.model(torch.ones(1, 4)) * torch.nan).sum()).backward()
     trainer.scaler.step(optimizer)
@@ -141,7 +141,7 @@ def test_the_trainer_trains_as_a_loop_by_hand(tmp_path: Path, settings: None) ->
     for callback in (
         lambda trainer: start.append(copy.deepcopy((trainer.model, trainer.optimizer))),
         switch_on,
-        partial(replace_scaler, scaler=ours),
+        partial(use_scaler, scaler=ours),
     ):
         model.add_callback("on_train_start", callback)
     model.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
@@ -181,7 +181,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_scale(tmp_path: Path, settings: 
     model = make(tmp_path)
     ours = halfstep.GradScaler(init_scale=2.0**10, growth_interval=3)
     model.add_callback("on_train_start", switch_on)
-    model.add_callback("on_train_start", partial(replace_scaler, scaler=ours))
+    model.add_callback("on_train_start", partial(use_scaler, scaler=ours))
     model.add_callback("on_model_save", end)
     with pytest.raises(KeyboardInterrupt):
         train(model, tmp_path, epochs=2, val=False)
@@ -194,7 +194,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_scale(tmp_path: Path, settings: 
 
     again = YOLO(saved)
     again.add_callback("on_train_start", switch_on)
-    again.add_callback("on_train_start", replace_scaler)
+    again.add_callback("on_train_start", use_scaler)
     again.add_callback("on_train_start", look)
     with pytest.raises(KeyboardInterrupt):
         again.train(resume=True)

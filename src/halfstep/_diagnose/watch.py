@@ -30,6 +30,7 @@ from halfstep._diagnose.replay import replaying
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes, optim
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
+from halfstep._scaler.closures import split_closure
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
@@ -156,14 +157,40 @@ class Watch:
             self._capture.note_root(loss)
         del self._losses[:-MOST_LOSSES]
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Diagnose a step without a scaler, before it is taken."""
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Diagnose a step without a scaler, before it is taken or once its closure has run."""
         if torch.compiler.is_compiling() or not self._counts_plain_steps():
-            return
-        if optim.optimizer_step_depth() > 1 or not self._losses or is_in_step():
-            return
+            return None
+        if optim.optimizer_step_depth() > 1 or is_in_step():
+            return None
+        closure, others, kwargs = split_closure(args[1:], kwargs)
+        if closure is None:
+            self._end_plain_step()
+            return None
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": self._watched(closure)}
+        return (args[0], self._watched(closure), *others), kwargs
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose first evaluation in a step ends the step for the watch."""
+        is_first = True
+
+        def watched() -> Any:
+            nonlocal is_first
+            result = closure()
+            if is_first:  # later ones are trials of a line search
+                is_first = False
+                self._end_plain_step()
+            return result
+
+        return watched
+
+    def _end_plain_step(self) -> None:
         losses, self._losses = self._losses, []
-        self._end_step(None, is_bad=not _are_finite(losses))
+        if losses:
+            self._end_step(None, is_bad=not _are_finite(losses))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and self._counts_plain_steps():

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ultralytics.engine.trainer import BaseTrainer
 
 
-def replace_scaler(trainer: BaseTrainer, scaler: GradScaler | None = None) -> None:
+def use_scaler(trainer: BaseTrainer, scaler: GradScaler | None = None) -> None:
     """Put a scaler in place of that of a trainer, in its callback ``on_train_start``.
 
     Where the trainer's is off, as on a CPU, with ``amp=False`` or ``amp="bf16"``, nothing is
@@ -18,7 +18,7 @@ def replace_scaler(trainer: BaseTrainer, scaler: GradScaler | None = None) -> No
 
     Args:
         trainer: The trainer, which passes itself to its callbacks.
-        scaler: The scaler; left out, a ``GradScaler()``. ``functools.partial(replace_scaler,
+        scaler: The scaler; left out, a ``GradScaler()``. ``functools.partial(use_scaler,
             scaler=...)`` makes a callback with one.
 
     Sync: none.
@@ -26,10 +26,10 @@ def replace_scaler(trainer: BaseTrainer, scaler: GradScaler | None = None) -> No
     Example:
         >>> import torch
         >>> from types import SimpleNamespace
-        >>> trainer = SimpleNamespace(  # model.add_callback("on_train_start", replace_scaler)
+        >>> trainer = SimpleNamespace(  # model.add_callback("on_train_start", use_scaler)
         ...     model=torch.nn.Linear(4, 1), scaler=torch.amp.GradScaler("cpu"), resume=False
         ... )
-        >>> replace_scaler(trainer)
+        >>> use_scaler(trainer)
         >>> isinstance(trainer.scaler, GradScaler)
         True
     """

@@ -1,0 +1,95 @@
+"""Lightning: halfstep as the precision of a Trainer, with a record and diagnoses.
+
+Task: name handwritten digits. One batch is broken: it contains inf.
+
+Rules to remember:
+- `HalfstepPrecision("16-mixed")` is a plugin: nothing else of the module or the Trainer changes.
+- `gradient_clip_val` clips in the pass that checks the gradients, with a fused optimizer too.
+- A schedule with `"interval": "step"` stays where it is when a step was skipped.
+- `RecordRun` writes the record, and its scalars into the loggers.
+- `Diagnose` says why a step went bad.
+
+Run: python examples/integrations/lightning_digits.py
+"""
+
+import argparse
+import warnings
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from halfstep.integrations.lightning import Diagnose, HalfstepPrecision, RecordRun
+
+BROKEN = 20
+"""The batch with inf."""
+
+
+class Digits(lightning.LightningModule):
+    """A small network, (N, 64) to (N, 10)."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        x, y = batch
+        if self.trainer.global_step == BROKEN:
+            x = x.clone()
+            x[0, 0] = torch.inf
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.num_steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--record", default="runs/lightning_digits")
+    arguments = parser.parse_args()
+
+    lightning.seed_everything(0, verbose=False)
+    digits = load_digits()
+    x = torch.tensor(digits.data / 16, dtype=torch.float32)
+    y = torch.tensor(digits.target)
+    data = TensorDataset(x[:1500], y[:1500])
+
+    model, record, diagnose = Digits(arguments.steps), RecordRun(arguments.record), Diagnose()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        plugins=[HalfstepPrecision("16-mixed", policy="standard; @net.2:fp32")],
+        callbacks=[record, diagnose],
+        gradient_clip_val=1.0,
+        max_steps=arguments.steps,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Lightning, and each diagnosis, which is printed below
+        trainer.fit(model, DataLoader(data, batch_size=64, shuffle=True))
+
+    counts = trainer.precision_plugin.scaler.counts()
+    print(f"{counts.taken} steps taken, {counts.skipped} skipped")
+    for found in diagnose.found:
+        print(found)
+    with torch.no_grad():
+        accuracy = (model.net(x[1500:]).argmax(1) == y[1500:]).float().mean()
+    print(f"result: {accuracy:.1%} of the digits that it has not seen are named correctly")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Lightning: a precision plugin, a callback that records and one that diagnoses."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import LBFGS, Optimizer
+
+from halfstep import Policy, autocast, record
+from halfstep._autocast.context import settled_policy
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.scaler import GradScaler
+from halfstep.errors import DiagnosisWarning
+from halfstep.integrations import needs
+from halfstep.sinks import prefixed
+
+with needs("lightning"):
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class HalfstepPrecision(MixedPrecision):
+    """Trains with halfstep's autocast and, in float16, with its GradScaler; a plugin of a Trainer.
+
+    ``gradient_clip_val`` clips in the pass that checks the gradients, with fused optimizers too.
+    LBFGS works: each evaluation of its closure is checked. A learning rate schedule that moves on
+    at each step stays where it is when the step was skipped. Hooks that look at gradients before
+    the step (``on_before_optimizer_step``, ``configure_gradient_clipping``) see them unscaled.
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        policy: A policy for autocast, or its text; its rules for modules mean the names of the
+            LightningModule. Left out, that of :class:`halfstep.use_policy` around ``fit``, or else
+            ``"standard"``.
+        scaler: The scaler for float16; left out, a new one. Its state is in Lightning's
+            checkpoints, and one that Lightning's own plugin wrote can be loaded.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The precision or the policy is not one, or a scaler is given for bfloat16.
+
+    Sync: as :meth:`halfstep.GradScaler.step`; one more in a step of a fused optimizer that a
+    schedule follows.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> plugin = HalfstepPrecision("16-mixed", policy="standard; softmax:lower")
+        >>> trainer = Trainer(accelerator="cpu", plugins=[plugin], logger=False)
+        >>> trainer.precision_plugin.scaler.get_scale()
+        65536.0
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        *,
+        policy: Policy | str | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        if precision not in DTYPES:
+            raise ValueError(
+                f"HalfstepPrecision({precision!r}): pass '16-mixed' or 'bf16-mixed'; "
+                "halfstep.master_weights is for models in 16 bits ('bf16-true')"
+            )
+        if not (scaler is None or isinstance(scaler, GradScaler)):
+            raise TypeError(f"HalfstepPrecision(scaler={scaler!r}): pass a halfstep.GradScaler")
+        if precision == "bf16-mixed" and scaler is not None:
+            raise ValueError(
+                "HalfstepPrecision('bf16-mixed', scaler=...): bfloat16 needs no scale. To skip "
+                "steps that are not finite: halfstep.guard(optimizer) in configure_optimizers"
+            )
+        if precision == "16-mixed" and scaler is None:
+            scaler = GradScaler()
+        # Not super().__init__(), which would make PyTorch's scaler.
+        self.precision = precision
+        self.scaler = scaler
+        self._policy = policy if policy is None else settled_policy(policy)
+        self._module: LightningModule | None = None
+        self._outcomes: WeakKeyDictionary[Optimizer, Outcome] = WeakKeyDictionary()
+        self._max_norm: float | None = None
+        self._are_gradients_seen = False
+
+    # --- Lightning's calls ------------------------------------------------------------------------
+
+    def connect(
+        self, model: Any, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Any, list[Optimizer], list[Any]]:
+        """Get to know the module, before it runs."""
+        module = self._module = model if isinstance(model, LightningModule) else model.module
+        if self.scaler is not None:
+            self.scaler.watch(module)
+            module.lr_scheduler_step = _after_steps(self._outcomes, module)
+        return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """Leave the module as it was."""
+        if self._module is not None:
+            vars(self._module).pop("lr_scheduler_step", None)
+            self._module = None
+        super().teardown()
+
+    def autocast_context_manager(self) -> autocast:
+        """Return the context of a step."""
+        assert self._module is not None
+        return autocast(
+            self._module.device.type,
+            DTYPES[self.precision],
+            policy=self._policy,
+            module=self._module if self._policy and self._policy.module_rules else None,
+        )
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        model: LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluate the closure, call the hooks, and step if the gradients are finite."""
+        scaler = self.scaler
+        if scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        is_line_search = isinstance(optimizer, LBFGS)
+        if is_line_search and model.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                "LBFGS evaluates its closure several times in a step, each time without the "
+                "gradients of earlier batches: Trainer(accumulate_grad_batches=1)"
+            )
+        self._outcomes.pop(optimizer, None)
+        self._max_norm = None
+        self._are_gradients_seen = is_line_search or _are_gradients_seen(model)
+
+        def evaluate() -> Any:
+            loss = closure()
+            if loss is None and model.automatic_optimization:  # training_step returned None
+                return None
+            if self._are_gradients_seen:
+                scaler.unscale_(optimizer)
+            self._after_closure(model, optimizer)
+            return loss
+
+        if is_line_search:
+            result = scaler.step(optimizer, evaluate, **kwargs)
+        else:
+            if evaluate() is None and model.automatic_optimization:
+                return None
+            result = scaler.step(optimizer, max_norm=self._max_norm, **kwargs)
+        self._outcomes[optimizer] = scaler.outcome(optimizer)
+        scaler.update()
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: str = "norm",
+    ) -> None:
+        """Clip unscaled gradients, now or in the step."""
+        if self.scaler is None or clip_val <= 0:
+            super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+        elif gradient_clip_algorithm == "value":
+            if not self._are_gradients_seen:
+                self.scaler.unscale_(optimizer)
+            self.clip_grad_by_value(optimizer, clip_val)
+        elif self._are_gradients_seen:
+            self.scaler.clip_grad_norm_(optimizer, clip_val)
+        else:
+            self._max_norm = clip_val
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the state of the scaler that Lightning's own plugin saved."""
+        state = checkpoint.get(MixedPrecision.__qualname__)
+        if state and self.scaler is not None and type(self).__qualname__ not in checkpoint:
+            self.scaler.load_state_dict(state)
+
+
+def _are_gradients_seen(model: LightningModule) -> bool:
+    """Return whether code of the user may look at the gradients between backward and step."""
+    return (
+        is_overridden("configure_gradient_clipping", model)
+        or is_overridden("on_before_optimizer_step", model)
+        or any(is_overridden("on_before_optimizer_step", each) for each in model.trainer.callbacks)
+    )
+
+
+def _after_steps(
+    outcomes: Mapping[Optimizer, Outcome], module: LightningModule
+) -> Callable[[Any, Any], None]:
+    """Return what moves a schedule on, unless it counts steps and the last one was not taken."""
+    move_on = module.lr_scheduler_step
+
+    @wraps(move_on)
+    def after_steps(scheduler: Any, metric: Any) -> None:
+        configs = module.trainer.lr_scheduler_configs
+        intervals = [each.interval for each in configs if each.scheduler is scheduler]
+        if "step" in intervals:
+            outcome = outcomes.get(scheduler.optimizer)
+            if outcome is None or outcome.skipped:  # None: training_step returned no loss
+                return
+        move_on(scheduler, metric)
+
+    return after_steps
+
+
+def _scaler_of(trainer: Trainer) -> GradScaler | None:
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler if isinstance(scaler, GradScaler) else None
+
+
+class RecordRun(Callback):
+    """Records the training for ``halfstep report``, and passes its scalars on to the loggers.
+
+    The loggers of the Trainer get ``halfstep/scale``, ``halfstep/skipped``, ``halfstep/underflow``
+    and what else :mod:`halfstep.sinks` names.
+
+    Args:
+        path: The folder of :class:`halfstep.record`.
+        every: Tensors are sampled in every so many steps.
+
+    Raises:
+        As :class:`halfstep.record`, when the training begins.
+
+    Sync: none of its own, except in sampled steps.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", callbacks=[RecordRun("runs/x")], logger=False)
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 50) -> None:
+        self.path, self.every = path, every
+        self.run: record | None = None  # the one that is going on
+        self._stack = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin."""
+        self.run = self._stack.enter_context(
+            record(
+                self.path,
+                model=pl_module,
+                scaler=_scaler_of(trainer),
+                every=self.every,
+                sinks=[_Logger(each) for each in trainer.loggers],
+            )
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End."""
+        self.run = None
+        self._stack.close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """End, and say why."""
+        self.run = None
+        self._stack.__exit__(type(exception), exception, exception.__traceback__)
+
+
+class _Logger:
+    """A sink that is a logger of Lightning."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._logger.log_metrics(prefixed(scalars), step)
+
+
+class Diagnose(Callback):
+    """Diagnoses the steps that go bad, as :meth:`halfstep.GradScaler.diagnose` does.
+
+    A diagnosis is a warning, and stands in the record where :class:`RecordRun` is a callback too.
+
+    Sync: one a step.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(accelerator="cpu", callbacks=[Diagnose()], logger=False)
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Diagnosis] = []
+        self._stack = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin."""
+
+        def tell(found: Diagnosis, step: int) -> None:
+            self.found.append(found)
+            for each in trainer.callbacks:
+                if isinstance(each, RecordRun) and each.run is not None:
+                    each.run.add_diagnosis(found)
+            warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)
+
+        scaler = _scaler_of(trainer) or GradScaler(enabled=False)
+        self._stack.enter_context(scaler.diagnose(pl_module, tell))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End."""
+        self._stack.close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """End."""
+        self._stack.close()

@@ -1,0 +1,153 @@
+"""halfstep's scaler in an Accelerator, against loops written by hand."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.digits import run_example, share_right
+from torch import Tensor, nn
+
+import halfstep
+from halfstep.errors import CallOrderError
+
+accelerate = pytest.importorskip("accelerate")
+
+from accelerate.state import AcceleratorState  # noqa: E402
+
+from halfstep.integrations.accelerate import AcceleratorSink, use_scaler  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def accelerator_of(precision: str = "fp16", **options: Any) -> Any:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerate.Accelerator(mixed_precision=precision, cpu=True, **options)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def batches() -> list[Tensor]:
+    x = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(3))
+    x[2, 0] = math.nan
+    return list(x)
+
+
+def test_trains_as_a_loop_does() -> None:
+    accelerator = accelerator_of()
+    scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=512.0))
+    assert accelerator.scaler is scaler
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    prepared, stepping, moving = accelerator.prepare(model, optimizer, schedule)
+    dtypes, skipped = set(), []
+    for x in batches():
+        stepping.zero_grad()
+        with accelerator.autocast():
+            dtypes.add(model[0](x).dtype)
+        accelerator.backward(prepared(x).square().mean())
+        accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+        stepping.step()
+        moving.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    assert dtypes == {torch.float16}
+    assert skipped == [False, False, True, False, False, False]
+    assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5**5
+
+    reference = net()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    scaler = halfstep.GradScaler(init_scale=512.0)
+    for x in batches():
+        optimizer.zero_grad()
+        with halfstep.autocast("cpu", torch.float16, policy="torch"):
+            loss = reference(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.step_scheduler(schedule)
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_without_it_a_cpu_trains_in_float32() -> None:
+    """What use_scaler is for on a CPU; fails when accelerate changes that."""
+    accelerator = accelerator_of()
+    assert accelerator.scaler is None
+    with accelerator.autocast():
+        assert net()(torch.ones(1, 8)).dtype is torch.float32
+
+
+def test_takes_the_numbers_of_accelerate() -> None:
+    handler = accelerate.GradScalerKwargs(init_scale=64.0, growth_interval=7)
+    scaler = use_scaler(accelerator_of(kwargs_handlers=[handler]))
+    assert scaler.get_scale() == 64.0
+    assert scaler.get_growth_interval() == 7
+
+
+def test_a_checkpoint_has_the_scaler(tmp_path: Path) -> None:
+    for scale in (128.0, 256.0):
+        accelerator = accelerator_of()
+        scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=scale))
+        model = net()
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if scale == 128.0:
+            accelerator.save_state(str(tmp_path))
+        else:
+            accelerator.load_state(str(tmp_path))
+            assert scaler.get_scale() == 128.0
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision is 'bf16'.*halfstep\.guard"):
+        use_scaler(accelerator_of("bf16"))
+    with pytest.raises(TypeError, match=r"halfstep\.GradScaler"):
+        use_scaler(accelerator_of(), torch.amp.GradScaler("cpu"))
+    accelerator = accelerator_of()
+    accelerator.prepare(net())
+    with pytest.raises(CallOrderError, match="prepare"):
+        use_scaler(accelerator)
+
+
+def test_the_log_is_a_sink(tmp_path: Path) -> None:
+    accelerator = accelerator_of()
+    logged: list[tuple[dict[str, float], int]] = []
+    accelerator.log = lambda values, step: logged.append((values, step))
+    model, scaler = net(), use_scaler(accelerator)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with halfstep.record(tmp_path, scaler=scaler, sinks=[AcceleratorSink(accelerator)]):
+        for x in batches():
+            optimizer.zero_grad()
+            accelerator.backward(prepared(x).square().mean())
+            optimizer.step()
+    steps = {step: values for values, step in logged if "halfstep/skipped" in values}
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert [steps[n]["halfstep/skipped"] for n in sorted(steps)] == [0, 0, 1, 0, 0, 0]
+
+
+def test_a_framework_that_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "accelerate.py").write_text("raise ModuleNotFoundError('no', name='accelerate')")
+    code = "import halfstep.integrations.accelerate"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: halfstep.integrations.accelerate needs the package accelerate, which "
+        "is not installed; install it with: pip install 'halfstep[accelerate]'"
+    )
+
+
+def test_the_example(tmp_path: Path) -> None:
+    printed, run = run_example("accelerate_digits", tmp_path, "--steps", "60")
+    assert "step 21 was skipped\n59 steps taken, 1 skipped\n" in printed
+    assert [step.step for step in run.steps if not step.taken] == [21]
+    assert share_right(printed) > 0.8

@@ -1,0 +1,442 @@
+"""The precision plugin and the callbacks of Lightning, against loops written by hand."""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.digits import run_example, share_right
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfstep
+from halfstep._record.read import read_run
+from halfstep.errors import DiagnosisWarning
+
+lightning = pytest.importorskip("lightning")
+
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+
+from halfstep.integrations.lightning import (  # noqa: E402
+    Diagnose,
+    HalfstepPrecision,
+    RecordRun,
+)
+
+# Lightning and what it imports warn of versions, loggers and small machines.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Make = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+NUM_STEPS = 6
+BAD = 2
+"""The batch with NaN."""
+
+
+def batches(bad: int | None = BAD) -> Tensor:
+    x = torch.randn(NUM_STEPS * 4, 8, generator=torch.Generator().manual_seed(3))
+    if bad is not None:
+        x[4 * bad] = math.nan
+    return x
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def fused(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def lbfgs(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
+
+
+class Module(lightning.LightningModule):
+    """Notes the dtypes of outputs and the learning rates of its steps."""
+
+    def __init__(self, make: Make = adamw, interval: str = "step") -> None:
+        super().__init__()
+        self.net, self.make, self.interval = net(), make, interval
+        self.dtypes: list[torch.dtype] = []
+        self.rates: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        (x,) = batch
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        y = self.net(x)
+        self.dtypes.append(y.dtype)
+        return y.float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make(self.net.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
+        }
+
+
+def trainer_of(folder: Path, **options: Any) -> Any:
+    return lightning.Trainer(
+        **{
+            "max_epochs": 1,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            **options,
+        }
+    )
+
+
+def fit(folder: Path, module: Any, x: Tensor | None = None, **options: Any) -> Any:
+    trainer = trainer_of(folder, **options)
+    data = TensorDataset(batches() if x is None else x)
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return trainer
+
+
+def by_hand(
+    make: Make, max_norm: float | None, max_value: float | None = None
+) -> tuple[nn.Module, int]:
+    """Train as Lightning does, in a loop; return the model and how many steps were skipped."""
+    model = net()
+    optimizer, scaler = make(model.parameters()), halfstep.GradScaler()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def loss_of(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with halfstep.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        scaler.scale(loss).backward()
+        if make is lbfgs and max_norm is not None:
+            scaler.unscale_(optimizer)
+            scaler.clip_grad_norm_(optimizer, max_norm)
+        if max_value is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_value_(model.parameters(), max_value)
+        return loss
+
+    for x in batches().split(4):
+        if make is lbfgs:
+            scaler.step(optimizer, lambda x=x: loss_of(x))
+        else:
+            loss_of(x)
+            scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+        scaler.step_scheduler(scheduler)
+    return model, scaler.counts().skipped
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    for mine, its in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("make", [adamw, fused, lbfgs])
+@pytest.mark.parametrize("max_norm", [None, 0.9])
+def test_trains_as_a_loop_does(make: Make, max_norm: float | None, tmp_path: Path) -> None:
+    module = Module(make)
+    plugin = HalfstepPrecision("16-mixed")
+    fit(tmp_path, module, plugins=[plugin], gradient_clip_val=max_norm)
+    assert set(module.dtypes) == {torch.float16}
+    reference, skipped = by_hand(make, max_norm)
+    assert_equal(module.net, reference)
+    assert 1 <= plugin.scaler.counts().skipped == skipped < NUM_STEPS
+    assert all(param.isfinite().all() for param in module.parameters())
+
+
+@pytest.mark.parametrize("make", [adamw, fused])
+def test_clips_by_value(make: Make, tmp_path: Path) -> None:
+    module = Module(make)
+    fit(
+        tmp_path,
+        module,
+        plugins=[HalfstepPrecision()],
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm="value",
+    )
+    assert_equal(module.net, by_hand(make, None, max_value=0.01)[0])
+
+
+class Looking(Module):
+    """Looks at the norm before the step."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
+
+    def on_fit_start(self) -> None:
+        self.norms: list[float] = []
+
+
+@pytest.mark.parametrize("make", [adamw, fused])
+def test_hooks_see_unscaled_gradients(make: Make, tmp_path: Path) -> None:
+    module = Looking(make)
+    x = batches(bad=None)
+    fit(tmp_path, module, x, plugins=[HalfstepPrecision()], gradient_clip_val=0.1)
+    plain = net()
+    with halfstep.autocast("cpu", torch.float16):
+        loss = plain(x[:4]).float().square().mean()
+    (loss * 1024).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad / 1024 for p in plain.parameters()]).item()
+    assert module.norms[0] == pytest.approx(norm, rel=1e-2)
+    assert len(module.norms) == NUM_STEPS
+
+
+class ClippingTwice(Module):
+    """Clips in its own way, and looks at the result."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, 0.5, "norm")
+        self.clip_gradients(optimizer, 0.01, "norm")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]).item()
+        assert norm <= 0.0101
+
+
+@pytest.mark.parametrize("make", [adamw, fused])
+def test_own_clipping_is_done_at_once(make: Make, tmp_path: Path) -> None:
+    module = ClippingTwice(make)
+    fit(tmp_path, module, batches(bad=None), plugins=[HalfstepPrecision()])
+    reference = net()
+    optimizer, scaler = make(reference.parameters()), halfstep.GradScaler()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for x in batches(bad=None).split(4):
+        optimizer.zero_grad()
+        with halfstep.autocast("cpu", torch.float16):
+            loss = reference(x).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 0.5)
+        scaler.clip_grad_norm_(optimizer, 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    assert_equal(module.net, reference)
+
+
+def test_a_schedule_waits_for_a_step(tmp_path: Path) -> None:
+    module = Module()
+    fit(tmp_path, module, plugins=[HalfstepPrecision()])
+    assert module.rates == [0.01, 0.005, 0.0025, 0.0025, 0.00125, 0.000625]  # BAD is 2
+    assert "lr_scheduler_step" not in vars(module)
+    by_epoch = Module(interval="epoch")
+    trainer = fit(tmp_path, by_epoch, plugins=[HalfstepPrecision()], max_epochs=2)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0025
+
+
+class OwnSchedule(Module):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step(7)  # an epoch, as timm's schedules take it
+        self.num_moves = getattr(self, "num_moves", 0) + 1
+
+
+def test_own_way_of_schedules_is_kept(tmp_path: Path) -> None:
+    module = OwnSchedule()
+    fit(tmp_path, module, plugins=[HalfstepPrecision()])
+    assert module.num_moves == NUM_STEPS - 1
+
+
+def test_policy(tmp_path: Path) -> None:
+    module = Module()
+    fit(tmp_path, module, plugins=[HalfstepPrecision(policy="standard; @net.2:fp32")])
+    assert set(module.dtypes) == {torch.float32}
+    module = Module()
+    fit(tmp_path, module, plugins=[HalfstepPrecision("bf16-mixed", policy="standard")])
+    assert set(module.dtypes) == {torch.bfloat16}
+    module = Module()
+    with halfstep.use_policy("standard; linear:fp32"):
+        fit(tmp_path, module, plugins=[HalfstepPrecision("bf16-mixed")])
+    assert set(module.dtypes) == {torch.float32}
+
+
+def test_accumulates(tmp_path: Path) -> None:
+    module = Module()
+    x = batches(bad=None)
+    fit(tmp_path, module, x, plugins=[HalfstepPrecision()], accumulate_grad_batches=2)
+    reference = net()
+    optimizer, scaler = adamw(reference.parameters()), halfstep.GradScaler()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for n, batch in enumerate(x.split(4)):
+        with halfstep.autocast("cpu", torch.float16):
+            loss = reference(batch).float().square().mean() / 2
+        scaler.scale(loss).backward()
+        if n % 2:
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert_equal(module.net, reference)
+    with pytest.raises(ValueError, match="accumulate_grad_batches=1"):
+        fit(tmp_path, Module(lbfgs), plugins=[HalfstepPrecision()], accumulate_grad_batches=2)
+
+
+class Leaving(Module):
+    """Has no loss in its first batches."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+        return None if index < 2 else super().training_step(batch, index)
+
+
+def test_batches_without_a_loss(tmp_path: Path) -> None:
+    module, plugin = Leaving(), HalfstepPrecision()
+    fit(tmp_path, module, batches(bad=None), plugins=[plugin])
+    assert plugin.scaler.counts().taken == NUM_STEPS - 2
+
+
+class TwoOptimizers(lightning.LightningModule):
+    """Optimizes by hand: two losses, two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.other = net(), nn.Linear(8, 1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        (x,) = batch
+        for part, optimizer in zip((self.net, self.other), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(part(x).float().square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [adamw(self.net.parameters()), fused(self.other.parameters())]
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    module = TwoOptimizers()
+    plugin = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=1024.0))
+    start = {name: param.clone() for name, param in module.named_parameters()}
+    fit(tmp_path, module, plugins=[plugin])
+    counts = plugin.scaler.counts()
+    assert (counts.taken, counts.skipped) == (2 * NUM_STEPS - 2, 2)
+    for name, param in module.named_parameters():
+        assert param.isfinite().all()
+        assert not torch.equal(param, start[name])
+
+
+def test_a_checkpoint_resumes(tmp_path: Path) -> None:
+    first = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=8.0))
+    trainer = fit(tmp_path, Module(), plugins=[first])
+    file = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(file)
+    second = HalfstepPrecision()
+    trainer_of(tmp_path, plugins=[second], max_epochs=2).fit(
+        Module(), DataLoader(TensorDataset(batches()), batch_size=4), ckpt_path=file
+    )
+    assert second.scaler.get_scale() == 8.0
+    assert second.scaler.counts().taken == first.scaler.counts().taken + NUM_STEPS - 1
+
+
+def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
+    own = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
+    trainer = fit(tmp_path, Module(), batches(bad=None), plugins=[own])
+    file = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(file)
+    ours = HalfstepPrecision()
+    trainer_of(tmp_path, plugins=[ours], max_epochs=2).fit(
+        Module(), DataLoader(TensorDataset(batches(bad=None)), batch_size=4), ckpt_path=file
+    )
+    assert ours.scaler.get_scale() == 128.0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"precision": "16-true"}, ValueError, "'16-mixed' or 'bf16-mixed'"),
+        ({"precision": "bf16-mixed", "scaler": halfstep.GradScaler()}, ValueError, "guard"),
+        ({"scaler": torch.amp.GradScaler("cpu")}, TypeError, "halfstep.GradScaler"),
+        ({"policy": "standard; nonsense:fp32"}, ValueError, "nonsense"),
+    ],
+)
+def test_errors(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        HalfstepPrecision(**options)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+class Logger(lightning.pytorch.loggers.logger.DummyLogger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, dict(metrics)))
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_records_and_diagnoses(precision: Any, tmp_path: Path) -> None:
+    record, diagnose, logger = RecordRun(tmp_path / "run"), Diagnose(), Logger()
+    with pytest.warns(DiagnosisWarning, match="step 3 went bad"):
+        fit(
+            tmp_path,
+            Module(),
+            plugins=[HalfstepPrecision(precision)],
+            callbacks=[record, diagnose],
+            logger=logger,
+        )
+    run = read_run(tmp_path / "run")
+    assert len(run.steps) == NUM_STEPS
+    assert record.run is None
+    assert run.diagnoses[0].step == BAD + 1
+    assert diagnose.found[0].verdict == "data"
+    assert diagnose.found[0].bad is not None
+    assert diagnose.found[0].bad.module == "net.0"
+    logged = [(step, scalars) for step, scalars in logger.logged if "halfstep/loss" in scalars]
+    assert [step for step, _ in logged] == list(range(1, NUM_STEPS + 1))
+    if precision == "16-mixed":
+        assert [s["halfstep/skipped"] for _, s in logged] == [0, 0, 1, 0, 0, 0]
+        assert logged[0][1]["halfstep/scale"] == 65536.0
+
+
+class Failing(Module):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        if index == 3:
+            raise RuntimeError("planned")
+        return super().training_step(batch, index)
+
+
+def test_a_training_that_fails_is_recorded(tmp_path: Path) -> None:
+    record, diagnose = RecordRun(tmp_path / "run"), Diagnose()
+    module = Failing()
+    callbacks = [record, diagnose]
+    with pytest.raises(RuntimeError, match="planned"):
+        fit(tmp_path, module, batches(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
+    run = read_run(tmp_path / "run")
+    assert len(run.steps) == 3
+    assert run.error is not None
+    assert "planned" in run.error
+    assert "lr_scheduler_step" not in vars(module)
+    fit(tmp_path, Module(), batches(None), plugins=[HalfstepPrecision()], callbacks=callbacks)
+    assert len(read_run(tmp_path / "run").steps) == 3 + NUM_STEPS
+
+
+def test_nothing_is_left_after_a_fit(tmp_path: Path) -> None:
+    module, plugin = Module(), HalfstepPrecision()
+    callbacks = [RecordRun(tmp_path / "run"), Diagnose()]
+    fit(tmp_path, module, batches(None), plugins=[plugin], callbacks=callbacks)
+    optimizer = adamw(module.net.parameters())
+    module.net(batches(None)).sum().backward()
+    optimizer.step()  # of another loop
+    assert len(read_run(tmp_path / "run").steps) == NUM_STEPS
+    pickle.dumps(module)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    printed, run = run_example("lightning_digits", tmp_path, "--steps", "60")
+    assert "59 steps taken, 1 skipped" in printed
+    assert "leave this batch out" in printed
+    assert [step.step for step in run.steps if not step.taken] == [21]
+    assert share_right(printed) > 0.8
