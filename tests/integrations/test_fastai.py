@@ -188,18 +188,18 @@ def test_policy_and_dtype_are_those_of_the_callback(dtype: torch.dtype) -> None:
 
     seen, predicted = [], []
     learn = make(
-        MixedPrecision(dtype, policy="standard; @2:fp32"),
+        MixedPrecision(dtype, policy="standard; @0:fp32"),
         watching("after_pred", predicted, lambda learn: learn.pred.dtype),
     )
     for module in (learn.model[0], learn.model[2]):
         module.register_forward_hook(lambda *args: seen.append(args[2].dtype))
     fit(learn)
-    assert seen[:2] == [dtype, torch.float32]
+    assert seen[:2] == [torch.float32, dtype]
     assert set(predicted) == {torch.float32}
     del seen[:]
     with learn.no_logging(), learn.no_bar():
         learn.validate()
-    assert seen == [dtype, torch.float32]
+    assert seen == [torch.float32, dtype]
 
 
 def test_bfloat16_skips_bad_batches_with_a_scaler_of_a_fixed_scale() -> None:
@@ -223,14 +223,16 @@ def test_no_autocast_is_left_behind(name: str, event: str) -> None:
     from halfstep.integrations.fastai import MixedPrecision
 
     error = getattr(fastai.callback.core, f"Cancel{name}Exception")
-    inside = []
+    inside, outside = [], []
     learn = make(
         MixedPrecision(),
         raising(event, error),
         watching("after_pred", inside, lambda _: torch.is_autocast_enabled("cpu"), order=11),
+        watching("after_batch", outside, lambda _: torch.is_autocast_enabled("cpu")),
     )
     fit(learn)
     assert set(inside) == {True}
+    assert set(outside) == {False}
     assert not torch.is_autocast_enabled("cpu")
     assert learn.mixed_precision.scaler.counts().taken == (5 if name == "Batch" else 2)
 
@@ -279,6 +281,24 @@ def test_a_second_fit_goes_on_with_the_scale_and_a_copy_has_it() -> None:
     copied = pickle.loads(pickle.dumps(learn.mixed_precision.scaler))
     assert copied.state_dict() == saved
     assert pickle.loads(pickle.dumps(learn)).mixed_precision.scaler.state_dict() == saved
+
+
+def test_a_search_of_the_learning_rate_leaves_the_scale_as_it_was(tmp_path: Path) -> None:
+    from fastai.callback.schedule import LRFinder
+
+    from halfstep.integrations.fastai import MixedPrecision
+
+    scales, scaler = [], halfstep.GradScaler(init_scale=2.0**10, growth_interval=4)
+    watch = watching("after_batch", scales, lambda _: scaler.get_scale())
+    learn = make(MixedPrecision(scaler=scaler), watch, num=20)
+    learn.path = tmp_path
+    fit(learn)
+    before = scaler.state_dict()
+    del scales[:]
+    with learn.no_logging(), learn.no_bar(), learn.added_cbs([LRFinder(num_it=10)]):
+        learn.fit(1)
+    assert max(scales) > before["scale"]
+    assert scaler.state_dict() == before
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["fastai's", "PyTorch's"])

@@ -60,8 +60,11 @@ class MixedPrecision(Callback):
             scaler = GradScaler(enabled=dtype == torch.float16)
         self.dtype, self.policy, self.scaler, self.max_norm = dtype, policy, scaler, max_norm
         self._optimizer = LearnerOptimizer(self)
-        self._autocast: autocast | None = None
+        self._autocast: autocast | None = (
+            None  # while there is a fit; a Learner is exported without
+        )
         self._is_inside = self._has_stepped = False
+        self._state: dict[str, Any] = {}  # to which a search of the learning rate goes back
 
     @property
     def outcome(self) -> Outcome:
@@ -71,6 +74,7 @@ class MixedPrecision(Callback):
     def before_fit(self) -> None:
         """Make the autocast for the device that the model is on."""
         self.leave()
+        self._state = self.scaler.state_dict() if hasattr(self.learn, "lr_finder") else {}
         device = next(self.model.parameters()).device.type
         self._autocast = autocast(device, self.dtype, policy=self.policy, module=self.model)
         self.scaler.watch(self.model)
@@ -114,9 +118,11 @@ class MixedPrecision(Callback):
             self.scaler.update()
 
     def after_fit(self) -> None:
-        """Leave autocast, and let go of what cannot be exported with the Learner."""
+        """Leave autocast; a search of the learning rate leaves the scaler as it was, too."""
         self.leave()
         self._autocast = None
+        if self._state:
+            self.scaler.load_state_dict(self._state)
 
 
 class LearnerOptimizer:
