@@ -32,6 +32,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of frameworks that are imported
 def test_examples_in_docstrings(name: str) -> None:
     try:
         module = importlib.import_module(name)
@@ -43,6 +44,7 @@ def test_examples_in_docstrings(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated")  # ignite imports it
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0, `tensorboardX`")  # Lightning without it
 def test_python_blocks_of_a_page(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Run a block; a comment behind ``print(...)`` is what it must print."""

@@ -1,0 +1,146 @@
+"""fastai: a callback for mixed precision, with halfstep's autocast and scaler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from halfstep import GradScaler, Outcome, Policy, autocast
+from halfstep.integrations import needs
+
+with needs("fastai"):
+    from fastai.callback.core import Callback, CancelStepException
+    from fastai.callback.fp16 import MixedPrecision as _Theirs
+    from fastai.torch_core import to_float
+
+
+class MixedPrecision(Callback):
+    """Runs the model and the loss of a ``Learner`` under autocast, and skips bad steps.
+
+    Stands in for ``fastai.callback.fp16.MixedPrecision``, at the same place among the callbacks, so
+    that ``GradientAccumulation`` and ``GradientClip`` work with it. A step that is skipped is
+    cancelled as fastai does it: ``after_cancel_step`` follows instead of the step. On every device
+    of halfstep's autocast, the CPU too. The scaler lives as long as the callback: a second ``fit``
+    goes on with its scale.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        policy: For autocast, a policy or its text; rules for modules mean those of the Learner's
+            model.
+        scaler: The scaler; left out, a ``GradScaler()`` for float16 and none for bfloat16.
+        max_norm: Clip the norm of the gradients to this, in the same pass that unscales them;
+            ``math.inf`` only measures it. ``GradientClip`` does it in passes of its own.
+
+    Raises:
+        ValueError: At ``fit``: the policy, or the dtype on this device, is not possible.
+
+    Sync: one for each step with a scaler.
+
+    Example:
+        >>> callback = MixedPrecision(torch.bfloat16, policy="standard; softmax:lower")
+        >>> callback.scaler.is_enabled()
+        False
+        >>> MixedPrecision().scaler.is_enabled()
+        True
+    """
+
+    order = _Theirs.order  # fastai's other callbacks stand before and behind it
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float16,
+        *,
+        policy: Policy | str | None = None,
+        scaler: GradScaler | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__()
+        if scaler is None:
+            scaler = GradScaler(enabled=dtype == torch.float16)
+        self.dtype, self.policy, self.scaler, self.max_norm = dtype, policy, scaler, max_norm
+        self._optimizer = LearnerOptimizer(self)
+        self._autocast: autocast | None = (
+            None  # while there is a fit; a Learner is exported without
+        )
+        self._is_inside = self._has_stepped = False
+        self._state: dict[str, Any] = {}  # to which a search of the learning rate goes back
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the last step. Sync: none; reading the outcome waits."""
+        return self.scaler.outcome(self._optimizer)  # type: ignore[arg-type]
+
+    def before_fit(self) -> None:
+        """Make the autocast for the device that the model is on."""
+        self.leave()
+        self._state = self.scaler.state_dict() if hasattr(self.learn, "lr_finder") else {}
+        device = next(self.model.parameters()).device.type
+        self._autocast = autocast(device, self.dtype, policy=self.policy, module=self.model)
+        self.scaler.watch(self.model)
+
+    def before_batch(self) -> None:
+        """Enter autocast."""
+        self.leave()
+        assert self._autocast is not None
+        self._autocast.__enter__()
+        self._is_inside = True
+
+    def after_pred(self) -> None:
+        """Let the loss begin in float32."""
+        self.learn.pred = to_float(self.pred)
+
+    def leave(self) -> None:
+        """Leave autocast, also where a batch or a fit was broken off inside of it."""
+        if self._is_inside:
+            assert self._autocast is not None
+            self._is_inside = False
+            self._autocast.__exit__(None, None, None)
+
+    after_loss = after_cancel_batch = leave
+
+    def before_backward(self) -> None:
+        """Scale the loss."""
+        self.learn.loss_grad = self.scaler.scale(self.loss_grad)
+
+    def before_step(self) -> None:
+        """Unscale the gradients, and cancel the step if one of them is inf or NaN."""
+        self._optimizer.is_taken = False
+        self._has_stepped = True
+        self.scaler.step(self._optimizer, max_norm=self.max_norm)  # type: ignore[arg-type]
+        if not self._optimizer.is_taken:
+            raise CancelStepException
+
+    def after_step(self) -> None:
+        """End the iteration, unless another callback has cancelled the step before."""
+        if self._has_stepped:
+            self._has_stepped = False
+            self.scaler.update()
+
+    def after_fit(self) -> None:
+        """Leave autocast; a search of the learning rate leaves the scaler as it was, too."""
+        self.leave()
+        self._autocast = None
+        if self._state:
+            self.scaler.load_state_dict(self._state)
+
+
+class LearnerOptimizer:
+    """The optimizer of a ``Learner`` as its scaler sees it: its gradients, and no step.
+
+    The Learner makes the step itself, when all callbacks have seen the unscaled gradients.
+    """
+
+    def __init__(self, callback: MixedPrecision) -> None:
+        self._callback = callback
+        self.is_taken = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer."""
+        groups: list[dict[str, Any]] = self._callback.learn.opt.param_groups
+        return groups
+
+    def step(self) -> None:
+        """Note that the scaler would step."""
+        self.is_taken = True

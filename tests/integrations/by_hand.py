@@ -1,0 +1,121 @@
+"""Examples of integrations, run in this process and recorded in another; loops that equal them."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import halfstep
+from halfstep._record.read import read_run
+from halfstep._record.run import Run
+
+FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
+IMPORT_WARNINGS = "ignore::DeprecationWarning"
+"""Of torch.jit.script and pandas, set off by the frameworks when they are imported."""
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return what an example defines."""
+    return runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
+def run(
+    name: str,
+    arguments: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> str:
+    """Run an example in this process and return what it prints."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+    capsys.readouterr()
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def recorded(name: str, arguments: str, folder: Path, **env: str) -> Run:
+    """Run an example under `halfstep run` and return its record."""
+    command = ["-m", "halfstep", "run", "-o", folder, FOLDER / f"{name}.py", *arguments.split()]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return read_run(folder)
+
+
+@dataclass
+class Trained:
+    """What a loop by hand has done: the loss of each step, and the numbers of those skipped."""
+
+    losses: list[float]
+    skipped: list[int]
+
+
+def train(
+    model: nn.Module,
+    batches: list[tuple[Tensor, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None = None,
+    scaler: halfstep.GradScaler | None = None,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> Trained:
+    """Train in float16 by a loop that is written out."""
+    scaler = scaler or halfstep.GradScaler()
+    trained = Trained([], [])
+    for step, (x, y) in enumerate(batches, 1):
+        optimizer.zero_grad()
+        with halfstep.autocast(x.device.type, torch.float16):
+            loss = loss_fn(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer, max_norm=max_norm)
+        scaler.update()
+        trained.losses.append(loss.item())
+        if scaler.outcome(optimizer).skipped:
+            trained.skipped.append(step)
+    return trained
+
+
+def assert_printed(printed: str, trained: Trained) -> None:
+    """Assert that an example has printed the losses and skips of a loop by hand, and learnt."""
+    losses = {int(step): loss for step, loss in re.findall(r"step +(\d+) +loss (\S+)", printed)}
+    assert len(losses) > 5
+    assert losses == {step: f"{trained.losses[step - 1]:.6f}" for step in losses}
+    skipped = [int(step) for step in re.findall(r"step +(\d+)  skipped", printed)]
+    assert skipped == trained.skipped
+    assert 20 in skipped
+    taken = len(trained.losses) - len(skipped)
+    assert f"{taken} steps taken, {len(skipped)} skipped" in printed
+    assert trained.losses[-1] < trained.losses[0] / 2
+
+
+def assert_recorded(run: Run, trained: Trained) -> None:
+    """Assert that a record has the steps, losses and skips of a loop by hand."""
+    # A record keeps a loss as a float32, and one that is inf or NaN as it is.
+    assert [repr(step.loss) for step in run.steps] == [repr(loss) for loss in trained.losses]
+    assert [step.step for step in run.steps if not step.taken] == trained.skipped
+    assert run.error is None
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def assert_close(model: nn.Module, other: nn.Module) -> None:
+    """Assert that two models have the same weights up to rounding."""
+    torch.testing.assert_close(weights(model), weights(other), rtol=1e-5, atol=1e-7)
