@@ -109,6 +109,19 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("untimed")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip what needs oneDNN's LSTM in bfloat16, where the CPU has none (without AVX-512)."""
+    try:
+        return (yield)
+    except RuntimeError as error:
+        if "LSTM forward propagation primitive" not in str(error):
+            raise
+        if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise
+        pytest.skip(f"this CPU has no kernel: {error}")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # To import the slow modules, and what they need of PyTorch, takes seconds too.
     is_slow = collection_path.relative_to(TESTS).as_posix().startswith(SLOW)

@@ -3,12 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import halfstep
 from halfstep._demo.gpt import GPT, GPTConfig
 
 Made = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor] | None]
@@ -63,16 +61,6 @@ def mlp() -> Made:
 
 
 HEALTHY = [gpt, cnn, lstm, mlp]
-
-
-def require_kernels(make: Callable[[], Made], dtype: torch.dtype) -> None:
-    """Skip a test of a model for which oneDNN has no kernels on this CPU."""
-    if make is lstm:
-        try:
-            with halfstep.autocast("cpu", dtype):
-                nn.LSTM(32, 64)(torch.ones(1, 1, 32))
-        except RuntimeError as error:
-            pytest.skip(f"this CPU has no LSTM in {dtype}: {error}")
 
 
 class Overflows(nn.Linear):

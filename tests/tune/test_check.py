@@ -15,7 +15,6 @@ from tests.tune.models import (
     SpoilsGradients,
     cnn,
     gpt,
-    require_kernels,
     with_inner,
 )
 from torch import Tensor, nn
@@ -38,7 +37,6 @@ def seeded() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("make", HEALTHY)
 def test_healthy_models_pass_by_far(make, dtype: torch.dtype) -> None:
-    require_kernels(make, dtype)
     for seed in range(3):
         torch.manual_seed(seed)
         model, batch, loss_fn = make()

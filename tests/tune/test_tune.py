@@ -14,7 +14,6 @@ from tests.tune.models import (
     Flushes,
     Overflows,
     SpoilsGradients,
-    require_kernels,
     with_inner,
 )
 from torch import Tensor, nn
@@ -74,7 +73,6 @@ def test_in_bfloat16_only_precision_matters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("make", HEALTHY)
 def test_healthy_models_need_none(make, dtype: torch.dtype) -> None:
-    require_kernels(make, dtype)
     model, batch, loss_fn = make()
     tuned = tune(model, [batch], loss_fn, dtype)
     assert (tuned.islands, tuned.costs, tuned.is_met) == ((), (), True)
