@@ -45,6 +45,11 @@ def num_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+makes_objects = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="PyTorch 2.11 compiles no constructor whose arguments have objects as defaults",
+)
+
 # --- what works on gradients and on the scale -----------------------------------------------------
 
 Part = Callable[[LossScale, list[torch.nn.Parameter]], list[torch.Tensor]]
@@ -140,6 +145,7 @@ def assert_same(mine: list[torch.Tensor], theirs: list[torch.Tensor], rtol: floa
 )
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.usefixtures("waiting_device")
+@makes_objects
 def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
     compiled = torch.compile(part, backend="aot_eager", fullgraph=True)
     expected = run(part, rule, min_scale)
@@ -152,6 +158,7 @@ def test_one_graph(part: Part, rule: Rule, min_scale: float | None) -> None:
 
 
 @pytest.mark.usefixtures("waiting_device")
+@makes_objects
 def test_one_graph_of_inductor() -> None:
     """It rearranges what it is given: ``x * 0`` is 0 for it, even if x is inf."""
     compiled = torch.compile(plain_with_clip, fullgraph=True)
