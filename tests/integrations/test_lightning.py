@@ -314,6 +314,56 @@ def test_manual_optimization(tmp_path: Path) -> None:
         assert not torch.equal(param, start[name])
 
 
+class ClippingByHand(Module):
+    """Clips between backward and step, as Lightning documents it for manual optimization."""
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.algorithm = False, algorithm
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        (x,) = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(x).float().square().mean())
+        self.clip_gradients(optimizer, 0.01, self.algorithm)
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class ClippingByHandAndLooking(ClippingByHand):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cls", [ClippingByHand, ClippingByHandAndLooking])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clips_in_manual_optimization(
+    cls: type[ClippingByHand], algorithm: str, tmp_path: Path
+) -> None:
+    module, x = cls(algorithm), batches(bad=None)
+    scaler = halfstep.GradScaler(init_scale=1024.0)
+    fit(tmp_path, module, x, plugins=[HalfstepPrecision(scaler=scaler)])
+    reference = net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for batch in x.split(4):
+        optimizer.zero_grad()
+        with halfstep.autocast("cpu", torch.float16):
+            loss = reference(batch).float().square().mean()
+        (1024 * loss).backward()
+        for param in reference.parameters():
+            param.grad /= 1024
+        if algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        else:
+            torch.nn.utils.clip_grad_value_(reference.parameters(), 0.01)
+        optimizer.step()
+    for mine, its in zip(module.net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-6)
+
+
 def test_a_checkpoint_resumes(tmp_path: Path) -> None:
     first = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=8.0))
     trainer = fit(tmp_path, Module(), plugins=[first])

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from halfstep import Policy, autocast, record
 from halfstep._autocast.context import settled_policy
 from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._scaler.iteration import Stage
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import DiagnosisWarning
@@ -23,6 +24,7 @@ from halfstep.sinks import prefixed
 
 with needs("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -88,7 +90,7 @@ class HalfstepPrecision(MixedPrecision):
         self._module: LightningModule | None = None
         self._outcomes: dict[Optimizer, Outcome] = {}
         self._max_norm: float | None = None
-        self._are_gradients_seen = False
+        self._clips_in_step = False
 
     # --- Lightning's calls ------------------------------------------------------------------------
 
@@ -139,15 +141,19 @@ class HalfstepPrecision(MixedPrecision):
             )
         self._outcomes.pop(optimizer, None)
         self._max_norm = None
-        self._are_gradients_seen = is_line_search or _are_gradients_seen(model)
+        are_seen = is_line_search or _are_gradients_seen(model)
 
         def evaluate() -> Any:
             loss = closure()
             if loss is None and model.automatic_optimization:  # training_step returned None
                 return None
-            if self._are_gradients_seen:
-                scaler.unscale_(optimizer)
-            self._after_closure(model, optimizer)
+            if are_seen:
+                _unscale(scaler, optimizer)
+            self._clips_in_step = not are_seen
+            try:
+                self._after_closure(model, optimizer)
+            finally:
+                self._clips_in_step = False
             return loss
 
         if is_line_search:
@@ -167,22 +173,30 @@ class HalfstepPrecision(MixedPrecision):
         gradient_clip_algorithm: str = "norm",
     ) -> None:
         """Clip unscaled gradients, now or in the step."""
+        if isinstance(optimizer, LightningOptimizer):  # called in manual optimization
+            optimizer = optimizer.optimizer
         if self.scaler is None or clip_val <= 0:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif gradient_clip_algorithm == "value":
-            if not self._are_gradients_seen:
-                self.scaler.unscale_(optimizer)
+            _unscale(self.scaler, optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
-        elif self._are_gradients_seen:
-            self.scaler.clip_grad_norm_(optimizer, clip_val)
-        else:
+        elif self._clips_in_step:
             self._max_norm = clip_val
+        else:
+            self.scaler.clip_grad_norm_(optimizer, clip_val)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the state of the scaler that Lightning's own plugin saved."""
         state = checkpoint.get(MixedPrecision.__qualname__)
         if state and self.scaler is not None and type(self).__qualname__ not in checkpoint:
             self.scaler.load_state_dict(state)
+
+
+def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Unscale the gradients of an optimizer, unless that has been done in this iteration."""
+    earlier = scaler._engine.iteration.step_of(optimizer)
+    if earlier is None or earlier.stage is Stage.SCALED:
+        scaler.unscale_(optimizer)
 
 
 def _are_gradients_seen(model: LightningModule) -> bool:
