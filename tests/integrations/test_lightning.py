@@ -1,5 +1,6 @@
 """The precision plugin and the callbacks of Lightning, against loops written by hand."""
 
+import copy
 import math
 import os
 import pickle
@@ -222,6 +223,45 @@ def test_a_schedule_waits_for_a_step(tmp_path: Path) -> None:
     by_epoch = Module(interval="epoch")
     trainer = fit(tmp_path, by_epoch, plugins=[HalfstepPrecision()], max_epochs=2)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0025
+
+
+class EverySecond(Module):
+    """Has a schedule that is asked at every second step."""
+
+    def configure_optimizers(self) -> Any:
+        options = super().configure_optimizers()
+        options["lr_scheduler"]["frequency"] = 2
+        return options
+
+
+def test_a_schedule_that_is_asked_at_a_skipped_step_moves_for_those_before(tmp_path: Path) -> None:
+    x = batches(bad=None)
+    x[4 * 1], x[4 * 4], x[4 * 5] = math.nan, math.nan, math.nan
+    module = EverySecond()
+    trainer = fit(tmp_path, module, x, plugins=[HalfstepPrecision()])
+    assert module.rates == [0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0025
+
+
+class Copying(lightning.Callback):
+    """Copies the module during its training, as averages of weights and data workers do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        trainer_of, module._trainer = module._trainer, None
+        try:
+            self.copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        finally:
+            module._trainer = trainer_of
+
+
+def test_a_copy_made_in_training_is_on_its_own(tmp_path: Path) -> None:
+    copying = Copying()
+    fit(tmp_path, Module(), batches(None), plugins=[HalfstepPrecision()], callbacks=[copying])
+    for module in copying.copies:
+        assert module.lr_scheduler_step.__self__ is module
+        module.rates = []
+        fit(tmp_path, module, batches(None))
+        assert module.rates == [0.01 * 0.5**n for n in range(NUM_STEPS)]
 
 
 class OwnSchedule(Module):

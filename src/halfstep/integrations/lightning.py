@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,8 @@ from halfstep import Policy, autocast, record
 from halfstep._autocast.context import settled_policy
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._scaler.iteration import Stage
-from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scaler import GradScaler
+from halfstep._scaler.waiting import Waiting
 from halfstep.errors import DiagnosisWarning
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
@@ -88,7 +88,7 @@ class HalfstepPrecision(MixedPrecision):
         self.scaler = scaler
         self._policy = policy if policy is None else settled_policy(policy)
         self._module: LightningModule | None = None
-        self._outcomes: dict[Optimizer, Outcome] = {}
+        self._waiting: Waiting | None = None
         self._max_norm: float | None = None
         self._clips_in_step = False
 
@@ -101,7 +101,8 @@ class HalfstepPrecision(MixedPrecision):
         module = self._module = model if isinstance(model, LightningModule) else model.module
         if self.scaler is not None:
             self.scaler.watch(module)
-            module.lr_scheduler_step = _after_steps(self._outcomes, module)
+            self._waiting = Waiting()
+            module.lr_scheduler_step = _AfterSteps(self._waiting, module)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -109,7 +110,7 @@ class HalfstepPrecision(MixedPrecision):
         if self._module is not None:
             vars(self._module).pop("lr_scheduler_step", None)
             self._module = None
-        self._outcomes.clear()
+        self._waiting = None
         super().teardown()
 
     def autocast_context_manager(self) -> autocast:
@@ -139,7 +140,7 @@ class HalfstepPrecision(MixedPrecision):
                 "LBFGS evaluates its closure several times in a step, each time without the "
                 "gradients of earlier batches: Trainer(accumulate_grad_batches=1)"
             )
-        self._outcomes.pop(optimizer, None)
+        assert self._waiting is not None
         self._max_norm = None
         are_seen = is_line_search or _are_gradients_seen(model)
 
@@ -160,9 +161,10 @@ class HalfstepPrecision(MixedPrecision):
             result = scaler.step(optimizer, evaluate, **kwargs)
         else:
             if evaluate() is None and model.automatic_optimization:
+                self._waiting.note(optimizer, False)
                 return None
             result = scaler.step(optimizer, max_norm=self._max_norm, **kwargs)
-        self._outcomes[optimizer] = scaler.outcome(optimizer)
+        self._waiting.note(optimizer, scaler.outcome(optimizer))
         scaler.update()
         return result
 
@@ -208,23 +210,29 @@ def _are_gradients_seen(model: LightningModule) -> bool:
     )
 
 
-def _after_steps(
-    outcomes: Mapping[Optimizer, Outcome], module: LightningModule
-) -> Callable[[Any, Any], None]:
-    """Return what moves a schedule on, unless it counts steps and the last one was not taken."""
-    move_on = module.lr_scheduler_step
+class _AfterSteps:
+    """Moves a schedule on, unless it counts steps and all since its last move were skipped.
 
-    @wraps(move_on)
-    def after_steps(scheduler: Any, metric: Any) -> None:
-        configs = module.trainer.lr_scheduler_configs
+    It stands in the place of a module's ``lr_scheduler_step`` during a training. A copy of the
+    module, by ``copy.deepcopy`` or pickle, has the module's own.
+    """
+
+    def __init__(self, waiting: Waiting, module: LightningModule) -> None:
+        self._waiting, self._module = waiting, module
+        self.__wrapped__ = module.lr_scheduler_step  # Lightning asks whether it is overridden
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        configs = self._module.trainer.lr_scheduler_configs
         intervals = [each.interval for each in configs if each.scheduler is scheduler]
-        if "step" in intervals:
-            outcome = outcomes.get(scheduler.optimizer)
-            if outcome is None or outcome.skipped:  # None: training_step returned no loss
-                return
-        move_on(scheduler, metric)
+        if "step" not in intervals or self._waiting.may_move(scheduler):
+            self.__wrapped__(scheduler, metric)
 
-    return after_steps
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_step_of, (self._module,)
+
+
+def _own_step_of(module: LightningModule) -> Callable[[Any, Any], None]:
+    return MethodType(type(module).lr_scheduler_step, module)
 
 
 def _scaler_of(trainer: Trainer) -> GradScaler | None:
