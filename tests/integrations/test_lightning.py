@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep
 from halfstep._record.read import read_run
-from halfstep.errors import DiagnosisWarning
+from halfstep.errors import CallOrderError, DiagnosisWarning
 
 lightning = pytest.importorskip("lightning")
 
@@ -223,6 +223,15 @@ def test_a_schedule_waits_for_a_step(tmp_path: Path) -> None:
     by_epoch = Module(interval="epoch")
     trainer = fit(tmp_path, by_epoch, plugins=[HalfstepPrecision()], max_epochs=2)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0025
+
+
+def test_autocast_of_the_plugin_after_a_fit(tmp_path: Path) -> None:
+    module, plugin = Module(), HalfstepPrecision()
+    with pytest.raises(CallOrderError, match="in or after a fit"), plugin.forward_context():
+        pass
+    fit(tmp_path, module, plugins=[plugin])
+    with plugin.forward_context():  # as Lightning's ModelSummary does
+        assert module.net(batches(None)).dtype == torch.float16
 
 
 class EverySecond(Module):

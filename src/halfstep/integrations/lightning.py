@@ -18,7 +18,7 @@ from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._scaler.iteration import Stage
 from halfstep._scaler.scaler import GradScaler
 from halfstep._scaler.waiting import Waiting
-from halfstep.errors import DiagnosisWarning
+from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
 
@@ -108,14 +108,17 @@ class HalfstepPrecision(MixedPrecision):
     def teardown(self) -> None:
         """Leave the module as it was."""
         if self._module is not None:
+            # Kept itself: a summary of it, after the training, runs it under autocast.
             vars(self._module).pop("lr_scheduler_step", None)
-            self._module = None
         self._waiting = None
         super().teardown()
 
     def autocast_context_manager(self) -> autocast:
         """Return the context of a step."""
-        assert self._module is not None
+        if self._module is None:
+            raise CallOrderError(
+                "HalfstepPrecision does not know its module yet: call this in or after a fit"
+            )
         return autocast(
             self._module.device.type,
             DTYPES[self.precision],
