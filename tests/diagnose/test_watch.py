@@ -273,6 +273,38 @@ def test_a_step_whose_closure_makes_the_gradients(make: Any, by_name: bool) -> N
     assert [bool(result.isnan()) for result in results[:2]] == [False, True]
 
 
+class Ignoring(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+class SecondArgument(torch.optim.SGD):
+    def step(self, metric: float, closure: Any) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+def test_a_closure_that_is_never_evaluated() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = Ignoring(model.parameters(), lr=0.1)
+    told: list[int] = []
+    with Watch(tell=lambda _, step: told.append(step)) as watch:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), math.nan)).mean().backward()
+            optimizer.step(lambda: None)
+    assert told[0] == 1
+    assert watch.found[0].verdict == "data"
+
+
+def test_calls_of_a_closure_that_is_not_known_are_not_kept() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = SecondArgument(model.parameters(), lr=0.1)
+    with Watch() as watch:
+        for _ in range(3):
+            optimizer.step(1.0, lambda: model(torch.ones(2, 4)).mean().backward())
+        assert watch._capture.model is None
+
+
 def test_a_forward_that_stood_there_for_one_call() -> None:
     """As Lightning sends a call of DistributedDataParallel to training_step."""
 

@@ -1,5 +1,6 @@
 """The precision plugin and the callbacks of Lightning, against loops written by hand."""
 
+import copy
 import math
 import os
 import pickle
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep
 from halfstep._record.read import read_run
-from halfstep.errors import DiagnosisWarning
+from halfstep.errors import CallOrderError, DiagnosisWarning
 
 lightning = pytest.importorskip("lightning")
 
@@ -224,6 +225,54 @@ def test_a_schedule_waits_for_a_step(tmp_path: Path) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0025
 
 
+def test_autocast_of_the_plugin_after_a_fit(tmp_path: Path) -> None:
+    module, plugin = Module(), HalfstepPrecision()
+    with pytest.raises(CallOrderError, match="in or after a fit"), plugin.forward_context():
+        pass
+    fit(tmp_path, module, plugins=[plugin])
+    with plugin.forward_context():  # as Lightning's ModelSummary does
+        assert module.net(batches(None)).dtype == torch.float16
+
+
+class EverySecond(Module):
+    """Has a schedule that is asked at every second step."""
+
+    def configure_optimizers(self) -> Any:
+        options = super().configure_optimizers()
+        options["lr_scheduler"]["frequency"] = 2
+        return options
+
+
+def test_a_schedule_that_is_asked_at_a_skipped_step_moves_for_those_before(tmp_path: Path) -> None:
+    x = batches(bad=None)
+    x[4 * 1], x[4 * 4], x[4 * 5] = math.nan, math.nan, math.nan
+    module = EverySecond()
+    trainer = fit(tmp_path, module, x, plugins=[HalfstepPrecision()])
+    assert module.rates == [0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.0025
+
+
+class Copying(lightning.Callback):
+    """Copies the module during its training, as averages of weights and data workers do."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        trainer_of, module._trainer = module._trainer, None
+        try:
+            self.copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+        finally:
+            module._trainer = trainer_of
+
+
+def test_a_copy_made_in_training_is_on_its_own(tmp_path: Path) -> None:
+    copying = Copying()
+    fit(tmp_path, Module(), batches(None), plugins=[HalfstepPrecision()], callbacks=[copying])
+    for module in copying.copies:
+        assert module.lr_scheduler_step.__self__ is module
+        module.rates = []
+        fit(tmp_path, module, batches(None))
+        assert module.rates == [0.01 * 0.5**n for n in range(NUM_STEPS)]
+
+
 class OwnSchedule(Module):
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step(7)  # an epoch, as timm's schedules take it
@@ -312,6 +361,56 @@ def test_manual_optimization(tmp_path: Path) -> None:
     for name, param in module.named_parameters():
         assert param.isfinite().all()
         assert not torch.equal(param, start[name])
+
+
+class ClippingByHand(Module):
+    """Clips between backward and step, as Lightning documents it for manual optimization."""
+
+    def __init__(self, algorithm: str) -> None:
+        super().__init__()
+        self.automatic_optimization, self.algorithm = False, algorithm
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        (x,) = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(x).float().square().mean())
+        self.clip_gradients(optimizer, 0.01, self.algorithm)
+        optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+class ClippingByHandAndLooking(ClippingByHand):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cls", [ClippingByHand, ClippingByHandAndLooking])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clips_in_manual_optimization(
+    cls: type[ClippingByHand], algorithm: str, tmp_path: Path
+) -> None:
+    module, x = cls(algorithm), batches(bad=None)
+    scaler = halfstep.GradScaler(init_scale=1024.0)
+    fit(tmp_path, module, x, plugins=[HalfstepPrecision(scaler=scaler)])
+    reference = net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for batch in x.split(4):
+        optimizer.zero_grad()
+        with halfstep.autocast("cpu", torch.float16):
+            loss = reference(batch).float().square().mean()
+        (1024 * loss).backward()
+        for param in reference.parameters():
+            param.grad /= 1024
+        if algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        else:
+            torch.nn.utils.clip_grad_value_(reference.parameters(), 0.01)
+        optimizer.step()
+    for mine, its in zip(module.net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=0, atol=1e-6)
 
 
 def test_a_checkpoint_resumes(tmp_path: Path) -> None:

@@ -103,6 +103,18 @@ def test_what_it_logs(tmp_path: Path) -> None:
     assert not any(key.startswith("halfstep/") for each in others for key in each)
 
 
+def test_the_last_sink_of_a_trainer_counts(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "out", logging_steps=1, max_steps=40)
+    scaler = use_scaler(trainer, halfstep.GradScaler(init_scale=256.0))
+    for scale in (256.0, 64.0):
+        scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
+        sink = TrainerSink(trainer)
+        with halfstep.record(tmp_path / str(scale), scaler=scaler, sinks=[sink], every=1):
+            trainer.train()
+    logs = [each for each in trainer.state.log_history if "halfstep/scale" in each]
+    assert logs[-1]["halfstep/scale"] == 64.0
+
+
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mixed_precision is 'bf16'.*halfstep\.guard"):
         use_scaler(trainer_of(tmp_path, fp16=False, bf16=True))

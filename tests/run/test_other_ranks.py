@@ -33,6 +33,17 @@ else:
 """
 
 
+# Workers of a job that has ranks, but are none.
+STARTS_WORKERS = """
+import os, subprocess, sys
+if "--work" in sys.argv:
+    print("worker")
+else:
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    subprocess.run([sys.executable, sys.argv[0], "--work"], check=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("words", "script"), [(("train.py",), "train.py"), (("-m", "train"), "-m train")]
 )
@@ -52,6 +63,12 @@ def test_other_programs_are_started(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text(STARTS_OTHERS)
     done = halfstep_run("-q", "train.py")
     assert (done.code, done.out.split()) == (0, ["program", "again", "shell", "end"])
+
+
+def test_workers_of_a_rank_are_started(halfstep_run, tmp_path):
+    (tmp_path / "train.py").write_text(STARTS_WORKERS)
+    done = halfstep_run("-q", "train.py")
+    assert (done.code, done.out) == (0, "worker\n")
 
 
 def test_ranks_of_a_launcher_start_what_they_like(halfstep_run, tmp_path):

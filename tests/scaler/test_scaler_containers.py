@@ -424,6 +424,16 @@ def test_parameters_without_a_name_are_told_by_their_place(kind: Any, name: str)
     assert scaler.outcome(container).culprits == [name]
 
 
+def test_an_attribute_of_the_same_name_that_holds_settings() -> None:
+    model = make_model()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler(init_scale=8.0)
+    optimizer.optimizers = [{"name": "sgd", "params": list(model.parameters()), "lr": 0.1}]
+    backward(model, scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.outcome(optimizer).taken
+
+
 def test_names_that_the_optimizers_were_given() -> None:
     model = make_model()
     container = Bare([SGD(model[2].named_parameters(), lr=0.1)])

@@ -166,7 +166,8 @@ class Watch:
         if optim.optimizer_step_depth() > 1 or is_in_step():
             return None
         closure, others, kwargs = split_closure(args[1:], kwargs)
-        if closure is None:
+        # An optimizer that finds gradients may never evaluate the closure it is given.
+        if closure is None or not _are_finite(self._losses):
             self._end_plain_step()
             return None
         if "closure" in kwargs:
@@ -193,8 +194,11 @@ class Watch:
             self._end_step(None, is_bad=not _are_finite(losses))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and self._counts_plain_steps():
-            self._losses.clear()
+        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+            return
+        if self._losses and not is_in_step():
+            self._capture.begin()  # trials of a line search, or a closure that is not known
+        self._losses.clear()
 
     def _is_watching(self, scaler: GradScaler) -> bool:
         return (self._scaler is None or self._scaler is scaler) and self._is_here()

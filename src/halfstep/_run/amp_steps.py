@@ -8,7 +8,6 @@ last step of the epoch was skipped.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,11 +20,12 @@ from halfstep._common.patches import Patches, subclasses, watch_steps
 from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, Outcome, access
+from halfstep._scaler import GradScaler, access
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.optimizers import evaluates_first, handles_scale, members
+from halfstep._scaler.optimizers import evaluates_first, handles_scale
 from halfstep._scaler.snapshot import snapshot_of
+from halfstep._scaler.waiting import Waiting
 
 StepFunction = Callable[..., Any]
 
@@ -194,52 +194,13 @@ def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, A
 # --- schedules ------------------------------------------------------------------------------------
 
 
-NUM_UNREAD = 64
-"""At most this many outcomes stay on the device before they are read."""
-
-
-class _TakenSteps:
-    """The number of steps of an optimizer, and the last one that was taken."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._last_taken = 0
-        self._unread: list[tuple[int, Outcome]] = []
-
-    def add(self, taken: bool | Outcome) -> None:
-        self.count += 1
-        if isinstance(taken, Outcome):
-            self._unread.append((self.count, taken))
-            if len(self._unread) >= NUM_UNREAD:
-                self.last_taken()
-        elif taken:
-            self._last_taken = self.count
-
-    def last_taken(self) -> int:
-        """Return the number of the last step that was taken. Sync: one if it is not known yet."""
-        for number, outcome in reversed(self._unread):
-            if outcome.taken:
-                self._last_taken = number
-                break
-        self._unread = []
-        return self._last_taken
-
-
 class Schedules:
     """Wraps ``step`` of every class of schedulers."""
 
     def __init__(self, script: ScriptState) -> None:
         self._script = script
-        self._steps: weakref.WeakKeyDictionary[Optimizer, _TakenSteps] = weakref.WeakKeyDictionary()
-        self._moved: weakref.WeakKeyDictionary[LRScheduler, int] = weakref.WeakKeyDictionary()
-
-    def note(self, optimizer: Optimizer, taken: bool | Outcome) -> None:
-        """Note a step; an outcome is read only when a schedule needs it. Sync: none.
-
-        One of a container is one of all that it holds.
-        """
-        for each in members(optimizer):
-            self._steps.setdefault(each, _TakenSteps()).add(taken)
+        self._waiting = Waiting()
+        self.note = self._waiting.note
 
     def install(self, patches: Patches) -> None:
         """Wrap all present and future schedulers."""
@@ -266,12 +227,8 @@ class Schedules:
         return original(scheduler, *args, **kwargs)
 
     def _may_move(self, scheduler: LRScheduler) -> bool:
-        steps = self._steps.get(scheduler.optimizer)
-        count = 0 if steps is None else steps.count
-        before = self._moved.get(scheduler, 0)
-        if not optim.is_being_made(scheduler):
-            self._script.schedules.setdefault(type(scheduler).__name__)
-            if steps is not None and count > before and steps.last_taken() <= before:
-                return False
-        self._moved[scheduler] = count
-        return True
+        if optim.is_being_made(scheduler):
+            self._waiting.note_move(scheduler)
+            return True
+        self._script.schedules.setdefault(type(scheduler).__name__)
+        return self._waiting.may_move(scheduler)

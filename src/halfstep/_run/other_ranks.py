@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,8 +37,9 @@ def refused(command: str) -> Iterator[None]:
 
 def _refusing(command: str) -> Around:
     def start(original: Any, process: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
-        ranks = machine.num_ranks(kwargs.get("env") or os.environ)
-        if ranks > 1 and _is_this_script(args):
+        environ = kwargs.get("env") or os.environ
+        ranks = machine.num_ranks(environ)
+        if ranks > 1 and _is_of_another_rank(environ) and _is_this_script(args):
             raise RanksError(
                 f"{sys.argv[0]} starts its other ranks itself, by Python alone: of {ranks} ranks "
                 "only the first would have halfstep, and they would compute different things. "
@@ -48,6 +49,11 @@ def _refusing(command: str) -> Around:
         original(process, args, *rest, **kwargs)
 
     return start
+
+
+def _is_of_another_rank(environ: Mapping[str, str]) -> bool:
+    """Return whether a process will have another rank than this one."""
+    return any(environ.get(name) != os.environ.get(name) for name in ("RANK", "LOCAL_RANK"))
 
 
 def _is_this_script(command: Any) -> bool:

@@ -79,7 +79,7 @@ def _steppable(value: object) -> Iterator[Any]:
     """Yield what has a ``step``, in lists and dictionaries at any depth."""
     if isinstance(value, Mapping):
         value = value.values()
-    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | torch.Tensor):
         for each in value:
             if hasattr(each, "step"):
                 yield each

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import wraps
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -15,14 +15,16 @@ from torch.optim import LBFGS, Optimizer
 from halfstep import Policy, autocast, record
 from halfstep._autocast.context import settled_policy
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.iteration import Stage
 from halfstep._scaler.scaler import GradScaler
-from halfstep.errors import DiagnosisWarning
+from halfstep._scaler.waiting import Waiting
+from halfstep.errors import CallOrderError, DiagnosisWarning
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
 
 with needs("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -86,9 +88,9 @@ class HalfstepPrecision(MixedPrecision):
         self.scaler = scaler
         self._policy = policy if policy is None else settled_policy(policy)
         self._module: LightningModule | None = None
-        self._outcomes: dict[Optimizer, Outcome] = {}
+        self._waiting: Waiting | None = None
         self._max_norm: float | None = None
-        self._are_gradients_seen = False
+        self._clips_in_step = False
 
     # --- Lightning's calls ------------------------------------------------------------------------
 
@@ -99,20 +101,24 @@ class HalfstepPrecision(MixedPrecision):
         module = self._module = model if isinstance(model, LightningModule) else model.module
         if self.scaler is not None:
             self.scaler.watch(module)
-            module.lr_scheduler_step = _after_steps(self._outcomes, module)
+            self._waiting = Waiting()
+            module.lr_scheduler_step = _AfterSteps(self._waiting, module)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """Leave the module as it was."""
         if self._module is not None:
+            # Kept itself: a summary of it, after the training, runs it under autocast.
             vars(self._module).pop("lr_scheduler_step", None)
-            self._module = None
-        self._outcomes.clear()
+        self._waiting = None
         super().teardown()
 
     def autocast_context_manager(self) -> autocast:
         """Return the context of a step."""
-        assert self._module is not None
+        if self._module is None:
+            raise CallOrderError(
+                "HalfstepPrecision does not know its module yet: call this in or after a fit"
+            )
         return autocast(
             self._module.device.type,
             DTYPES[self.precision],
@@ -137,26 +143,31 @@ class HalfstepPrecision(MixedPrecision):
                 "LBFGS evaluates its closure several times in a step, each time without the "
                 "gradients of earlier batches: Trainer(accumulate_grad_batches=1)"
             )
-        self._outcomes.pop(optimizer, None)
+        assert self._waiting is not None
         self._max_norm = None
-        self._are_gradients_seen = is_line_search or _are_gradients_seen(model)
+        are_seen = is_line_search or _are_gradients_seen(model)
 
         def evaluate() -> Any:
             loss = closure()
             if loss is None and model.automatic_optimization:  # training_step returned None
                 return None
-            if self._are_gradients_seen:
-                scaler.unscale_(optimizer)
-            self._after_closure(model, optimizer)
+            if are_seen:
+                _unscale(scaler, optimizer)
+            self._clips_in_step = not are_seen
+            try:
+                self._after_closure(model, optimizer)
+            finally:
+                self._clips_in_step = False
             return loss
 
         if is_line_search:
             result = scaler.step(optimizer, evaluate, **kwargs)
         else:
             if evaluate() is None and model.automatic_optimization:
+                self._waiting.note(optimizer, False)
                 return None
             result = scaler.step(optimizer, max_norm=self._max_norm, **kwargs)
-        self._outcomes[optimizer] = scaler.outcome(optimizer)
+        self._waiting.note(optimizer, scaler.outcome(optimizer))
         scaler.update()
         return result
 
@@ -167,22 +178,30 @@ class HalfstepPrecision(MixedPrecision):
         gradient_clip_algorithm: str = "norm",
     ) -> None:
         """Clip unscaled gradients, now or in the step."""
+        if isinstance(optimizer, LightningOptimizer):  # called in manual optimization
+            optimizer = optimizer.optimizer
         if self.scaler is None or clip_val <= 0:
             super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
         elif gradient_clip_algorithm == "value":
-            if not self._are_gradients_seen:
-                self.scaler.unscale_(optimizer)
+            _unscale(self.scaler, optimizer)
             self.clip_grad_by_value(optimizer, clip_val)
-        elif self._are_gradients_seen:
-            self.scaler.clip_grad_norm_(optimizer, clip_val)
-        else:
+        elif self._clips_in_step:
             self._max_norm = clip_val
+        else:
+            self.scaler.clip_grad_norm_(optimizer, clip_val)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the state of the scaler that Lightning's own plugin saved."""
         state = checkpoint.get(MixedPrecision.__qualname__)
         if state and self.scaler is not None and type(self).__qualname__ not in checkpoint:
             self.scaler.load_state_dict(state)
+
+
+def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
+    """Unscale the gradients of an optimizer, unless that has been done in this iteration."""
+    earlier = scaler._engine.iteration.step_of(optimizer)
+    if earlier is None or earlier.stage is Stage.SCALED:
+        scaler.unscale_(optimizer)
 
 
 def _are_gradients_seen(model: LightningModule) -> bool:
@@ -194,23 +213,29 @@ def _are_gradients_seen(model: LightningModule) -> bool:
     )
 
 
-def _after_steps(
-    outcomes: Mapping[Optimizer, Outcome], module: LightningModule
-) -> Callable[[Any, Any], None]:
-    """Return what moves a schedule on, unless it counts steps and the last one was not taken."""
-    move_on = module.lr_scheduler_step
+class _AfterSteps:
+    """Moves a schedule on, unless it counts steps and all since its last move were skipped.
 
-    @wraps(move_on)
-    def after_steps(scheduler: Any, metric: Any) -> None:
-        configs = module.trainer.lr_scheduler_configs
+    It stands in the place of a module's ``lr_scheduler_step`` during a training. A copy of the
+    module, by ``copy.deepcopy`` or pickle, has the module's own.
+    """
+
+    def __init__(self, waiting: Waiting, module: LightningModule) -> None:
+        self._waiting, self._module = waiting, module
+        self.__wrapped__ = module.lr_scheduler_step  # Lightning asks whether it is overridden
+
+    def __call__(self, scheduler: Any, metric: Any) -> None:
+        configs = self._module.trainer.lr_scheduler_configs
         intervals = [each.interval for each in configs if each.scheduler is scheduler]
-        if "step" in intervals:
-            outcome = outcomes.get(scheduler.optimizer)
-            if outcome is None or outcome.skipped:  # None: training_step returned no loss
-                return
-        move_on(scheduler, metric)
+        if "step" not in intervals or self._waiting.may_move(scheduler):
+            self.__wrapped__(scheduler, metric)
 
-    return after_steps
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_step_of, (self._module,)
+
+
+def _own_step_of(module: LightningModule) -> Callable[[Any, Any], None]:
+    return MethodType(type(module).lr_scheduler_step, module)
 
 
 def _scaler_of(trainer: Trainer) -> GradScaler | None:

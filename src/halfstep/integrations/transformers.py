@@ -58,7 +58,8 @@ class TrainerSink:
         @wraps(log)
         def log_with_scalars(logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             if "loss" in logs:  # of the training, not of an evaluation
-                logs = logs | prefixed(self._scalars)
+                # What a later sink has put there is newer.
+                logs = prefixed(self._scalars) | logs
                 self._scalars["skipped"] = 0.0
             log(logs, *args, **kwargs)
 
