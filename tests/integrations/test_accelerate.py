@@ -118,6 +118,15 @@ def test_errors() -> None:
         use_scaler(accelerator)
 
 
+def test_a_second_call_keeps_the_scaler() -> None:
+    accelerator = accelerator_of()
+    scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=2.0))
+    accelerator.prepare(net())
+    assert use_scaler(accelerator) is use_scaler(accelerator, scaler) is scaler
+    with pytest.raises(CallOrderError, match="prepare"):
+        use_scaler(accelerator, halfstep.GradScaler())
+
+
 def test_the_log_is_a_sink(tmp_path: Path) -> None:
     accelerator = accelerator_of()
     logged: list[tuple[dict[str, float], int]] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from halfstep._scaler.gradients import Gradients, parameters
-from halfstep._scaler.iteration import GradientCheck
+from halfstep._scaler.iteration import GradientCheck, Stage
 
 if TYPE_CHECKING:
     from halfstep._scaler.loss_scale import LossScale
@@ -104,6 +104,12 @@ def unnamed_scale(scaler: GradScaler) -> LossScale:
 def has_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer has stepped, or was unscaled, since the last ``update``."""
     return scaler._engine.iteration.step_of(optimizer) is not None
+
+
+def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the gradients of an optimizer were divided by the scale, or used."""
+    step = scaler._engine.iteration.step_of(optimizer)
+    return step is not None and step.stage is not Stage.SCALED
 
 
 def add_check(

@@ -55,6 +55,9 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
             "scales with 'fp16' only. To skip steps that are not finite without a scale: "
             "halfstep.guard(optimizer)"
         )
+    known = accelerator.scaler
+    if isinstance(known, GradScaler) and scaler in (None, known):  # the call is made again
+        return known
     if accelerator._optimizers or accelerator._models:
         raise CallOrderError(
             "use_scaler: prepare() has been called, and what it returned knows the scaler and the "

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from halfstep import Policy, autocast, record
 from halfstep._autocast.context import settled_policy
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._scaler.iteration import Stage
+from halfstep._scaler.access import is_unscaled
 from halfstep._scaler.scaler import GradScaler
 from halfstep._scaler.waiting import Waiting
 from halfstep.errors import CallOrderError, DiagnosisWarning
@@ -199,8 +199,7 @@ class HalfstepPrecision(MixedPrecision):
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
     """Unscale the gradients of an optimizer, unless that has been done in this iteration."""
-    earlier = scaler._engine.iteration.step_of(optimizer)
-    if earlier is None or earlier.stage is Stage.SCALED:
+    if not is_unscaled(scaler, optimizer):
         scaler.unscale_(optimizer)
 
 
