@@ -6,6 +6,7 @@ import math
 import random
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -412,6 +413,20 @@ def test_after_the_block_everything_is_as_before() -> None:
     loop = Loop()
     large_steps(loop, [False, True])
     assert [getattr(owner, name) for owner, name in names] == before
+
+
+@pytest.mark.parametrize("is_watch_first", [True, False])
+def test_a_record_and_a_watch_end_in_any_order(is_watch_first: bool, tmp_path: Path) -> None:
+    """As callbacks of Lightning do."""
+    before = torch.autograd.backward, nn.Module.__call__
+    contexts = [Watch(tell=lambda *_: None), halfstep.record(tmp_path)]
+    if not is_watch_first:
+        contexts.reverse()
+    for each in contexts:
+        each.__enter__()
+    for each in contexts:
+        each.__exit__(None, None, None)
+    assert (torch.autograd.backward, nn.Module.__call__) == before
 
 
 def test_a_disabled_scaler_can_be_watched() -> None:

@@ -29,6 +29,7 @@ from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.replay import replaying
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes, optim
+from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.outcome import Outcome
@@ -106,7 +107,7 @@ class Watch:
         with ExitStack() as stack:
             stack.callback(patches.undo)
             self._capture.install(patches)
-            patches.wrap(torch.autograd, "backward", self._backward)
+            stack.enter_context(listening_to_backward(self._on_backward))
             stack.enter_context(observing(self))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -146,10 +147,10 @@ class Watch:
             self.notes.append("another optimizer has stepped before the replay")
         self._end_step(bad[0].scale if bad else None, is_bad=bool(bad))
 
-    def _backward(self, original: Callable[..., None], tensors: Any, *args: Any, **kw: Any) -> None:
+    def _on_backward(self, roots: Any) -> None:
+        """Note the losses of a step without a scaler."""
         if self._counts_plain_steps() and autograd.backward_number() < 0:
-            self._note_losses(tensors)
-        original(tensors, *args, **kw)
+            self._note_losses(roots)
 
     def _note_losses(self, losses: Any) -> None:
         for loss in tensors_in([losses]):
