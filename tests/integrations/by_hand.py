@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ from halfstep._record.run import Run
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 IMPORT_WARNINGS = "ignore::DeprecationWarning"
 """Of torch.jit.script and pandas, set off by the frameworks when they are imported."""
+
+
+def needs(framework: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of tests that need a framework, which in turn needs torchvision."""
+    reason = (
+        f"{framework} is not installed; it needs torchvision: pip install 'halfstep[{framework}]'"
+    )
+    is_missing = find_spec(framework) is None
+    return [
+        pytest.mark.skipif(is_missing, reason=reason),
+        pytest.mark.filterwarnings(IMPORT_WARNINGS),
+    ]
 
 
 def load(name: str) -> dict[str, Any]:

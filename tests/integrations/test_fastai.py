@@ -3,7 +3,6 @@
 import copy
 import pickle
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ from torch import nn
 import halfstep
 from halfstep._record.read import read_run
 
-pytestmark = [
-    pytest.mark.skipif(
-        find_spec("fastai") is None,
-        reason="fastai is not installed; it needs torchvision: pip install 'halfstep[fastai]'",
-    ),
-    pytest.mark.filterwarnings(by_hand.IMPORT_WARNINGS),
-]
+pytestmark = by_hand.needs("fastai")
 NAME = "fastai_digits"
 
 

@@ -1,7 +1,6 @@
 """timm: its loss scaler with halfstep's scaler inside, beside timm's own."""
 
 import copy
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,7 @@ from torch import nn
 
 import halfstep
 
-pytestmark = [
-    pytest.mark.skipif(
-        find_spec("timm") is None,
-        reason="timm is not installed; it needs torchvision: pip install 'halfstep[timm]'",
-    ),
-    pytest.mark.filterwarnings(by_hand.IMPORT_WARNINGS),
-]
+pytestmark = by_hand.needs("timm")
 NAME = "timm_digits"
 
 

@@ -91,7 +91,7 @@ class Watch:
             )
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []
-        self._scaler, self._model, self._tell = scaler, model, tell or _warn
+        self._scaler, self._model, self._tell = scaler, model, tell or warn
         self._capture, self._start = Capture(self._is_here), _ExpectedSkips()
         self._live: LiveTrace | None = None
         self._num_live = self._num_steps = self._num_tried = self._bad_step = 0
@@ -331,5 +331,6 @@ def _place(found: Diagnosis) -> tuple[object, ...]:
     return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
 
 
-def _warn(found: Diagnosis, step: int) -> None:
+def warn(found: Diagnosis, step: int) -> None:
+    """Issue a :class:`halfstep.errors.DiagnosisWarning`."""
     warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from halfstep._scaler.scaler import GradScaler
+from halfstep import GradScaler
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed

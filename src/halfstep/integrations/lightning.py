@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
@@ -12,13 +11,12 @@ from typing import Any, Literal
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from halfstep import Policy, autocast, record
+from halfstep import Diagnosis, GradScaler, Policy, autocast, record
 from halfstep._autocast.context import settled_policy
-from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.watch import warn
 from halfstep._scaler.access import is_unscaled
-from halfstep._scaler.scaler import GradScaler
 from halfstep._scaler.waiting import Waiting
-from halfstep.errors import CallOrderError, DiagnosisWarning
+from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
 
@@ -326,7 +324,7 @@ class Diagnose(Callback):
             for each in trainer.callbacks:
                 if isinstance(each, RecordRun) and each.run is not None:
                     each.run.add_diagnosis(found)
-            warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)
+            warn(found, step)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
         self.watch = self._stack.enter_context(scaler.diagnose(pl_module, tell))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
-from halfstep._scaler.scaler import GradScaler
+from halfstep import GradScaler
 from halfstep.integrations import accelerate, needs
 from halfstep.sinks import prefixed
 
