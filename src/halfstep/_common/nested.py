@@ -22,6 +22,36 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(list(value.values()))
 
 
+_DEPTH = 4
+
+
+def tensors_within(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield what :func:`tensors_in` does, and the tensors in the attributes of other objects.
+
+    Args:
+        values: The values; modules, functions and classes have no tensors for this purpose.
+        depth: How many objects may lie in each other.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif depth == 0 or isinstance(value, (str, bytes, int, float, type(None))):
+            continue
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_within(value, depth)
+        elif isinstance(value, Mapping):
+            yield from tensors_within(list(value.values()), depth)
+        elif not isinstance(value, (torch.nn.Module, type)) and not callable(value):
+            yield from tensors_within(_attributes(value), depth - 1)
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    found = [getattr(value, name, None) for name in names if not name.startswith("__")]
+    return [*getattr(value, "__dict__", {}).values(), *found]
+
+
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a value with ``function`` applied to what lies in its lists, tuples and dictionaries.
 

@@ -62,7 +62,7 @@ class TopLevelCalls:
         finally:
             self._inside.is_inside = before
 
-    def install(self, patches: Patches) -> None:
+    def install(self, patches: Patches, *, with_losses: bool = True) -> None:
         """Put it around the calls until ``patches`` are undone."""
         # Around __call__ and not as a hook: an error and Ctrl-C are seen too, and what
         # torch.compile compiles lies inside.
@@ -77,7 +77,7 @@ class TopLevelCalls:
             return self.call_module(original, module, args, kwargs)
 
         patches.put(nn.Module, "__call__", call)
-        for name in LOSSES:
+        for name in LOSSES if with_losses else ():
             function = getattr(functional, name)
             compiler.script_instead(
                 patches.wrap(functional, name, self._around_loss(name)), function

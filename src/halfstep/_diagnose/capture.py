@@ -1,200 +1,143 @@
-"""Capture of the calls in an iteration of a training loop, and their repetition in a replay.
+"""Capture of the calls that a training loop makes, for a replay.
 
-halfstep cannot run a loop again, so it repeats the calls made in it outside of other modules: those
-of models and loss functions. Arguments are kept by reference. An argument that an earlier call
-returned, or a view of one, is kept as a reference to that call. Nothing is computed, and only
-buffers and the states of random generators are copied.
+Calls of models and of PyTorch's functions are kept where the loop makes them; what they call
+themselves is a part of them. Arguments are kept by reference, and a tensor that a kept call has
+made as a reference to that call: a call is kept for as long as one of its results is in use, or a
+call that needs it. Nothing is computed. Only buffers, the states of random generators, and what
+the loop overwrites are copied.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.modules import replicated
-from halfstep._autocast.region import Region, Settings, current_settings
-from halfstep._common.nested import map_plain, tensors_in
+from halfstep._autocast.region import current_settings
+from halfstep._common.nested import map_plain, tensors_in, tensors_within
+from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
-from halfstep._diagnose.diagnosis import Line
-from halfstep._diagnose.user_code import CALLED_AGAIN, user_line
-from halfstep._numerics.measure import is_finite
-from halfstep._pytorch import autograd, compiler, modes
-from halfstep._scaler.rules import Static
+from halfstep._diagnose.kept_calls import (
+    Given,
+    Inside,
+    KeptCall,
+    Made,
+    found_bad,
+    is_model,
+    parts_of,
+    scale,
+    set_part,
+)
+from halfstep._diagnose.user_code import user_place
+from halfstep._numerics.measure import is_finite, is_mask
+from halfstep._pytorch import autograd, compiler, data, modes, optim, storages, transforms
+from halfstep._pytorch.storages import ByMemory
 from halfstep._scaler.scaler import GradScaler
 
-# Nodes of autograd whose results have the entries of their inputs in the same order.
-_SAME_ENTRIES = (
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "ReshapeAliasBackward0",
-    "ToCopyBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "UnsqueezeBackward0",
-    "CloneBackward0",
-    "AliasBackward0",
-)
+MOST_CALLS = 4096
+"""The most calls of a step that are kept; older ones then count as those of the step before."""
+MOST_CHECKED = 256
+"""The most values that are checked when a loop has ended with an error."""
+MOST_READ = 1024
+"""The most entries of an array that are checked when the loop reads it."""
+
+_LEFT_OUT = ("_foreach_", "_fused_", "_amp_", "_record_function_")
+"""Beginnings of the names of functions of optimizers, scalers and profilers."""
+_READS = {"item", "tolist", "numpy", "__float__", "__bool__", "__array__"}
+"""Names of functions by which a loop gets values out of a tensor."""
+_PROPERTIES = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
+"""Properties that are tensors."""
+_NO_TENSORS = {
+    *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "is_contiguous"),
+    *("is_floating_point", "is_complex", "data_ptr", "storage_offset", "__len__", "__repr__"),
+    *("__format__", "get_device", "untyped_storage", "_set_grad_enabled"),
+}
+"""Names of functions that return no tensors; to know them costs less than to look."""
+_IN_PLACE = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"),
+    *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+}
+_EFFECTS = {"register_hook", "retain_grad", "requires_grad_"}
+"""Names of functions that change a tensor without writing to it."""
+_DRAWS = {
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
+    *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_"),
+    *("exponential_", "log_normal_", "cauchy_", "geometric_", "binomial", "rrelu", "rrelu_"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    *("gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"),
+    *("native_dropout", "dropout_", "_standard_gamma", "_sample_dirichlet"),
+}
+"""Names of functions that draw random numbers."""
+_GAP = "something computed a tensor in it that cannot be called again"
 
 
-Link = tuple[int, int]
-"""The number of a node of autograd, and the index of one of its results. Keeps no graph alive."""
+class _Entry(weakref.ref[Tensor]):
+    """Reference to a tensor that a kept call has made."""
+
+    __slots__ = ("key", "made", "version")
+    key: int
+    made: Made
+    version: int
 
 
-@dataclass(frozen=True)
-class EarlierOutput:
-    """Placeholder of an argument: a tensor by its index among the results of an earlier call."""
+class _CallsOfFunctions(modes.FunctionMode):
+    """Function mode that hands calls to a :class:`Capture`."""
 
-    call: int
-    index: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self._capture = capture
 
-
-@dataclass(eq=False)
-class KeptCall:
-    """Call of a model or of a loss function.
-
-    Attributes:
-        args: Its arguments, with :class:`EarlierOutput` for tensors that earlier calls returned.
-        given: The other tensors, with their versions.
-        settings: The settings of autocast around it.
-        random: The states of random generators; None for a loss, which needs none.
-        buffers: The buffers of the model, with their values.
-        forward: What was put in place of the model's own ``forward``, for this call or for good.
-        links: The links of its results; a tensor may be gone when they are needed.
-        seeds: The gradients of its results without dimensions, once they have arrived.
-    """
-
-    function: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    given: list[tuple[Tensor, int]]
-    settings: list[Settings]
-    line: Line | None
-    random: RandomStates | None = None
-    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    forward: Callable[..., Any] | None = None
-    is_training: bool = True
-    links: list[Link | None] = field(default_factory=list)
-    seeds: dict[int, Tensor] = field(default_factory=dict)
-
-
-def call_again(
-    calls: Sequence[KeptCall],
-    roots: Sequence[tuple[int, int]],
-    scaler: GradScaler | None,
-    at: float,
-) -> object:
-    """Repeat all calls and go backward from the losses; return the results of the calls.
-
-    Args:
-        calls: The calls, in order.
-        roots: The outputs that went into ``backward``, for those without a gradient.
-        scaler: Multiplies a loss as the scaler of the run does; None for losses without a scale.
-        at: The scale of the gradients that have arrived.
-    """
-    made: list[list[Tensor]] = []
-    losses: list[Tensor] = []
-    for module in {call.function for call in calls if is_model(call.function)}:
-        module.zero_grad()
-    for number, call in enumerate(calls):
-        if losses and is_model(call.function):  # the next batch of accumulation
-            _backward(scaler, losses)
-        made.append(list(tensors_in([_again(call, made)])))
-        for index, output in enumerate(made[-1]):
-            seed = call.seeds.get(index)
-            if not output.requires_grad:
-                continue
-            if seed is not None:
-                losses.append(output * (seed.float() / at))
-            elif (number, index) in roots:
-                losses.append(output)
-    if losses:
-        _backward(scaler, losses)
-    return made
-
-
-def _backward(scaler: GradScaler | None, losses: list[Tensor]) -> None:
-    total = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-    losses.clear()
-    torch.autograd.backward(total if scaler is None else scaler.scale(total))
-
-
-def is_model(function: object) -> TypeGuard[nn.Module]:
-    """Return whether a function is a module with parameters."""
-    return isinstance(function, nn.Module) and any(True for _ in function.parameters())
-
-
-def _again(call: KeptCall, made: list[list[Tensor]]) -> Any:
-    """Repeat one call, with its autocast and its random numbers."""
-    line = call.line  # noqa: F841 - read from this frame, see CALLED_AGAIN
-    if call.random is not None:
-        call.random.restore()
-    for buffer, values in call.buffers:
-        with torch.no_grad():
-            buffer.copy_(values)
-    if isinstance(call.function, nn.Module) and call.function.training != call.is_training:
-        call.function.train(call.is_training)
-    args, kwargs = map_plain(
-        lambda value: _output(value, made) if isinstance(value, EarlierOutput) else value,
-        (call.args, call.kwargs),
-    )
-    with ExitStack() as stack:
-        for settings in call.settings:
-            stack.enter_context(Region(settings))
-        if isinstance(call.function, nn.Module) and call.forward is not None:
-            # That of Lightning sends one call of DistributedDataParallel to training_step.
-            vars(replicated(call.function))["forward"] = call.forward
-        return call.function(*args, **kwargs)
-
-
-CALLED_AGAIN.add(_again.__code__)
-
-
-def _output(earlier: EarlierOutput, made: list[list[Tensor]]) -> Tensor:
-    output = made[earlier.call][earlier.index]
-    is_cast = output.dtype is not earlier.dtype and earlier.dtype is torch.float32
-    output = output.float() if is_cast else output
-    return output if tuple(output.shape) == earlier.shape else output.reshape(earlier.shape)
-
-
-def same_entries(tensor: Tensor) -> Iterator[Link]:
-    """Yield the links of a tensor, back to the op that made its entries."""
-    node, number = tensor.grad_fn, tensor.output_nr
-    while node is not None:
-        yield autograd.sequence_number(node), number
-        following = node.next_functions[0] if node.name() in _SAME_ENTRIES else (None, 0)
-        node, number = following
-
-
-MOST_CALLS = 256
-"""The most calls of an iteration that are kept."""
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, and keep the call."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        return self._capture.call_function(func, args, kwargs)
 
 
 class Capture(TopLevelCalls):
-    """Keeps the calls of an iteration.
+    """Keeps the calls of a training loop.
 
     Args:
         is_here: Returns whether a call now is part of the watched training.
-
-    Attributes:
-        gap: Why a part of the iteration cannot be replayed, None if all of it can.
+        before_model: Is called before a model is, with gradients enabled.
+        before_backward: Is called before ``backward``, with its roots.
+        after_read: Is called when the loop has read a value that is not finite, or has asked for
+            such values and found some, with the tensor.
     """
 
-    def __init__(self, is_here: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        is_here: Callable[[], bool],
+        before_model: Callable[[], object],
+        before_backward: Callable[[Any], object],
+        after_read: Callable[[Made], object],
+    ) -> None:
         super().__init__()
         self._is_here = is_here
-        self.gap: str | None = None
-        self._calls: list[KeptCall] = []
-        self._roots: list[tuple[int, int]] = []
+        self._before_model, self._before_backward = before_model, before_backward
+        self._after_read = after_read
+        self._mode = _CallsOfFunctions(self)
+        self._numbers = itertools.count()
+        self._entries: dict[int, _Entry] = {}
+        self._given: dict[int, weakref.WeakSet[Given]] = {}
+        self._writes: ByMemory[KeptCall] = ByMemory()
+        self._new: list[weakref.ref[KeptCall]] = []
+        self._old: list[weakref.ref[KeptCall]] = []
+        self._first = 0
+        self.is_stepping = False
+        self.ends: list[KeptCall] = []
         self._buffers: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
             weakref.WeakKeyDictionary()
@@ -203,19 +146,47 @@ class Capture(TopLevelCalls):
     @property
     def is_on(self) -> bool:
         """Whether calls are kept."""
-        return self._is_here()
+        if self.is_stepping and not optim.optimizer_step_depth():
+            self.is_stepping = False  # the step has raised an error
+        return self._is_here() and not self.is_stepping
+
+    def install(self, patches: Patches, *, with_losses: bool = False) -> None:
+        """Put it around the calls until ``patches`` are undone; those of functions need more."""
+        super().install(patches, with_losses=with_losses)
+        for owner, name in transforms.CALLED_AS_A_WHOLE:
+            patches.wrap(owner, name, self._around_whole)
+        patches.wrap(GradScaler, "scale", self._around_scale)
+        patches.wrap(data.LOADER_ITERATOR, "__next__", self._around_batch)
+        patches.put(autograd.FUNCTION_BASE, "apply", classmethod(self._apply()))
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep the calls of functions in a block too."""
+        with self._mode.active():
+            yield
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Keep nothing that is called in the block in this thread."""
+        with super().inside(), self._mode.aside():
+            yield
 
     def begin(self) -> None:
-        """Begin another iteration, without calls."""
-        self._calls, self._roots, self.gap = [], [], None
+        """Begin another step; its calls may use results of the last one, but no older ones."""
+        self._turn()
+        self.ends = []
+        self._writes = ByMemory()
+        self._given.clear()
 
-    @property
-    def model(self) -> nn.Module | None:
-        """The first module with parameters that was called."""
-        models = (call.function for call in self._calls if is_model(call.function))
-        return next(models, None)
+    def _turn(self) -> None:
+        for reference in self._old:
+            call = reference()
+            if call is not None:
+                call.forget()
+        self._old, self._new = self._new, []
+        self._first = next(self._numbers)
 
-    # --- keeping ----------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     @not_compiled
     def call_module(
@@ -224,43 +195,240 @@ class Capture(TopLevelCalls):
         """Call a module, and keep the call."""
         if not _counts():
             return original(module, *args, **kwargs)
-        call = self._before(module, args, kwargs)
-        call.random = RandomStates(accelerators())
+        has_grad = torch.is_grad_enabled()
+        if has_grad and is_model(module):
+            self._before_model()
+        call = self._call(module, args, kwargs)
+        if has_grad or module.training:
+            call.random = RandomStates(accelerators())
         call.is_training = module.training
         call.forward = vars(replicated(module)).get("forward")
         call.buffers = [(buffer, self._kept(buffer)) for buffer in self._buffers_of(module)]
-        with self.inside():
-            return self._after(call, original(module, *args, **kwargs))
+        return self._whole(call, partial(original, module), args, kwargs)
 
-    @not_compiled
-    def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a loss function, and keep the call."""
-        if not _counts():
+    def call_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function of PyTorch, and keep the call if it returns or writes to a tensor."""
+        name = _name_of(function)
+        if self._is_left_out() or name in _NO_TENSORS or name.startswith(_LEFT_OUT):
+            return function(*args, **kwargs)
+        if autograd.goes_backward(function):
+            return self._call_backward(function, args, kwargs)
+        if name in _READS:
+            result = function(*args, **kwargs)
+            self._note_read(args[0], result)
+            return result
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+        if is_in_place or name == ".data":
+            self._keep_values(args[:1])
+            if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
+                return function(*args, **kwargs)  # of what is there for more than this step
+        elif name.startswith(".") and name not in _PROPERTIES:
+            return function(*args, **kwargs)
+        elif "out" in kwargs:
+            self._keep_values([kwargs["out"]])
+        call = self._call(function, args, kwargs)
+        if name in _DRAWS:
+            call.random = RandomStates(accelerators())
+        return self._done(call, function, args, kwargs, is_effect=name in _EFFECTS)
+
+    def _call_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        call = self._call(function, args, kwargs)
+        self.ends.append(call)
+        self._before_backward(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+        return self._done(call, function, args, kwargs)
+
+    def _around_whole(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._is_left_out():
             return original(*args, **kwargs)
-        call = self._before(original, args, kwargs)
+        if torch.is_grad_enabled():
+            self._before_model()
+        call = self._call(original, args, kwargs)
+        call.random = RandomStates(accelerators())
+        if original.__name__ in transforms.GRADIENTS:
+            self.ends.append(call)
+        return self._whole(call, original, args, kwargs)
+
+    def _around_scale(
+        self, original: Callable[..., Any], scaler: GradScaler, outputs: Any, *args: Any, **kw: Any
+    ) -> Any:
+        if torch.compiler.is_compiling() or self._is_left_out():
+            return original(scaler, outputs, *args, **kw)
+        call = self._call(scale, (outputs,), {})
+        return self._whole(call, partial(original, scaler), (outputs, *args), kw)
+
+    def _around_batch(self, original: Callable[..., Any], loader: Any) -> Any:
         with self.inside():
-            return self._after(call, original(*args, **kwargs))
+            return original(loader)
+
+    def _apply(self) -> Callable[..., Any]:
+        """Return ``apply`` of the classes of ``torch.autograd.Function``."""
+        base = autograd.FUNCTION_BASE
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            original = getattr(super(base, cls), "apply")  # noqa: B009 - of PyTorch's C++
+            is_compiled = autograd.is_compiled_function(cls)
+            if torch.compiler.is_compiling() or self._is_left_out() or is_compiled:
+                return original(*args, **kwargs)
+            call = self._call(cls.apply, args, kwargs)
+            return self._whole(call, original, args, kwargs)
+
+        return apply
+
+    def _is_left_out(self) -> bool:
+        """Return whether calls in this thread are no calls of the loop."""
+        is_off = self._inside.is_inside or self.is_stepping or not self._is_here()
+        return is_off or not _counts()
+
+    # --- keeping ----------------------------------------------------------------------------------
 
     @compiler.do_not_compile_alone
-    def _before(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
-        given: list[tuple[Tensor, int]] = []
-        kept_args, kept_kwargs = map_plain(lambda value: self._linked(value, given), (args, kwargs))
-        devices = dict.fromkeys(tensor.device.type for tensor in tensors_in((args, kwargs)))
-        settings = [current_settings(device) for device in devices if _has_autocast(device)]
-        call = KeptCall(function, kept_args, kept_kwargs, given, settings, user_line())
-        if len(self._calls) < MOST_CALLS:
-            self._calls.append(call)
-        else:
-            self.gap = f"only the first {MOST_CALLS} calls of models and losses were replayed"
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
+        """Return a call with placeholders for its tensors."""
+        of: dict[KeptCall, None] = {}
+        given: list[Given] = []
+        gaps: list[str] = []
+
+        def placeholder(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return self._placeholder(value, of, given, gaps)
+            if isinstance(value, (str, int, float, type(None), torch.dtype, torch.device)):
+                return value
+            return self._inside_of(value, of, given, gaps)
+
+        kept_args, kept_kwargs = map_plain(placeholder, (tuple(args), dict(kwargs)))
+        call = KeptCall(next(self._numbers), function, user_place(), kept_args, kept_kwargs)
+        call.of, call.given = tuple(of), tuple(given)
+        call.settings = tuple(map(current_settings, filter(_has_autocast, _devices())))
+        call.has_grad = torch.is_grad_enabled()
+        call.gap = gaps[0] if gaps else None
         return call
 
+    def _placeholder(
+        self, tensor: Tensor, of: dict[KeptCall, None], given: list[Given], gaps: list[str]
+    ) -> Made | Given:
+        made = self.made_by(tensor)
+        if made is not None:
+            of.setdefault(made.call)
+            written = self._writes.get(tensor)
+            if written is not None:
+                of.setdefault(written)
+            return made
+        if tensor.grad_fn is not None:
+            gaps.append(_GAP)
+            tensor = tensor.detach().requires_grad_()
+        found = Given(tensor, autograd.version_of(tensor))
+        given.append(found)
+        self._given.setdefault(_memory_of(tensor), weakref.WeakSet()).add(found)
+        return found
+
+    def _inside_of(
+        self, whole: Any, of: dict[KeptCall, None], given: list[Given], gaps: list[str]
+    ) -> Any:
+        """Return a placeholder for an object; itself if no call has made a part of it."""
+        tensors = list(tensors_within([whole]))
+        made = {name: found for name, part in parts_of(whole) if (found := self.made_by(part))}
+        of.update(dict.fromkeys(found.call for found in made.values()))
+        known = {id(part) for name, part in parts_of(whole) if name in made}
+        for tensor in tensors:
+            if tensor.grad_fn is not None and id(tensor) not in known:
+                gaps.append(_GAP)
+        if not made:
+            given += [Given(t, autograd.version_of(t)) for t in tensors if t.grad_fn is None]
+            return whole
+        like = copy.copy(whole)
+        for name in made:
+            set_part(like, name, torch.empty(0))
+        return Inside(like, made)
+
+    def _whole(self, call: KeptCall, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call, and keep nothing that it calls itself."""
+        with self.inside():
+            return self._done(call, function, args, kwargs)
+
     @compiler.do_not_compile_alone
-    def _after(self, call: KeptCall, result: Any) -> Any:
-        for index, tensor in enumerate(tensors_in((result,))):
-            call.links.append(autograd.made_as(tensor))
-            if tensor.requires_grad and tensor.ndim == 0:
-                tensor.register_hook(partial(call.seeds.__setitem__, index))  # type: ignore[no-untyped-call]
+    def _done(
+        self,
+        call: KeptCall,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        is_effect: bool = False,
+    ) -> Any:
+        """Make a call, note which tensors it has made, and return its result."""
+        given = list(tensors_in([args, kwargs]))
+        versions = [autograd.version_of(tensor) for tensor in given]
+        known = [self.made_by(tensor) is not None for tensor in given]
+        result = function(*args, **kwargs)
+        call.writes = tuple(
+            position
+            for position, tensor in enumerate(given)
+            if known[position]
+            and (autograd.version_of(tensor) != versions[position] or (is_effect and not position))
+        )
+        before = {id(tensor) for tensor in given}  # such as what x.float() returns for a float32 x
+        results = list(tensors_within([result]))
+        made = [(index, t) for index, t in enumerate(results) if id(t) not in before]
+        written = [given[position] for position in call.writes]
+        made += enumerate(written, len(results))
+        for tensor in written:
+            self._writes.put(tensor, call)
+        for index, tensor in made:
+            entry = _Entry(tensor, self._drop)
+            entry.key, entry.made = id(tensor), Made(call, index)
+            entry.version = autograd.version_of(tensor)
+            self._entries[entry.key] = entry
+            call.results += ((entry, entry.version),)
+        if made:
+            self._new.append(weakref.ref(call))
+            if len(self._new) > MOST_CALLS:
+                self._turn()
         return result
+
+    def _drop(self, entry: _Entry) -> None:
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+
+    def made_by(self, tensor: Tensor) -> Made | None:
+        """Return the kept call that has made a tensor, None if there is none."""
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
+            return None
+        is_old = entry.made.call.number < self._first
+        return None if is_old and tensor.grad_fn is None else entry.made
+
+    def _keep_values(self, given: Iterable[Any]) -> None:
+        """Copy what earlier calls were given and this one may overwrite."""
+        for tensor in given:
+            if isinstance(tensor, Tensor):
+                for each in list(self._given.get(_memory_of(tensor), ())):
+                    each.keep()
+
+    def _note_read(self, tensor: Any, value: Any) -> None:
+        """Note that the loop has read a value, if it says that something is not finite."""
+        made = self.made_by(tensor) if isinstance(tensor, Tensor) else None
+        if made is None:
+            return
+        if isinstance(value, bool):
+            bad = found_bad(made, is_true=value)
+            if bad is not None:
+                self._after_read(bad)
+        elif tensor.is_floating_point() and tensor.numel() <= MOST_READ and not is_finite(tensor):
+            self._after_read(made)
+
+    def first_bad(self) -> Made | None:
+        """Return the first value of this step that is not finite and still there. Sync: many."""
+        with modes.unseen_by_modes():
+            entries = sorted(self._entries.values(), key=lambda entry: entry.made.call.number)
+            for entry in entries[-MOST_CHECKED:]:
+                tensor = entry()
+                if tensor is None or entry.made.call.number < self._first:
+                    continue
+                if not is_finite(tensor) and not is_mask(tensor):
+                    return entry.made
+        return None
+
+    # --- buffers ----------------------------------------------------------------------------------
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
         """Return the present buffers of a model; the modules that have some are looked up once."""
@@ -282,64 +450,28 @@ class Capture(TopLevelCalls):
             self._buffers[id(buffer)] = known
         return known[2]
 
-    def _linked(self, value: Any, given: list[tuple[Tensor, int]]) -> Any:
-        """Return an :class:`EarlierOutput` for a tensor of an earlier call, or the value."""
-        found = self._made_by(value) if isinstance(value, Tensor) else None
-        if found is not None:
-            return found
-        for tensor in tensors_in([value]):  # also those in a container of the user's own
-            if tensor.grad_fn is not None:
-                self.gap = "computations between a model and a loss cannot be replayed"
-            elif not tensor.is_inference():
-                given.append((tensor, tensor._version))
-        is_computed = isinstance(value, Tensor) and value.grad_fn is not None
-        return value.detach() if is_computed else value
-
-    def _made_by(self, tensor: Tensor) -> EarlierOutput | None:
-        """Return the earlier output that is a tensor, or has the same entries in the same order."""
-        for link in same_entries(tensor):
-            for number in range(len(self._calls) - 1, -1, -1):
-                if link in self._calls[number].links:
-                    index = self._calls[number].links.index(link)
-                    return EarlierOutput(number, index, tuple(tensor.shape), tensor.dtype)
-        return None
-
-    def note_root(self, root: Tensor) -> None:
-        """Note a loss that is given to ``backward``."""
-        found = self._made_by(root)
-        if found is not None:
-            self._roots.append((found.call, found.index))
-
-    # --- repetition -------------------------------------------------------------------------------
-
-    def step(self, scale: float | None) -> Callable[[], object]:
-        """Return a function that does :func:`call_again` at a scale, with a scaler of its own."""
-        calls, roots = self._calls, list(self._roots)
-        scaler: GradScaler | None = None
-        if scale is not None:
-            scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
-        at = 1.0 if scale is None else scale
-        return lambda: call_again(calls, roots, scaler, at)
-
-    def why_not(self) -> str | None:
-        """Return why the iteration cannot be replayed, None if it can.
-
-        Sync: one for each loss.
-        """
-        for call in self._calls:
-            if not all(map(is_finite, call.seeds.values())):
-                return "its loss went bad between the loss function and backward"
-        for call in self._calls:
-            for tensor, version in call.given:
-                if tensor._version != version:
-                    shape = ", ".join(map(str, tensor.shape))
-                    return f"an input of shape [{shape}] was written to in place afterwards"
-        return None
-
 
 def _counts() -> bool:
-    """Return whether a call now is part of training, and not of evaluation or checkpointing."""
-    return torch.is_grad_enabled() and autograd.backward_number() < 0 and not modes.is_jit_tracing()
+    """Return whether a call now is part of a loop, not of a backward pass or of a tracer."""
+    is_elsewhere = autograd.backward_number() >= 0 or modes.is_jit_tracing()
+    return not is_elsewhere and not transforms.are_active()
+
+
+def _name_of(function: Any) -> str:
+    """Return the name of a function; of the getter of a property, that of the property."""
+    name: str = getattr(function, "__name__", "")
+    return f".{function.__self__.__name__}" if name == "__get__" else name
+
+
+def _memory_of(tensor: Tensor) -> int:
+    reference = storages.memory_of(tensor)
+    return id(tensor) if reference is None else int(reference.cdata)
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    kind = torch.accelerator.current_accelerator()
+    return ("cpu",) if kind is None or kind.type == "cpu" else ("cpu", kind.type)
 
 
 def _has_autocast(device: str) -> bool:

@@ -50,7 +50,11 @@ class LiveTrace:
         self._tracker = _LiveBlameTracker(None if model is None else replicated(model))
         self._stack, self._patches = ExitStack(), Patches()
         undo = _NoUndoLog()
-        self._mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
+        self._mode = _LiveMode(FoundModules(model, undo), undo, self._tracker)
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Leave out what runs from now on, such as the step of an optimizer, or go on."""
+        self._mode.is_paused = is_paused
 
     def begin(self) -> bool:
         """Begin, and return whether that was possible: not inside another dispatch mode."""
@@ -90,6 +94,20 @@ class LiveTrace:
         verdict, cure = judge_alone(bad, blame, scale, self.model)
         ends = ("loss",) if self._tracker.is_loss_bad else ()
         return Diagnosis(verdict, bad, tensor, ends, scale, cure, notes=(NOTE,))
+
+
+class _LiveMode(ObserverMode):  # type: ignore[no-untyped-call]
+    """Observer mode that can leave ops out."""
+
+    is_paused = False
+
+    def run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        """Run an op, and show it to the observer unless it is left out."""
+        if self.is_paused:
+            return func(*args, **kwargs)
+        return super().run(func, args, kwargs, given)
 
 
 class _NoUndoLog(UndoLog):

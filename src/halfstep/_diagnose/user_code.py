@@ -43,12 +43,20 @@ def user_line() -> Line | None:
             line: Line | None = frame.f_locals["line"]
             return line
         if is_users(frame.f_code.co_filename):
-            return _line_of(frame)
+            return line_at(frame.f_code, frame.f_lineno)
     return None
 
 
-def _line_of(frame: FrameType) -> Line:
-    code, number = frame.f_code, frame.f_lineno
+def user_place() -> tuple[CodeType, int] | None:
+    """Return the code and the number of the line of :func:`user_line`, without its text."""
+    for frame in _frames():
+        if is_users(frame.f_code.co_filename):
+            return frame.f_code, frame.f_lineno
+    return None
+
+
+def line_at(code: CodeType, number: int) -> Line:
+    """Return a line with its text."""
     text = linecache.getline(code.co_filename, number).strip()
     return Line(code.co_filename, number, code.co_name, text)
 
@@ -67,6 +75,7 @@ def called_by_user(tensor: Tensor) -> str | None:
     return found
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Return whether a file belongs to the user's program or to a package that it uses."""
     if file.startswith(_OURS):

@@ -2,36 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from halfstep._autocast.modules import replicated
+from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
 from halfstep._diagnose import across_ranks
+from halfstep._diagnose.blame import scan
 from halfstep._diagnose.capture import Capture
 from halfstep._diagnose.diagnose import diagnosis_of
-from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
+from halfstep._diagnose.kept_calls import (
+    KeptCall,
+    Made,
+    first_model,
+    gap_in,
+    is_model,
+    needed_for,
+    step_of,
+    why_not_again,
+)
 from halfstep._diagnose.live import LiveTrace
-from halfstep._diagnose.replay import replaying
-from halfstep._numerics.measure import is_finite
-from halfstep._pytorch import autograd, modes, optim
-from halfstep._pytorch.listeners import listening_to_backward
+from halfstep._diagnose.replay import Replayer, replaying
+from halfstep._diagnose.user_code import line_at, user_line
+from halfstep._diagnose.variant import Variant
+from halfstep._numerics.measure import NAN, badness, is_finite
+from halfstep._pytorch import amp, modes, optim
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.closures import split_closure
+from halfstep._scaler.gradients import parameters
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
@@ -45,20 +62,27 @@ MOST_DIAGNOSES = 5
 """The most places that are diagnosed in a run."""
 MOST_TRIED = 10
 """The most steps that are diagnosed, including those that go bad at a known place."""
-MOST_LOSSES = 256
-"""The most losses of a step that are checked, the last ones."""
 MOST_LIVE = 5
 """The most steps that are traced live after one that cannot be replayed."""
+SEE_MORE = (
+    "to see more, put the step into a function and call halfstep.diagnose(step): it is then run "
+    "as it is"
+)
+MOST_CHECKED = 16
+"""The most skips of dynamic scaling that are replayed for a NaN that no scale cures."""
 
 
 class Watch:
     """Diagnoses the steps of the training loop in a block that go bad.
 
-    A step is bad if its loss is not finite, or if it is skipped for an overflow that is not part of
-    dynamic scaling. Overflows at the start of a run, and right after the scale has grown, are part
-    of it. A bad step is replayed at once, before its state changes, from the calls of models and
-    loss functions that the loop made. If it cannot be replayed, the steps that follow are traced
-    live.
+    A step is bad if its loss is not finite, if its gradients are not and no scaler would skip it,
+    or if it is skipped for an overflow that is not part of dynamic scaling. Overflows at the start
+    of a run, and right after the scale has grown, are part of it, unless float32 has them too. A
+    loss that the loop reads and leaves out, as ``if not math.isfinite(loss.item()): sys.exit(1)``
+    does, counts as one that goes backward.
+
+    A bad step is replayed at once, before its state changes, from the calls that the loop made. If
+    that cannot be done, the steps that follow are traced live as long as a scaler skips bad ones.
 
     Args:
         scaler: The scaler whose iterations count; None for those of all scalers, and for steps of
@@ -73,6 +97,7 @@ class Watch:
     Attributes:
         found: The diagnoses, one for each place.
         notes: Remarks for the next diagnosis.
+        is_ending: Whether a scaler is ending the step that is diagnosed.
 
     Sync: one a step.
     """
@@ -92,11 +117,20 @@ class Watch:
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []
         self._scaler, self._model, self._tell = scaler, model, tell or warn
-        self._capture, self._start = Capture(self._is_here), _ExpectedSkips()
+        self._capture = Capture(
+            self._is_here, self._conclude, self._before_backward, self._after_read
+        )
+        self._start = _ExpectedSkips()
         self._live: LiveTrace | None = None
-        self._num_live = self._num_steps = self._num_tried = self._bad_step = 0
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._num_live = self._num_steps = self._num_tried = self._num_checked = self._bad_step = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
+        self._is_bad = self._is_trial = self.is_ending = False
         self._losses: list[Tensor] = []
+        self._left_out: Made | None = None
+        self._ends: list[KeptCall] = []
+        self._bad_ends: list[KeptCall] = []
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
@@ -107,22 +141,26 @@ class Watch:
         with ExitStack() as stack:
             stack.callback(patches.undo)
             self._capture.install(patches)
-            stack.enter_context(listening_to_backward(self._on_backward))
+            stack.enter_context(self._capture.keeping())
             stack.enter_context(observing(self))
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.stop(kind)
 
-    def stop(self) -> None:
-        """Stop watching."""
+    def stop(self, error: type[BaseException] | None = None) -> None:
+        """Stop watching, after an error of the loop if there was one."""
         live, self._live, self._num_live = self._live, None, 1
         try:
             if live is not None:
                 self._go_on(live, live.end(None))
+            if self in OBSERVERS and (error is None or not issubclass(error, KeyboardInterrupt)):
+                if error is not None and self._left_out is None:
+                    self._left_out = self._capture.first_bad()
+                self._conclude()
         finally:
             self._stack.close()
 
@@ -132,74 +170,132 @@ class Watch:
         """Note a loss before it is scaled."""
         if self._is_watching(scaler):
             self._is_scaled = True
-            self._note_losses(outputs)
+            self._losses += [loss.detach() for loss in tensors_in([outputs])]
 
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
         """Check the outcomes of an iteration, and diagnose it if it went bad."""
         if not outcomes or not self._is_watching(scaler):
             return
-        losses, self._losses = self._losses, []
         bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
         skipped = [outcome for outcome in outcomes if not outcome.taken]
-        if not bad and skipped and not _are_finite(losses):
+        if not bad and skipped and not _are_finite(self._losses):
             bad = skipped
+        scale = bad[0].scale if bad else None
+        if not bad and skipped and self._is_fault_at_any_scale():
+            bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
-        self._end_step(bad[0].scale if bad else None, is_bad=bool(bad))
+        self.is_ending = True
+        try:
+            self._end_step(scale, is_bad=bool(bad))
+        finally:
+            self.is_ending = False
 
-    def _on_backward(self, roots: Any) -> None:
-        """Note the losses of a step without a scaler."""
-        if self._counts_plain_steps() and autograd.backward_number() < 0:
-            self._note_losses(roots)
+    def _before_backward(self, roots: Any) -> None:
+        """Diagnose a step without a scaler whose loss is not finite, before it goes backward."""
+        self._left_out = None
+        if self._is_trial or self._is_bad or not self._counts_plain_steps():
+            return
+        with modes.unseen_by_modes():
+            if _are_finite(list(tensors_in([roots]))):
+                return
+        self._is_bad = True
+        ends = self._capture.ends[-1:]
+        if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
+            self._bad_ends = ends  # its hooks count the gradients of this backward pass
+        else:
+            self._look(ends, None)
 
-    def _note_losses(self, losses: Any) -> None:
-        for loss in tensors_in([losses]):
-            self._losses.append(loss.detach())
-            self._capture.note_root(loss)
-        del self._losses[:-MOST_LOSSES]
+    def _after_read(self, made: Made) -> None:
+        """Note a value that the loop has found not to be finite."""
+        if self._left_out is None and not self._is_bad:
+            self._left_out = made
+
+    def _conclude(self) -> None:
+        """Diagnose a step that the loop has left out: it read a bad value and went on, or ended."""
+        made, self._left_out = self._left_out, None
+        if made is None:
+            return
+        calls = needed_for([made.call])
+        if not any(call.has_grad and is_model(call.function) for call in calls):
+            return
+        self._look([made.call], None, root=made)
+        self._was_finite = False
+        self._num_steps += 1
+        self._capture.begin()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Diagnose a step without a scaler, before it is taken or once its closure has run."""
-        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+        if torch.compiler.is_compiling() or not self._is_here():
             return None
-        if optim.optimizer_step_depth() > 1 or is_in_step():
+        if optim.optimizer_step_depth() > 1:
+            return None
+        self._pause(is_stepping=True)
+        if is_in_step() or not self._counts_plain_steps():
             return None
         closure, others, kwargs = split_closure(args[1:], kwargs)
         # An optimizer that finds gradients may never evaluate the closure it is given.
-        if closure is None or not _are_finite(self._losses):
-            self._end_plain_step()
+        if closure is None or self._is_bad:
+            self._end_plain_step(optimizer)
             return None
+        watched = self._watched(closure, optimizer)
         if "closure" in kwargs:
-            return args, kwargs | {"closure": self._watched(closure)}
-        return (args[0], self._watched(closure), *others), kwargs
+            return args, kwargs | {"closure": watched}
+        return (args[0], watched, *others), kwargs
 
-    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _watched(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
         """Return a closure whose first evaluation in a step ends the step for the watch."""
-        is_first = True
 
         def watched() -> Any:
-            nonlocal is_first
-            result = closure()
-            if is_first:  # later ones are trials of a line search
-                is_first = False
-                self._end_plain_step()
+            self._pause(is_stepping=False)
+            try:
+                result = closure()
+            finally:
+                self._pause(is_stepping=True)
+            if not self._is_trial:  # later ones are trials of a line search
+                self._end_plain_step(optimizer)
+                self._is_trial = True
             return result
 
         return watched
 
-    def _end_plain_step(self) -> None:
-        losses, self._losses = self._losses, []
-        if losses:
-            self._end_step(None, is_bad=not _are_finite(losses))
+    def _pause(self, *, is_stepping: bool) -> None:
+        """Keep and trace nothing that an optimizer does to its parameters."""
+        self._capture.is_stepping = is_stepping
+        if self._live is not None:
+            self._live.pause(is_paused=is_stepping)
+
+    def _end_plain_step(self, optimizer: Optimizer) -> None:
+        ends, bad_ends, self._bad_ends = self._capture.ends or self._ends, self._bad_ends, []
+        if bad_ends:
+            self._look(bad_ends, None)
+        if ends and not self._is_bad and not _has_finite_gradients(optimizer):
+            self._is_bad = True
+            self._look(ends, None)
+        if self._capture.ends:
+            self._count(optimizer)
+            self._end_step(None, is_bad=False)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        """Count the steps of several optimizers, each once, as one."""
+        if optimizer not in self._stepped and self._stepped:
+            self._num_steps -= 1
+        else:
+            self._stepped.clear()
+        self._stepped.add(optimizer)
+        self._optimizers.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._counts_plain_steps():
+        if torch.compiler.is_compiling() or not self._is_here():
             return
-        if self._losses and not is_in_step():
+        if optim.optimizer_step_depth() > 1:
+            return
+        self._pause(is_stepping=False)
+        self._is_trial = False
+        if self._counts_plain_steps() and not is_in_step() and self._capture.ends:
             self._capture.begin()  # trials of a line search, or a closure that is not known
-        self._losses.clear()
 
     def _is_watching(self, scaler: GradScaler) -> bool:
         return (self._scaler is None or self._scaler is scaler) and self._is_here()
@@ -215,35 +311,59 @@ class Watch:
     # --- the step ---------------------------------------------------------------------------------
 
     def _end_step(self, scale: float | None, *, is_bad: bool) -> None:
-        self._num_steps += 1
         live, self._live = self._live, None
         try:
             if live is not None:
                 self._go_on(live, live.end(scale))
-            elif is_bad and len(self.found) < MOST_DIAGNOSES and self._num_tried < MOST_TRIED:
-                self._num_tried += 1
-                self._diagnose(scale)
-            self._was_finite = not is_bad
+            elif is_bad:
+                self._look(self._capture.ends, scale)
+            self._was_finite = not (is_bad or self._is_bad)
         finally:
+            self._num_steps += 1
+            self._is_bad, self._left_out = False, None
+            self._losses, self._ends = [], self._capture.ends
             self._capture.begin()
 
-    def _diagnose(self, scale: float | None) -> None:
-        capture = self._capture
-        model = capture.model if self._model is None else self._model
-        why_not: str | None = "no model was called in it"
+    def _look(
+        self, ends: Sequence[KeptCall], scale: float | None, root: Made | None = None
+    ) -> None:
+        """Diagnose a step, unless enough were.
+
+        Args:
+            ends: The calls of ``backward``, or the one that has made ``root``.
+            scale: The scale of the losses, None without one.
+            root: The value that is not finite, if it did not go backward.
+        """
+        if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
+            return
+        self._num_tried += 1
+        calls = needed_for(ends)
+        model = self._model or first_model(calls)
+        why_not = why_not_again(calls)
         if model is not None:
-            why_not = across_ranks.why_together(model) or capture.why_not()
-        if model is not None and why_not is None:
+            why_not = across_ranks.why_together(model) or why_not
+        if why_not is None:
             with replaying():  # hides its own scaler too
-                found = self._replayed(model, scale)
+                found = self._replayed(calls, root, model, scale)
             if found is not None:
                 self._report(found)
                 return
-            why_not = capture.gap or "its replay was finite"
-        self._bad_step = self._num_steps
-        self.notes.append(f"step {self._num_steps} was not replayed: {why_not}")
-        self._num_live = MOST_LIVE
-        self._trace(model)
+            why_not = gap_in(calls) or "its replay was finite"
+        self.notes.append(f"step {self._step} was not replayed: {why_not}")
+        self._bad_step = self._step
+        if self._is_scaled or self._scaler is not None:  # it skips bad steps: others can be traced
+            self._num_live = MOST_LIVE
+            self._trace(model)
+        elif root is None:
+            self._report(self._seen_only())
+
+    @property
+    def _step(self) -> int:
+        """The number of the step that runs, from 1."""
+        if not (self._optimizers or self._is_scaled):  # the loop steps by hand
+            return self._num_steps + len(self._capture.ends) + bool(self._left_out)
+        is_begun = 0 < len(self._stepped) < len(self._optimizers)
+        return self._num_steps + (0 if is_begun else 1)
 
     def _go_on(self, live: LiveTrace, found: Diagnosis | None) -> None:
         """Report the diagnosis of a traced step, or trace the next step too."""
@@ -251,13 +371,13 @@ class Watch:
         if found is not None:
             self._report(found)
         elif live.came_from_elsewhere:
-            self.notes.append(f"the bad values in step {self._num_steps} came from another rank")
+            self.notes.append(f"the bad values in step {self._step} came from another rank")
             self._came_from_elsewhere = True
         elif self._num_live:
             self._trace(live.model)
         elif not (self.found or self._came_from_elsewhere):
-            note = f"steps {self._bad_step + 1} to {self._num_steps} were traced, and none went bad"
-            self._report(Diagnosis("unknown", notes=(note,)), self._bad_step)
+            note = f"traced {things(self._step - self._bad_step, 'step')} after it: none went bad"
+            self._report(Diagnosis("unknown", notes=(note, SEE_MORE)), self._bad_step)
 
     def _trace(self, model: nn.Module | None) -> None:
         if model is not None and across_ranks.is_compiled_together(model):
@@ -271,32 +391,62 @@ class Watch:
         else:
             self.notes.append("steps were not traced live, since another dispatch mode is active")
 
-    def _replayed(self, model: nn.Module, scale: float | None) -> Diagnosis | None:
+    def _replayed(
+        self,
+        calls: Sequence[KeptCall],
+        root: Made | None,
+        model: nn.Module | None,
+        scale: float | None,
+    ) -> Diagnosis | None:
         """Return the diagnosis of a replay, None if it was finite or failed."""
         try:
-            found = diagnosis_of(self._capture.step(scale), model, with_underflow=False)
+            found = diagnosis_of(step_of(calls, root, scale), model, with_underflow=False)
         except RanksError:
-            self._capture.gap = "the model or the loss waits for other ranks"
+            self.notes.append("the model or the loss waits for other ranks")
             return None
         except Exception as error:  # raised by the user's code
             self.notes.append(f"a replay raised {type(error).__name__}: {error}")
             return None
-        if self._capture.gap is not None and found.verdict == "data":
-            named = replicated(model)
-            # Values computed in the gap are not computed again, and look like data.
-            known = {name for name, _ in (*named.named_parameters(), *named.named_buffers())}
+        if gap_in(calls) is not None and found.verdict == "data":
+            # What was computed in the gap is not computed again, and looks like data.
+            named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+            known = {without_wrappers(name) for name, _ in named}
             return found if found.tensor in known else None
         return None if found.verdict == "none" else found
+
+    def _is_fault_at_any_scale(self) -> bool:
+        """Return whether a skipped step is bad in float32 at scale 1 too."""
+        calls = needed_for(self._capture.ends)
+        model = self._model or first_model(calls)
+        if self._num_checked >= MOST_CHECKED or model is None or why_not_again(calls) is not None:
+            return False
+        if across_ranks.why_together(model) is not None or not _has_nan(model):
+            return False
+        self._num_checked += 1
+        with replaying(), suppress(Exception):  # of the user's code; another replay tells
+            step = step_of(calls, None, 1.0)
+            return scan(Replayer(step, model), Variant(torch.float32, scale=1.0)).blame is not None
+        return False
+
+    def _seen_only(self) -> Diagnosis:
+        """Return what is known of a step that cannot be replayed."""
+        first = self._capture.first_bad()
+        notes = [SEE_MORE]
+        if first is not None:
+            where = "" if first.call.at is None else f" at {line_text(line_at(*first.call.at))}"
+            name = getattr(first.call.function, "__name__", type(first.call.function).__name__)
+            notes.insert(0, f"the first value seen that is not finite: what {name} returned{where}")
+        return Diagnosis("unknown", notes=tuple(notes))
 
     def _report(self, found: Diagnosis, step: int | None = None) -> None:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
-            notes = (*notes, f"the loss of step {self._num_steps - 1} was finite")
+            notes = (*notes, f"the loss of step {self._num_steps} was finite")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
-            self._tell(found, self._num_steps if step is None else step)
+            self._tell(found, self._step if step is None else step)
 
 
 class _ExpectedSkips:
@@ -315,10 +465,12 @@ class _ExpectedSkips:
         if outcome.reason is not Reason.OVERFLOW:
             return outcome.reason is not Reason.NORM
         self._num_skips += 1
-        is_start = self._num_steps <= START_STEPS and self._num_skips <= START_SKIPS
+        if self._num_skips <= START_SKIPS and self._num_steps <= START_STEPS:
+            return False
         taken = self._last_taken
         has_just_grown = taken is not None and outcome.scale > taken.scale
-        return not (is_start or has_just_grown)
+        is_rare = self._num_skips <= max(START_SKIPS, self._num_steps // 2)
+        return not (has_just_grown and is_rare)
 
 
 def _are_finite(losses: Sequence[Tensor]) -> bool:
@@ -326,11 +478,39 @@ def _are_finite(losses: Sequence[Tensor]) -> bool:
         return all(map(is_finite, losses))
 
 
+def _has_finite_gradients(optimizer: Optimizer) -> bool:
+    """Return whether all gradients of an optimizer are finite. Sync: one for each device."""
+    with modes.unseen_by_modes(), torch.no_grad():
+        grads = [p.grad for p in parameters(optimizer) if p.grad is not None and p.grad.numel()]
+        dense = [grad for grad in grads if _is_plain(grad)]
+        largest = [norm.float() for norm in amp.norms_of_each(dense, math.inf)] if dense else []
+        others = (grad for grad in grads if not _is_plain(grad))
+        return all(map(math.isfinite, _values_of(largest))) and all(map(is_finite, others))
+
+
+def _values_of(scalars: list[Tensor]) -> list[float]:
+    devices = dict.fromkeys(scalar.device for scalar in scalars)
+    on_each = (torch.stack([s for s in scalars if s.device == device]) for device in devices)
+    return [value for each in on_each for value in each.tolist()]
+
+
+def _is_plain(grad: Tensor) -> bool:
+    return type(grad) is Tensor and grad.layout is torch.strided and grad.is_floating_point()
+
+
+def _has_nan(model: nn.Module) -> bool:
+    """Return whether a gradient of a model has a NaN. Sync: one for each gradient."""
+    with modes.unseen_by_modes():
+        return any(p.grad is not None and badness(p.grad) == NAN for p in model.parameters())
+
+
 def _place(found: Diagnosis) -> tuple[object, ...]:
     bad = found.bad
-    return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase))
+    return (found.verdict, found.tensor, bad and (bad.op, bad.module, bad.phase, bad.line))
 
 
 def warn(found: Diagnosis, step: int) -> None:
-    """Issue a :class:`halfstep.errors.DiagnosisWarning`."""
-    warnings.warn(f"step {step} went bad\n{found}", DiagnosisWarning, stacklevel=2)
+    """Issue a :class:`halfstep.errors.DiagnosisWarning` at the line of the user's that runs."""
+    line = user_line() or Line("<unknown>", 1, "", "")
+    text = f"step {step} went bad\n{found}"
+    warnings.warn_explicit(text, DiagnosisWarning, line.file, line.number)

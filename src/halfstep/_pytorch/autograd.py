@@ -80,6 +80,22 @@ def saves_as_always() -> bool:
     return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
 
 
+# Where ``apply`` of every class of torch.autograd.Function ends up, however it was looked up.
+FUNCTION_BASE: Any = torch.autograd.function._SingleLevelFunction
+
+
+def is_compiled_function(cls: type) -> bool:
+    """Return whether a class of ``torch.autograd.Function`` was made by torch.compile."""
+    return cls.__module__.startswith("torch._functorch")
+
+
+def goes_backward(function: Any) -> bool:
+    """Return whether a function is ``backward``, or ``grad`` of autograd."""
+    names = {"torch._tensor": ("backward",), "torch.autograd": ("backward", "grad")}
+    name = getattr(function, "__name__", None)
+    return name in names.get(getattr(function, "__module__", None) or "", ())
+
+
 # (tensor): whether it is a view of another tensor.
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 

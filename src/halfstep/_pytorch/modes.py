@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.overrides
 import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -41,6 +42,42 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+
+
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    """A mode whose ``__torch_function__`` sees calls of PyTorch's functions in a thread.
+
+    Not the calls that such a function makes itself.
+    """
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let it see the calls of a block, wherever in the stack of modes it lies at the end."""
+        torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            above = []
+            while torch._C._len_torch_function_stack():
+                mode = torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+                if mode is self:
+                    break
+                above.append(mode)
+            for mode in reversed(above):
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let it see nothing in a block, if it is the innermost mode: that costs nothing then."""
+        depth = torch._C._len_torch_function_stack()
+        if not depth or torch._C._get_function_stack_at(depth - 1) is not self:
+            yield
+            return
+        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

@@ -127,15 +127,16 @@ class record:
         self._stack.close()
         self._recorder.close(_text(error))
 
-    def add_diagnosis(self, diagnosis: Diagnosis) -> int:
+    def add_diagnosis(self, diagnosis: Diagnosis, *, step: int | None = None) -> int:
         """Write a result of :func:`halfstep.diagnose` into the record, for the report.
 
         Args:
             diagnosis: The diagnosis.
+            step: The number of its iteration. If left out: inside a step of an optimizer, the one
+                that the step ends; else the last one that has ended, or 1.
 
         Returns:
-            The number of its iteration: inside a step of an optimizer, the one that the step ends;
-            else the last one that has ended, or 1.
+            The number of its iteration.
 
         Raises:
             CallOrderError: The record has not been entered.
@@ -149,7 +150,7 @@ class record:
             ...     run.add_diagnosis(halfstep.diagnose(step))
             1
         """
-        return self._require_entered().add_diagnosis(diagnosis)
+        return self._require_entered().add_diagnosis(diagnosis, step)
 
     def add_note(self, text: str) -> None:
         """Write a note for the reader; the same text is written only once.

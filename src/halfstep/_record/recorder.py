@@ -165,10 +165,10 @@ class Recorder:
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
-    def add_diagnosis(self, diagnosis: Diagnosis) -> int:
-        """Write a diagnosis of the current step and return its number. Sync: none."""
-        is_stepping = optim.optimizer_step_depth() > 0
-        step = max(self.num_steps + is_stepping, 1)
+    def add_diagnosis(self, diagnosis: Diagnosis, step: int | None) -> int:
+        """Write a diagnosis of a step, None for the current one; return its number. Sync: none."""
+        if step is None:
+            step = max(self.num_steps + (optim.optimizer_step_depth() > 0), 1)
         if self._is_here():
             self._write({"event": "diagnosis", "step": step, **asdict(diagnosis)})
         return step

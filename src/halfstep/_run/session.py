@@ -120,7 +120,9 @@ class Session:
 
     def _tell(self, diagnosis: Diagnosis, _: int) -> None:
         """Record and print the diagnosis of a step, on the rank that made it."""
-        step = self._record.add_diagnosis(diagnosis)  # numbered as in the record
+        assert self._watch is not None
+        step = self._record.num_steps + (not self._watch.is_ending)
+        self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 
     def _close(self) -> None:

@@ -1,0 +1,325 @@
+"""Kept calls of a training loop, and their repetition in a replay.
+
+A loop is no function, so halfstep keeps the calls that it makes of models, of PyTorch's functions
+and of ``backward``, and repeats those that a loss was computed by. Everything else in the loop
+(reading a batch, printing, an optimizer's step) is not done again: what it returned is an argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from halfstep._autocast.modules import replicated
+from halfstep._autocast.region import Region, Settings
+from halfstep._common.nested import map_plain, tensors_in, tensors_within
+from halfstep._common.random_states import RandomStates
+from halfstep._diagnose.user_code import CALLED_AGAIN, line_at
+from halfstep._pytorch import modes
+from halfstep._scaler.rules import Static
+from halfstep._scaler.scaler import GradScaler
+
+LARGEST_COPY = 2**26
+"""The size in bytes of the largest tensor that is copied before the loop writes to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Placeholder of an argument: a tensor by its position among those of an earlier call."""
+
+    call: KeptCall
+    position: int
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Given:
+    """Placeholder of an argument: a tensor that no kept call has made.
+
+    Attributes:
+        tensor: The tensor; detached if something that was not kept has computed it.
+        version: How often it had been written to.
+        copy: Its values at that time, if it was written to since.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether its values are gone."""
+        is_read_only = self.tensor.is_inference()
+        return self.copy is None and not is_read_only and self.tensor._version != self.version
+
+    def keep(self) -> None:
+        """Copy its values, which are about to change."""
+        if self.copy is None and self.tensor.nbytes <= LARGEST_COPY and not self.has_changed:
+            with torch.no_grad():
+                self.copy = self.tensor.clone().requires_grad_(self.tensor.requires_grad)
+
+    def value(self) -> Tensor:
+        """Return the tensor as it was."""
+        return self.tensor if self.copy is None else self.copy
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """Placeholder of an argument: an object of the user's own with placeholders for its parts."""
+
+    like: Any
+    parts: dict[str, Made]
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class KeptCall:
+    """Call of a model, of a function, of ``scale`` or of ``backward``.
+
+    Attributes:
+        number: Its place in the order of all calls.
+        function: What was called; ``GradScaler.scale`` for any scaler.
+        at: The code of the function that made it, and the number of its line.
+        args: The arguments, with placeholders for tensors.
+        of: The calls whose results it uses, or that wrote to them.
+        given: The other tensors.
+        settings: The settings of autocast around it.
+        has_grad: Whether gradients were enabled.
+        random: The states of random generators, if it draws numbers.
+        buffers: The buffers of the model, with their values.
+        forward: What was put in place of the model's own ``forward``, for this call or for good.
+        writes: The positions among the tensors of its arguments that it wrote to.
+        gap: Why it cannot be repeated as it was; None if it can.
+        results: References to its results, each with its version.
+    """
+
+    number: int
+    function: Callable[..., Any]
+    at: tuple[CodeType, int] | None
+    args: Any = ()
+    kwargs: Any = None
+    of: tuple[KeptCall, ...] = ()
+    given: tuple[Given, ...] = ()
+    settings: tuple[Settings, ...] = ()
+    has_grad: bool = True
+    random: RandomStates | None = None
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    forward: Callable[..., Any] | None = None
+    is_training: bool = True
+    writes: tuple[int, ...] = ()
+    gap: str | None = None
+    results: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it makes a tensor from numbers alone, as ``torch.tensor`` does."""
+        return not (self.of or self.given or isinstance(self.function, nn.Module))
+
+    def still_there(self) -> list[Tensor] | None:
+        """Return its results if all are in use, and none was written to; else None."""
+        found = [(reference(), version) for reference, version in self.results]
+        same = [t for t, version in found if t is not None and t._version == version]
+        return same if len(same) == len(found) else None
+
+    def forget(self) -> None:
+        """Let go of all that it keeps, so that no chain of calls grows without end."""
+        self.args, self.kwargs, self.of, self.given = (), None, (), ()
+        self.random, self.buffers = None, ()
+        self.gap = "a tensor from more than a step before cannot be computed again"
+
+    def tensors(self, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the tensors that are known by a position: results, then what it wrote to."""
+        found = list(tensors_within([result]))
+        if self.writes:
+            arguments = list(tensors_in([args, kwargs]))
+            found += [arguments[position] for position in self.writes]
+        return found
+
+
+def is_model(function: object) -> TypeGuard[nn.Module]:
+    """Return whether a function is a module with parameters."""
+    return isinstance(function, nn.Module) and any(True for _ in function.parameters())
+
+
+def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
+    """Return the calls that the ends need, and the ends, in order."""
+    found = set(ends)
+    stack = list(ends)
+    while stack:
+        for call in stack.pop().of:
+            if call not in found:
+                found.add(call)
+                stack.append(call)
+    return sorted(found, key=lambda call: call.number)
+
+
+def first_model(calls: Sequence[KeptCall]) -> nn.Module | None:
+    """Return the first module with parameters that was called."""
+    return next((call.function for call in calls if is_model(call.function)), None)
+
+
+def gap_in(calls: Sequence[KeptCall]) -> str | None:
+    """Return why a part of some calls is not repeated, None if all is."""
+    return next((call.gap for call in calls if call.gap is not None), None)
+
+
+def why_not_again(calls: Sequence[KeptCall]) -> str | None:
+    """Return why calls cannot be repeated at all, None if they can."""
+    if not calls:
+        return "no loss was seen"
+    for call in calls:
+        for given in call.given:
+            if given.has_changed:
+                shape = ", ".join(map(str, given.tensor.shape))
+                return f"an input of shape [{shape}] was written to in place afterwards"
+    return None
+
+
+def scale(outputs: Any) -> Any:
+    """Stand for ``scale`` of a scaler among the kept calls; a replay has a scaler of its own."""
+    return outputs
+
+
+def is_backward(call: KeptCall) -> bool:
+    """Return whether a call goes backward from a loss."""
+    return getattr(call.function, "__name__", "") == "backward"
+
+
+_SAYS_BAD = {"isnan", "isinf", "isneginf", "isposinf", "ne", "__ne__"}
+_SAYS_GOOD = {"isfinite", "eq", "__eq__"}
+_SAME = {
+    *("any", "all", "sum", "max", "min", "stack", "cat"),
+    *("logical_or", "__or__", "bitwise_or", "_is_all_true"),
+}
+_OPPOSITE = {"logical_not", "__invert__", "bitwise_not"}
+
+
+def found_bad(answer: Made, *, is_true: bool) -> Made | None:
+    """Return the tensor that was found not to be finite, if an answer says that of one.
+
+    Args:
+        answer: What was read, such as that of ``torch.isnan(loss).any()``.
+        is_true: Whether it was true.
+    """
+    call = answer.call
+    name: str = getattr(call.function, "__name__", "")
+    asked = _asked(call)
+    if name in _SAYS_BAD | _SAYS_GOOD:
+        is_comparison = name.strip("_") in ("ne", "eq")
+        if is_comparison and (len(asked) != 2 or asked[0] != asked[1]):
+            return None  # only ``loss != loss`` asks for NaN
+        return asked[0] if asked and is_true == (name in _SAYS_BAD) else None
+    if name in _SAME | _OPPOSITE:
+        is_true = is_true != (name in _OPPOSITE)
+        found = (found_bad(part, is_true=is_true) for part in asked)
+        return next(filter(None, found), None)
+    return None
+
+
+def _asked(call: KeptCall) -> list[Made]:
+    """Return the placeholders among the arguments of a call, and in its lists."""
+    found: list[Made] = []
+    map_plain(lambda value: found.append(value) if type(value) is Made else None, call.args)
+    return found
+
+
+# --- repetition -----------------------------------------------------------------------------------
+
+
+def step_of(
+    calls: Sequence[KeptCall], root: Made | None, scale: float | None
+) -> Callable[[], object]:
+    """Return a function that does :func:`call_again` at a scale, with a scaler of its own."""
+    scaler: GradScaler | None = None
+    if scale is not None:
+        scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
+    return lambda: call_again(calls, root, scaler)
+
+
+def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler | None) -> object:
+    """Repeat calls, in order, and return what the last one has made.
+
+    Args:
+        calls: The calls.
+        root: A tensor to return instead.
+        scaler: Multiplies losses as the scaler of the run does; None for losses without a scale.
+    """
+    made: dict[KeptCall, list[Tensor]] = {}
+    is_scaled = any(call.function is scale for call in calls)
+    for module in {call.function for call in calls if is_model(call.function)}:
+        module.zero_grad()
+    for call in calls:
+        by_run = scaler if call.function is scale else None
+        if by_run is None and is_backward(call) and not is_scaled:
+            by_run = scaler  # the runner scales in backward
+        made[call] = _again(call, made, by_run)
+    return made[calls[-1]] if root is None else made[root.call][root.position]
+
+
+def _again(
+    call: KeptCall, made: dict[KeptCall, list[Tensor]], scaler: GradScaler | None
+) -> list[Tensor]:
+    """Repeat one call with its autocast and its random numbers; return its tensors."""
+    line = call.at and line_at(*call.at)  # noqa: F841 - read from here, see CALLED_AGAIN
+    if call.random is not None:
+        call.random.restore()
+    for buffer, values in call.buffers:
+        with torch.no_grad():
+            buffer.copy_(values)
+    function: Callable[..., Any] = call.function
+    if isinstance(function, nn.Module) and function.training != call.is_training:
+        function.train(call.is_training)
+    args, kwargs = map_plain(lambda value: _value(value, made), (call.args, call.kwargs or {}))
+    if scaler is not None:
+        args = (scaler.scale(args[0]), *args[1:])
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(call.has_grad))
+        if call.is_constant:  # a value that was there before, for who looks for the cause
+            there = call.still_there()
+            if there is not None:
+                return there
+            stack.enter_context(modes.unseen_by_modes())
+        for settings in call.settings:
+            stack.enter_context(Region(settings))
+        if isinstance(function, nn.Module) and call.forward is not None:
+            # That of Lightning sends one call of DistributedDataParallel to training_step.
+            vars(replicated(function))["forward"] = call.forward
+        return call.tensors(function(*args, **kwargs), args, kwargs)
+
+
+CALLED_AGAIN.add(_again.__code__)
+
+
+def _value(placeholder: Any, made: dict[KeptCall, list[Tensor]]) -> Any:
+    if type(placeholder) is Made:
+        return made[placeholder.call][placeholder.position]
+    if type(placeholder) is Given:
+        return placeholder.value()
+    if type(placeholder) is Inside:
+        whole = copy.copy(placeholder.like)
+        for name, part in placeholder.parts.items():
+            set_part(whole, name, made[part.call][part.position])
+        return whole
+    return placeholder
+
+
+def parts_of(whole: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are items or attributes of an object, with their names."""
+    items = whole if isinstance(whole, dict) else getattr(whole, "__dict__", {})
+    for name, part in list(items.items()):
+        if isinstance(part, Tensor) and isinstance(name, str):
+            yield name, part
+
+
+def set_part(whole: Any, name: str, part: Tensor) -> None:
+    """Set what :func:`parts_of` has named."""
+    if isinstance(whole, dict):
+        whole[name] = part
+    else:
+        object.__setattr__(whole, name, part)

@@ -1,0 +1,401 @@
+"""Loops as people write them: the loss by hand, steps left out, one or no optimizer.
+
+Each is run with a watch and without one. The losses and the parameters are the same, bit for bit,
+and the watch names the line that is marked with ``# bad`` and the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import halfstep
+from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.watch import Watch
+
+NUM_STEPS, BAD_STEP = 5, 4
+
+Loop = Callable[["Run"], None]
+LOOPS: list[tuple[Loop, str]] = []
+
+
+class Run:
+    """One run of a loop: a model, batches of which one is bad, and the losses."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scaler = halfstep.GradScaler(init_scale=64.0, on_skips=lambda report: None)
+        self.losses: list[float] = []
+        self.batches = [(torch.randn(4, 6), torch.rand(4, 3) + 0.5) for _ in range(NUM_STEPS)]
+        self.batches[BAD_STEP - 1][1][2, 1] = 0.0
+
+    def note(self, loss: Tensor) -> None:
+        self.losses.append(loss.detach().clone())
+
+    def take(self, loss: Tensor) -> None:
+        """Step without a scaler."""
+        self.note(loss)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def take_scaled(self, loss: Tensor) -> None:
+        self.note(loss)
+        self.optimizer.zero_grad()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def loop(op: str = "log") -> Callable[[Loop], Loop]:
+    def add(function: Loop) -> Loop:
+        LOOPS.append((function, op))
+        return function
+
+    return add
+
+
+def log_ratio(out: Tensor, target: Tensor) -> Tensor:
+    ratio = torch.log(target)  # bad
+    return (out - ratio).square().mean()
+
+
+@loop()
+def by_hand(run: Run) -> None:
+    for x, y in run.batches:
+        out = run.model(x)
+        ratio = torch.log(y)  # bad
+        run.take((out - ratio).square().mean())
+
+
+@loop()
+def by_hand_scaled(run: Run) -> None:
+    for x, y in run.batches:
+        with halfstep.autocast("cpu", torch.bfloat16):
+            out = run.model(x)
+            ratio = torch.log(y)  # bad
+            loss = (out - ratio).square().mean()
+        run.take_scaled(loss)
+
+
+@loop()
+def in_a_function(run: Run) -> None:
+    for x, y in run.batches:
+        run.take(log_ratio(run.model(x), y))
+
+
+@loop()
+def left_out(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        if not math.isfinite(loss.item()):
+            continue
+        run.take(loss)
+
+
+@loop()
+def left_out_by_a_question(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        if torch.isnan(loss).any() or not torch.isfinite(loss):
+            continue
+        run.take(loss)
+
+
+@loop()
+def left_out_scaled(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        if loss.isinf():
+            run.optimizer.zero_grad()
+            continue
+        run.take_scaled(loss)
+
+
+@loop()
+def exits(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        value = loss.item()
+        if not math.isfinite(value):
+            sys.exit(1)
+        run.take(loss)
+
+
+@loop()
+def breaks(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        if loss != loss or float(loss.detach()) == math.inf:
+            break
+        run.take(loss)
+
+
+@loop()
+def raises(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        assert not torch.isinf(loss), "diverged"
+        run.take(loss)
+
+
+@loop()
+def raises_without_a_look(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(run.model(x), y)
+        if max(loss.detach().view(1).tolist()) == math.inf:
+            raise FloatingPointError
+        run.take(loss)
+
+
+@loop()
+def in_a_generator(run: Run) -> None:
+    def losses() -> Iterator[Tensor]:
+        for x, y in run.batches:
+            yield log_ratio(run.model(x), y)
+
+    for loss in losses():
+        run.take(loss)
+
+
+@loop()
+def while_batches(run: Run) -> None:
+    batches = iter(run.batches)
+    while (batch := next(batches, None)) is not None:
+        run.take(log_ratio(run.model(batch[0]), batch[1]))
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    aux: Tensor
+
+
+@loop()
+def in_a_dataclass(run: Run) -> None:
+    class Wrapped(nn.Module):
+        def forward(self, x: Tensor) -> Output:
+            return Output(run.model(x), torch.zeros(()))
+
+    model = Wrapped()
+    for x, y in run.batches:
+        out = model(x)
+        ratio = torch.log(y)  # bad
+        run.take((out.logits - ratio).square().mean() + out.aux)
+
+
+@loop()
+def accumulated(run: Run) -> None:
+    run.optimizer.zero_grad()
+    for x, y in run.batches:
+        for half in range(2):
+            part = slice(2 * half, 2 * half + 2)
+            loss = log_ratio(run.model(x[part]), y[part]) / 2
+            run.note(loss)
+            loss.backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@loop()
+def with_a_closure(run: Run) -> None:
+    for x, y in run.batches:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            run.optimizer.zero_grad()
+            loss = log_ratio(run.model(x), y)
+            run.note(loss)
+            loss.backward()
+            return loss
+
+        run.optimizer.step(closure)
+
+
+@loop()
+def without_an_optimizer(run: Run) -> None:
+    weight = torch.ones(6, 3, requires_grad=True)
+    for x, y in run.batches:
+        loss = log_ratio(x @ weight, y)
+        run.note(loss)
+        loss.backward()
+        with torch.no_grad():
+            weight -= 0.01 * weight.grad
+            weight.grad = None
+
+
+@loop()
+def with_random_numbers(run: Run) -> None:
+    for x, y in run.batches:
+        noise = torch.randn_like(x)
+        kept = F.dropout(x + noise, 0.2)
+        run.take(log_ratio(run.model(kept), y))
+
+
+@loop()
+def in_place(run: Run) -> None:
+    for x, y in run.batches:
+        target = torch.zeros_like(y)
+        target[:] = y
+        target.log_()  # bad
+        run.take((run.model(x) - target).square().mean())
+
+
+@loop()
+def with_a_bank(run: Run) -> None:
+    bank = torch.ones(8, 3)
+    for index, (x, y) in enumerate(run.batches):
+        out = run.model(x)
+        similar = out @ bank.clone().T
+        bank[index] = out.detach().mean(0)
+        loss = similar.square().mean() + log_ratio(out, y)
+        run.take(loss)
+
+
+@loop()
+def with_a_custom_function(run: Run) -> None:
+    class Log(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.log()  # bad
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0] / ctx.saved_tensors[0]
+
+    for x, y in run.batches:
+        run.take((run.model(x) - Log.apply(y)).square().mean())
+
+
+@loop("sqrt")
+def bad_gradients(run: Run) -> None:
+    for x, y in run.batches:
+        out = run.model(x)
+        distance = (out * y.gt(0)).square().sqrt()  # bad
+        run.take(distance.mean())
+
+
+@loop("sqrt")
+def bad_gradients_scaled(run: Run) -> None:
+    for x, y in run.batches:
+        out = run.model(x)
+        distance = (out * y.gt(0)).square().sqrt()  # bad
+        run.take_scaled(distance.mean())
+
+
+@loop()
+def adversarial(run: Run) -> None:
+    critic = nn.Linear(3, 1)
+    other = torch.optim.SGD(critic.parameters(), lr=0.01)
+    for x, y in run.batches:
+        fake = run.model(x)
+        other.zero_grad()
+        loss = critic(fake.detach()).mean() - critic(y).mean()
+        loss.backward()
+        other.step()
+        run.optimizer.zero_grad()
+        loss = -critic(fake).mean() + torch.log(y).mean()  # bad
+        run.note(loss)
+        loss.backward()
+        run.optimizer.step()
+
+
+def functional(run: Run) -> None:
+    params = dict(run.model.named_parameters())
+    for x, y in run.batches:
+
+        def loss_of(params: dict[str, Tensor], x: Tensor = x, y: Tensor = y) -> Tensor:
+            return log_ratio(torch.func.functional_call(run.model, params, x), y)
+
+        gradients, loss = torch.func.grad_and_value(loss_of)(params)
+        for name, gradient in gradients.items():
+            params[name].grad = gradient
+        run.note(loss)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+# --- the test -------------------------------------------------------------------------------------
+
+
+def lines_of(function: Loop) -> set[int]:
+    """Return the marked lines of a loop, and those of the functions in this file that it calls."""
+    found: set[int] = set()
+    for each in (function, log_ratio):
+        source, first = inspect.getsourcelines(each)
+        found |= {first + i for i, text in enumerate(source) if text.rstrip().endswith("# bad")}
+        if found:
+            return found
+    return found
+
+
+def bits(run: Run) -> list[list[float]]:
+    values = [*run.losses, *(p.detach() for p in run.model.parameters())]
+    return [value.reshape(-1).view(torch.int32).tolist() for value in values]
+
+
+def train(function: Loop, told: list[tuple[Diagnosis, int]] | None) -> Run:
+    run = Run()
+    with suppress(SystemExit, AssertionError, FloatingPointError):
+        if told is None:
+            function(run)
+        else:
+            with Watch(tell=lambda *found: told.append(found)):
+                function(run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("function", "op"), LOOPS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_the_line_and_the_step_are_named_and_nothing_changes(function: Loop, op: str) -> None:
+    told: list[tuple[Diagnosis, int]] = []
+    watched = train(function, told)
+    assert bits(watched) == bits(train(function, None))
+    assert told
+    found, step = told[0]
+    bad = found.bad
+    assert bad is not None, str(found)
+    assert step == BAD_STEP, str(found)
+    assert found.verdict == "maths"
+    assert op in (bad.op, bad.forward_op, bad.op.rstrip("_")), str(found)
+    line = bad.line or bad.forward_line
+    assert line is not None
+    assert Path(line.file).name == "test_loops.py"
+    assert (bad.forward_line or line).number in lines_of(function), str(found)
+
+
+def test_a_step_by_torch_func_is_not_called_finite() -> None:
+    told: list[tuple[Diagnosis, int]] = []
+    watched = train(functional, told)
+    assert bits(watched) == bits(train(functional, None))
+    ((found, step),) = told
+    assert step == BAD_STEP
+    assert found.verdict == "unknown"
+    assert "grad_and_value(loss_of)(params)" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "op"), LOOPS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_nothing_is_told_of_healthy_steps(function: Loop, op: str) -> None:
+    told: list[object] = []
+    run = Run()
+    run.batches = [(x, y.clamp_min(0.5)) for x, y in run.batches]
+    with Watch(tell=lambda *found: told.append(found)):
+        function(run)
+    assert not told
+    assert run.losses
