@@ -14,11 +14,12 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
@@ -54,7 +55,7 @@ _LEFT_OUT = ("_foreach_", "_fused_", "_amp_", "_record_function_")
 """Beginnings of the names of functions of optimizers, scalers and profilers."""
 _READS = {"item", "tolist", "numpy", "__float__", "__bool__", "__array__"}
 """Names of functions by which a loop gets values out of a tensor."""
-_PROPERTIES = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
+_VIEWS = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
 """Properties that are tensors."""
 _NO_TENSORS = {
     *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "is_contiguous"),
@@ -62,12 +63,12 @@ _NO_TENSORS = {
     *("__format__", "get_device", "untyped_storage", "_set_grad_enabled"),
 }
 """Names of functions that return no tensors; to know them costs less than to look."""
-_IN_PLACE = {
+_WRITES = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"),
-    *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__"),
+    *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__", "register_hook"),
+    *("retain_grad", ".data"),
 }
-_EFFECTS = {"register_hook", "retain_grad", "requires_grad_"}
-"""Names of functions that change a tensor without writing to it."""
+"""Names of functions that change a tensor, besides those that end in an underscore."""
 _DRAWS = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_"),
@@ -78,6 +79,17 @@ _DRAWS = {
 }
 """Names of functions that draw random numbers."""
 _GAP = "something computed a tensor in it that cannot be called again"
+
+
+_SIMPLE = (str, int, float, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class _Argument(NamedTuple):
+    """Tensor among the arguments of a call, the call that has made it, and its version."""
+
+    tensor: Tensor
+    made: Made | None
+    version: int
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -101,9 +113,10 @@ class _CallsOfFunctions(modes.FunctionMode):
     ) -> Any:
         """Call a function, and keep the call."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        kind = _kind_of(_name_of(func))
+        if kind is _Kind.LEFT_OUT or torch.compiler.is_compiling() or self._capture.is_left_out():
             return func(*args, **kwargs)
-        return self._capture.call_function(func, args, kwargs)
+        return self._capture.call_function(func, kind, args, kwargs)
 
 
 class Capture(TopLevelCalls):
@@ -136,7 +149,7 @@ class Capture(TopLevelCalls):
         self._new: list[weakref.ref[KeptCall]] = []
         self._old: list[weakref.ref[KeptCall]] = []
         self._first = 0
-        self.is_stepping = False
+        self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
         self._buffers: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
@@ -146,15 +159,24 @@ class Capture(TopLevelCalls):
     @property
     def is_on(self) -> bool:
         """Whether calls are kept."""
-        if self.is_stepping and not optim.optimizer_step_depth():
-            self.is_stepping = False  # the step has raised an error
-        return self._is_here() and not self.is_stepping
+        if self._is_paused and not optim.optimizer_step_depth():
+            self.pause(is_paused=False)  # the step has raised an error
+        return self._is_here() and not self._is_paused
+
+    def pause(self, *, is_paused: bool) -> None:
+        """Keep nothing while an optimizer steps, or go on."""
+        if is_paused == self._is_paused:
+            return
+        self._is_paused = is_paused
+        if not is_paused and self._has_left:
+            self._mode.come_back()
+        self._has_left = is_paused and self._mode.leave()
 
     def install(self, patches: Patches, *, with_losses: bool = False) -> None:
         """Put it around the calls until ``patches`` are undone; those of functions need more."""
         super().install(patches, with_losses=with_losses)
         for owner, name in transforms.CALLED_AS_A_WHOLE:
-            patches.wrap(owner, name, self._around_whole)
+            patches.wrap(owner, name, self._around_transform)
         patches.wrap(GradScaler, "scale", self._around_scale)
         patches.wrap(data.LOADER_ITERATOR, "__next__", self._around_batch)
         patches.put(autograd.FUNCTION_BASE, "apply", classmethod(self._apply()))
@@ -198,63 +220,58 @@ class Capture(TopLevelCalls):
         has_grad = torch.is_grad_enabled()
         if has_grad and is_model(module):
             self._before_model()
-        call = self._call(module, args, kwargs)
+        call, arguments = self._call(module, args, kwargs)
         if has_grad or module.training:
             call.random = RandomStates(accelerators())
         call.is_training = module.training
         call.forward = vars(replicated(module)).get("forward")
         call.buffers = [(buffer, self._kept(buffer)) for buffer in self._buffers_of(module)]
-        return self._whole(call, partial(original, module), args, kwargs)
+        with self.inside():
+            return self._done(call, arguments, partial(original, module), args, kwargs)
 
-    def call_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self, function: Callable[..., Any], kind: _Kind, args: Any, kwargs: Any
+    ) -> Any:
         """Call a function of PyTorch, and keep the call if it returns or writes to a tensor."""
-        name = _name_of(function)
-        if self._is_left_out() or name in _NO_TENSORS or name.startswith(_LEFT_OUT):
-            return function(*args, **kwargs)
-        if autograd.goes_backward(function):
-            return self._call_backward(function, args, kwargs)
-        if name in _READS:
+        if kind is _Kind.READS:
             result = function(*args, **kwargs)
             self._note_read(args[0], result)
             return result
-        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
-        if is_in_place or name == ".data":
+        if kind is _Kind.WRITES:
             self._keep_values(args[:1])
             if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
                 return function(*args, **kwargs)  # of what is there for more than this step
-        elif name.startswith(".") and name not in _PROPERTIES:
-            return function(*args, **kwargs)
-        elif "out" in kwargs:
+        if "out" in kwargs:
             self._keep_values([kwargs["out"]])
-        call = self._call(function, args, kwargs)
-        if name in _DRAWS:
+        call, arguments = self._call(function, args, kwargs)
+        if kind is _Kind.DRAWS:
             call.random = RandomStates(accelerators())
-        return self._done(call, function, args, kwargs, is_effect=name in _EFFECTS)
+        if autograd.goes_backward(function):
+            self.ends.append(call)
+            self._before_backward(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+        is_effect = kind is _Kind.WRITES and function.__name__ != "__get__"
+        return self._done(call, arguments, function, args, kwargs, is_effect=is_effect)
 
-    def _call_backward(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        call = self._call(function, args, kwargs)
-        self.ends.append(call)
-        self._before_backward(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
-        return self._done(call, function, args, kwargs)
-
-    def _around_whole(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._is_left_out():
+    def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self.is_left_out():
             return original(*args, **kwargs)
         if torch.is_grad_enabled():
             self._before_model()
-        call = self._call(original, args, kwargs)
+        call, arguments = self._call(original, args, kwargs)
         call.random = RandomStates(accelerators())
         if original.__name__ in transforms.GRADIENTS:
             self.ends.append(call)
-        return self._whole(call, original, args, kwargs)
+        with self.inside():
+            return self._done(call, arguments, original, args, kwargs)
 
     def _around_scale(
         self, original: Callable[..., Any], scaler: GradScaler, outputs: Any, *args: Any, **kw: Any
     ) -> Any:
-        if torch.compiler.is_compiling() or self._is_left_out():
+        if torch.compiler.is_compiling() or self.is_left_out():
             return original(scaler, outputs, *args, **kw)
-        call = self._call(scale, (outputs,), {})
-        return self._whole(call, partial(original, scaler), (outputs, *args), kw)
+        call, arguments = self._call(scale, (outputs,), {})
+        with self.inside():
+            return self._done(call, arguments, partial(original, scaler), (outputs, *args), kw)
 
     def _around_batch(self, original: Callable[..., Any], loader: Any) -> Any:
         with self.inside():
@@ -267,88 +284,79 @@ class Capture(TopLevelCalls):
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             original = getattr(super(base, cls), "apply")  # noqa: B009 - of PyTorch's C++
             is_compiled = autograd.is_compiled_function(cls)
-            if torch.compiler.is_compiling() or self._is_left_out() or is_compiled:
+            if torch.compiler.is_compiling() or self.is_left_out() or is_compiled:
                 return original(*args, **kwargs)
-            call = self._call(cls.apply, args, kwargs)
-            return self._whole(call, original, args, kwargs)
+            call, arguments = self._call(cls.apply, args, kwargs)
+            with self.inside():
+                return self._done(call, arguments, original, args, kwargs)
 
         return apply
 
-    def _is_left_out(self) -> bool:
+    def is_left_out(self) -> bool:
         """Return whether calls in this thread are no calls of the loop."""
-        is_off = self._inside.is_inside or self.is_stepping or not self._is_here()
+        is_off = self._inside.is_inside or self._is_paused or not self._is_here()
         return is_off or not _counts()
 
     # --- keeping ----------------------------------------------------------------------------------
 
     @compiler.do_not_compile_alone
-    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> KeptCall:
-        """Return a call with placeholders for its tensors."""
-        of: dict[KeptCall, None] = {}
-        given: list[Given] = []
-        gaps: list[str] = []
+    def _call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[KeptCall, list[_Argument]]:
+        """Return a call with placeholders for its tensors, and its tensors as they are now."""
+        arguments = [
+            _Argument(tensor, self.made_by(tensor), autograd.version_of(tensor))
+            for tensor in tensors_in([args, kwargs])
+        ]
+        call = KeptCall(next(self._numbers), function, user_place())
+        by_id = {id(argument.tensor): self._placeholder(argument, call) for argument in arguments}
 
         def placeholder(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return self._placeholder(value, of, given, gaps)
-            if isinstance(value, (str, int, float, type(None), torch.dtype, torch.device)):
-                return value
-            return self._inside_of(value, of, given, gaps)
+            if id(value) in by_id:
+                return by_id[id(value)]
+            return value if isinstance(value, _SIMPLE) else self._inside_of(value, call)
 
-        kept_args, kept_kwargs = map_plain(placeholder, (tuple(args), dict(kwargs)))
-        call = KeptCall(next(self._numbers), function, user_place(), kept_args, kept_kwargs)
-        call.of, call.given = tuple(of), tuple(given)
-        call.settings = tuple(map(current_settings, filter(_has_autocast, _devices())))
+        call.args, call.kwargs = map_plain(placeholder, (args, kwargs))
+        call.settings = tuple(current_settings(d) for d in _devices() if is_autocast_enabled(d))
         call.has_grad = torch.is_grad_enabled()
-        call.gap = gaps[0] if gaps else None
-        return call
+        return call, arguments
 
-    def _placeholder(
-        self, tensor: Tensor, of: dict[KeptCall, None], given: list[Given], gaps: list[str]
-    ) -> Made | Given:
-        made = self.made_by(tensor)
+    def _placeholder(self, argument: _Argument, call: KeptCall) -> Made | Given:
+        tensor, made, version = argument
         if made is not None:
-            of.setdefault(made.call)
             written = self._writes.get(tensor)
-            if written is not None:
-                of.setdefault(written)
+            call.of += (made.call,) if written is None else (made.call, written)
             return made
         if tensor.grad_fn is not None:
-            gaps.append(_GAP)
+            call.gap = _GAP
             tensor = tensor.detach().requires_grad_()
-        found = Given(tensor, autograd.version_of(tensor))
-        given.append(found)
-        self._given.setdefault(_memory_of(tensor), weakref.WeakSet()).add(found)
+        found = Given(tensor, version)
+        call.given += (found,)
+        self._given.setdefault(storages.number_of_memory(tensor), weakref.WeakSet()).add(found)
         return found
 
-    def _inside_of(
-        self, whole: Any, of: dict[KeptCall, None], given: list[Given], gaps: list[str]
-    ) -> Any:
+    def _inside_of(self, whole: Any, call: KeptCall) -> Any:
         """Return a placeholder for an object; itself if no call has made a part of it."""
-        tensors = list(tensors_within([whole]))
-        made = {name: found for name, part in parts_of(whole) if (found := self.made_by(part))}
-        of.update(dict.fromkeys(found.call for found in made.values()))
-        known = {id(part) for name, part in parts_of(whole) if name in made}
-        for tensor in tensors:
-            if tensor.grad_fn is not None and id(tensor) not in known:
-                gaps.append(_GAP)
+        parts = dict(parts_of(whole))
+        made = {name: found for name, part in parts.items() if (found := self.made_by(part))}
+        known = {id(parts[name]) for name in made}
+        others = [tensor for tensor in tensors_within([whole]) if id(tensor) not in known]
+        call.of += tuple(found.call for found in made.values())
+        call.given += tuple(Given(t, autograd.version_of(t)) for t in others if t.grad_fn is None)
+        if any(tensor.grad_fn is not None for tensor in others):
+            call.gap = _GAP
         if not made:
-            given += [Given(t, autograd.version_of(t)) for t in tensors if t.grad_fn is None]
             return whole
         like = copy.copy(whole)
         for name in made:
             set_part(like, name, torch.empty(0))
         return Inside(like, made)
 
-    def _whole(self, call: KeptCall, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call, and keep nothing that it calls itself."""
-        with self.inside():
-            return self._done(call, function, args, kwargs)
-
     @compiler.do_not_compile_alone
     def _done(
         self,
         call: KeptCall,
+        arguments: list[_Argument],
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -356,22 +364,19 @@ class Capture(TopLevelCalls):
         is_effect: bool = False,
     ) -> Any:
         """Make a call, note which tensors it has made, and return its result."""
-        given = list(tensors_in([args, kwargs]))
-        versions = [autograd.version_of(tensor) for tensor in given]
-        known = [self.made_by(tensor) is not None for tensor in given]
         result = function(*args, **kwargs)
         call.writes = tuple(
             position
-            for position, tensor in enumerate(given)
-            if known[position]
-            and (autograd.version_of(tensor) != versions[position] or (is_effect and not position))
+            for position, (tensor, made, version) in enumerate(arguments)
+            if made is not None
+            and (autograd.version_of(tensor) != version or (is_effect and not position))
         )
-        before = {id(tensor) for tensor in given}  # such as what x.float() returns for a float32 x
+        before = {id(argument.tensor) for argument in arguments}  # x.float() may return x
         results = list(tensors_within([result]))
-        made = [(index, t) for index, t in enumerate(results) if id(t) not in before]
-        written = [given[position] for position in call.writes]
-        made += enumerate(written, len(results))
-        for tensor in written:
+        made = [(index, tensor) for index, tensor in enumerate(results) if id(tensor) not in before]
+        for index, position in enumerate(call.writes, len(results)):
+            tensor = arguments[position].tensor
+            made.append((index, tensor))
             self._writes.put(tensor, call)
         for index, tensor in made:
             entry = _Entry(tensor, self._drop)
@@ -401,7 +406,7 @@ class Capture(TopLevelCalls):
         """Copy what earlier calls were given and this one may overwrite."""
         for tensor in given:
             if isinstance(tensor, Tensor):
-                for each in list(self._given.get(_memory_of(tensor), ())):
+                for each in list(self._given.get(storages.number_of_memory(tensor), ())):
                     each.keep()
 
     def _note_read(self, tensor: Any, value: Any) -> None:
@@ -463,16 +468,31 @@ def _name_of(function: Any) -> str:
     return f".{function.__self__.__name__}" if name == "__get__" else name
 
 
-def _memory_of(tensor: Tensor) -> int:
-    reference = storages.memory_of(tensor)
-    return id(tensor) if reference is None else int(reference.cdata)
+class _Kind(Enum):
+    """What a function is for a capture."""
+
+    LEFT_OUT = auto()
+    READS = auto()
+    WRITES = auto()
+    DRAWS = auto()
+    OTHER = auto()
+
+
+@cache
+def _kind_of(name: str) -> _Kind:
+    is_property = name.startswith(".")
+    if name in _NO_TENSORS or name.startswith(_LEFT_OUT) or (is_property and name not in _VIEWS):
+        return _Kind.LEFT_OUT
+    if name in _READS:
+        return _Kind.READS
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        return _Kind.WRITES
+    return _Kind.DRAWS if name in _DRAWS else _Kind.OTHER
 
 
 @cache
 def _devices() -> tuple[str, ...]:
+    """Return the device types of this machine that have autocast."""
     kind = torch.accelerator.current_accelerator()
-    return ("cpu",) if kind is None or kind.type == "cpu" else ("cpu", kind.type)
-
-
-def _has_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    found = ("cpu",) if kind is None or kind.type == "cpu" else ("cpu", kind.type)
+    return tuple(filter(torch.amp.is_autocast_available, found))

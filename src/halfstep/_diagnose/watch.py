@@ -263,7 +263,7 @@ class Watch:
 
     def _pause(self, *, is_stepping: bool) -> None:
         """Keep and trace nothing that an optimizer does to its parameters."""
-        self._capture.is_stepping = is_stepping
+        self._capture.pause(is_paused=is_stepping)
         if self._live is not None:
             self._live.pause(is_paused=is_stepping)
 

@@ -53,7 +53,7 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let it see the calls of a block, wherever in the stack of modes it lies at the end."""
-        torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
+        self.come_back()
         try:
             yield
         finally:
@@ -66,18 +66,30 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
             for mode in reversed(above):
                 torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let it see nothing in a block, if it is the innermost mode: that costs nothing then."""
+    def leave(self) -> bool:
+        """See nothing from now on, if this is the innermost mode; return whether it was.
+
+        A mode that is left costs nothing.
+        """
         depth = torch._C._len_torch_function_stack()
         if not depth or torch._C._get_function_stack_at(depth - 1) is not self:
-            yield
-            return
+            return False
         torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+        return True
+
+    def come_back(self) -> None:
+        """See calls again, as the innermost mode."""
+        torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let it see nothing in a block, if it is the innermost mode."""
+        was_left = self.leave()
         try:
             yield
         finally:
-            torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
+            if was_left:
+                self.come_back()
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

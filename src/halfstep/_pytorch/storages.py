@@ -38,6 +38,15 @@ def number_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def number_of_memory(tensor: torch.Tensor) -> int:
+    """Return :func:`number_of` the memory of a tensor; something of its own if it has none."""
+    try:
+        with no_torch_function():
+            return number_of(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
+        return id(tensor)
+
+
 def memory_of(tensor: torch.Tensor) -> Any:
     """Return a weak reference to the memory of a tensor, None if it has none of its own.
 

@@ -131,6 +131,8 @@ class Session:
             return  # a fork of the program; the record belongs to its parent
         failure = self._failure
         try:
+            if self._watch is not None:
+                self._watch.stop(type(failure) if failure else None)
             self._stack.close()
             for note in [] if self._watch is None else self._watch.notes:
                 self._record.add_note(note)
