@@ -229,6 +229,46 @@ def test_an_overflow_that_no_smaller_scale_cures_is_a_fault_at_the_start_too() -
     assert (found.verdict, found.bad.phase, found.bad.forward_op) == ("maths", "backward", "sqrt")
 
 
+def scaled_steps(loss: Callable[[Tensor, int], Tensor], num: int, **options: Any) -> Watch:
+    """Train a layer under float16 and a scaler, whose step ``i`` has the loss ``loss(out, i)``."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = halfstep.GradScaler(on_skips=lambda report: None, **options)
+    with scaler.diagnose(model, tell=lambda *_: None) as watch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(num):
+            optimizer.zero_grad()
+            with halfstep.autocast("cpu", torch.float16):
+                loss_i = loss(model(torch.ones(2, 4)), i)
+            scaler.scale(loss_i).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return watch
+
+
+def test_a_nan_gradient_of_a_finite_loss_is_told_in_the_first_skip() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return (out.float() * float(i != 2)).square().sum(dim=1).sqrt().mean()
+
+    watch = scaled_steps(loss, 4, init_scale=16.0)
+    (found,) = watch.found
+    assert found.verdict == "maths"
+    assert found.bad is not None
+    assert (found.bad.phase, found.ends) == ("backward", ("weight", "bias"))
+    assert found.bad.forward_line is not None
+    assert ".sqrt()" in found.bad.forward_line.text
+
+
+def test_most_steps_skipped_is_no_search_for_a_scale() -> None:
+    def loss(out: Tensor, i: int) -> Tensor:
+        return (out.float() * 30).square().mean()  # overflows at half of the scales
+
+    options = {"init_scale": 4096.0, "growth_factor": 8.0, "growth_interval": 1}
+    watch = scaled_steps(loss, 60, backoff_factor=0.5, **options)
+    assert {found.verdict for found in watch.found} == {"scale"}
+
+
 def test_without_a_scaler_a_step_is_diagnosed_before_it_is_taken() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

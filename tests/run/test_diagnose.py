@@ -59,3 +59,44 @@ def test_without_a_scaler_the_step_has_the_same_number(halfstep_run, tmp_path):
     assert (done.code, done.err) == (0, "")
     first, *_ = read_run(tmp_path / "out").diagnoses
     assert (first.step, first.diagnosis.verdict) == (4, "range")
+
+
+LEAVES = """
+import math, sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for i in range(1, 6):
+    x, y = torch.randn(3, 4), torch.rand(3, 2) + 0.1
+    if i == 4:
+        y[1, 0] = -1
+    loss = (model(x) - y.sqrt()).square().mean()
+    print(i, loss.item())
+    {leave}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(model.weight.tolist())
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [
+        ("if not math.isfinite(loss.item()): sys.exit(1)", 1),
+        ("if loss.isnan(): continue", 0),
+        ("if loss != loss: break", 0),
+        ("assert math.isfinite(float(loss.detach())), 'diverged'", 1),
+    ],
+)
+def test_a_loss_that_the_script_leaves_out(halfstep_run, tmp_path, leave, code):
+    (tmp_path / "leaves.py").write_text(LEAVES.format(leave=leave))
+    done = halfstep_run("--diagnose", "-o", "out", tmp_path / "leaves.py")
+    plain = halfstep_run("-o", "plain", tmp_path / "leaves.py")
+    assert (done.code, done.out) == (code, plain.out)
+    assert "halfstep: step 4 went bad:\nmaths: sqrt, forward" in done.err
+    assert "loss = (model(x) - y.sqrt()).square().mean()" in done.err
+    (only,) = read_run(tmp_path / "out").diagnoses
+    assert only.step == 4

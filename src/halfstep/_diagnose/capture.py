@@ -23,7 +23,7 @@ from torch import Tensor, is_autocast_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
-from halfstep._common.nested import map_plain, tensors_in, tensors_within
+from halfstep._common.nested import like, tensors_in, tensors_within
 from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
@@ -38,7 +38,7 @@ from halfstep._diagnose.kept_calls import (
     scale,
     set_part,
 )
-from halfstep._diagnose.user_code import user_place
+from halfstep._diagnose.user_code import user_place, whole_model
 from halfstep._numerics.measure import is_finite, is_mask
 from halfstep._pytorch import autograd, compiler, data, modes, optim, storages, transforms
 from halfstep._pytorch.storages import ByMemory
@@ -81,7 +81,10 @@ _DRAWS = {
 _GAP = "something computed a tensor in it that cannot be called again"
 
 
-_SIMPLE = (str, int, float, type(None), torch.dtype, torch.device, torch.layout)
+_SIMPLE = {
+    *(str, int, float, bool, complex, type(None), slice, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+}
 
 
 class _Argument(NamedTuple):
@@ -144,13 +147,16 @@ class Capture(TopLevelCalls):
         self._mode = _CallsOfFunctions(self)
         self._numbers = itertools.count()
         self._entries: dict[int, _Entry] = {}
-        self._given: dict[int, weakref.WeakSet[Given]] = {}
+        self._given: dict[int, list[weakref.ref[Given]]] = {}
         self._writes: ByMemory[KeptCall] = ByMemory()
         self._new: list[weakref.ref[KeptCall]] = []
         self._old: list[weakref.ref[KeptCall]] = []
         self._first = 0
         self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
+        self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._buffers: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
         self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
             weakref.WeakKeyDictionary()
@@ -198,7 +204,6 @@ class Capture(TopLevelCalls):
         self._turn()
         self.ends = []
         self._writes = ByMemory()
-        self._given.clear()
 
     def _turn(self) -> None:
         for reference in self._old:
@@ -207,6 +212,7 @@ class Capture(TopLevelCalls):
                 call.forget()
         self._old, self._new = self._new, []
         self._first = next(self._numbers)
+        self._given.clear()
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -221,11 +227,13 @@ class Capture(TopLevelCalls):
         if has_grad and is_model(module):
             self._before_model()
         call, arguments = self._call(module, args, kwargs)
+        if module not in self._wholes and is_model(module):
+            self._wholes[module] = weakref.ref(whole_model(module))
         if has_grad or module.training:
             call.random = RandomStates(accelerators())
         call.is_training = module.training
         call.forward = vars(replicated(module)).get("forward")
-        call.buffers = [(buffer, self._kept(buffer)) for buffer in self._buffers_of(module)]
+        call.buffers = [(buffer, self._values_of(buffer)) for buffer in self._buffers_of(module)]
         with self.inside():
             return self._done(call, arguments, partial(original, module), args, kwargs)
 
@@ -304,25 +312,39 @@ class Capture(TopLevelCalls):
         self, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[KeptCall, list[_Argument]]:
         """Return a call with placeholders for its tensors, and its tensors as they are now."""
-        arguments = [
-            _Argument(tensor, self.made_by(tensor), autograd.version_of(tensor))
-            for tensor in tensors_in([args, kwargs])
-        ]
-        call = KeptCall(next(self._numbers), function, user_place())
-        by_id = {id(argument.tensor): self._placeholder(argument, call) for argument in arguments}
-
-        def placeholder(value: Any) -> Any:
-            if id(value) in by_id:
-                return by_id[id(value)]
-            return value if isinstance(value, _SIMPLE) else self._inside_of(value, call)
-
-        call.args, call.kwargs = map_plain(placeholder, (args, kwargs))
-        call.settings = tuple(current_settings(d) for d in _devices() if is_autocast_enabled(d))
+        call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
+        call.args = tuple([self._kept(value, call, arguments) for value in args])
+        if kwargs:
+            call.kwargs = {n: self._kept(value, call, arguments) for n, value in kwargs.items()}
+        for device in _devices():
+            if is_autocast_enabled(device):
+                call.settings += (current_settings(device),)
         call.has_grad = torch.is_grad_enabled()
         return call, arguments
 
-    def _placeholder(self, argument: _Argument, call: KeptCall) -> Made | Given:
-        tensor, made, version = argument
+    def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
+        """Return a placeholder for a tensor, and for the tensors in a container."""
+        if isinstance(value, Tensor):
+            made, version = self.made_by(value), autograd.version_of(value)
+            arguments.append(_Argument(value, made, version))
+            return self._placeholder(value, made, version, call)
+        kind = type(value)
+        if kind in _SIMPLE:
+            return value
+        if kind is dict:
+            return {key: self._kept(item, call, arguments) for key, item in value.items()}
+        if (
+            kind is list
+            or kind is tuple
+            or (isinstance(value, tuple) and hasattr(value, "_fields"))
+        ):
+            return like(value, [self._kept(item, call, arguments) for item in value])
+        arguments += [_Argument(each, None, 0) for each in tensors_in([value])]
+        return self._inside_of(value, call)
+
+    def _placeholder(
+        self, tensor: Tensor, made: Made | None, version: int, call: KeptCall
+    ) -> Made | Given:
         if made is not None:
             written = self._writes.get(tensor)
             call.of += (made.call,) if written is None else (made.call, written)
@@ -330,9 +352,12 @@ class Capture(TopLevelCalls):
         if tensor.grad_fn is not None:
             call.gap = _GAP
             tensor = tensor.detach().requires_grad_()
-        found = Given(tensor, version)
+        known = self._given.setdefault(storages.number_of_memory(tensor), [])
+        found = known[-1]() if known else None
+        if found is None or found.tensor is not tensor or found.version != version:
+            found = Given(tensor, version)
+            known.append(weakref.ref(found))
         call.given += (found,)
-        self._given.setdefault(storages.number_of_memory(tensor), weakref.WeakSet()).add(found)
         return found
 
     def _inside_of(self, whole: Any, call: KeptCall) -> Any:
@@ -347,10 +372,10 @@ class Capture(TopLevelCalls):
             call.gap = _GAP
         if not made:
             return whole
-        like = copy.copy(whole)
+        rest = copy.copy(whole)
         for name in made:
-            set_part(like, name, torch.empty(0))
-        return Inside(like, made)
+            set_part(rest, name, torch.empty(0))
+        return Inside(rest, made)
 
     @compiler.do_not_compile_alone
     def _done(
@@ -402,12 +427,14 @@ class Capture(TopLevelCalls):
         is_old = entry.made.call.number < self._first
         return None if is_old and tensor.grad_fn is None else entry.made
 
-    def _keep_values(self, given: Iterable[Any]) -> None:
+    def _keep_values(self, values: Iterable[Any]) -> None:
         """Copy what earlier calls were given and this one may overwrite."""
-        for tensor in given:
-            if isinstance(tensor, Tensor):
-                for each in list(self._given.get(storages.number_of_memory(tensor), ())):
-                    each.keep()
+        for value in values:
+            if isinstance(value, Tensor):
+                for reference in self._given.get(storages.number_of_memory(value), ()):
+                    given = reference()
+                    if given is not None:
+                        given.keep()
 
     def _note_read(self, tensor: Any, value: Any) -> None:
         """Note that the loop has read a value, if it says that something is not finite."""
@@ -420,6 +447,14 @@ class Capture(TopLevelCalls):
                 self._after_read(bad)
         elif tensor.is_floating_point() and tensor.numel() <= MOST_READ and not is_finite(tensor):
             self._after_read(made)
+
+    def model_of(self, calls: Iterable[KeptCall]) -> nn.Module | None:
+        """Return the first model that was called, or the one that it is a part of."""
+        for call in calls:
+            if is_model(call.function):
+                reference = self._wholes.get(call.function)
+                return (reference and reference()) or call.function
+        return None
 
     def first_bad(self) -> Made | None:
         """Return the first value of this step that is not finite and still there. Sync: many."""
@@ -447,7 +482,7 @@ class Capture(TopLevelCalls):
         found = (getattr(module, name, None) for module, name in self._owners[model])
         return [buffer for buffer in found if isinstance(buffer, Tensor)]
 
-    def _kept(self, buffer: Tensor) -> Tensor:
+    def _values_of(self, buffer: Tensor) -> Tensor:
         """Return a copy of a buffer; a new one only if the buffer was written to."""
         known = self._buffers.get(id(buffer))
         if known is None or known[0]() is not buffer or known[1] != buffer._version:

@@ -159,11 +159,6 @@ def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
     return sorted(found, key=lambda call: call.number)
 
 
-def first_model(calls: Sequence[KeptCall]) -> nn.Module | None:
-    """Return the first module with parameters that was called."""
-    return next((call.function for call in calls if is_model(call.function)), None)
-
-
 def gap_in(calls: Sequence[KeptCall]) -> str | None:
     """Return why a part of some calls is not repeated, None if all is."""
     return next((call.gap for call in calls if call.gap is not None), None)

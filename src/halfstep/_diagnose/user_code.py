@@ -49,10 +49,25 @@ def user_line() -> Line | None:
 
 def user_place() -> tuple[CodeType, int] | None:
     """Return the code and the number of the line of :func:`user_line`, without its text."""
-    for frame in _frames():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if is_users(frame.f_code.co_filename):
             return frame.f_code, frame.f_lineno
+        frame = frame.f_back
     return None
+
+
+def whole_model(module: nn.Module) -> nn.Module:
+    """Return the outermost module whose method calls ``module``, as ``training_step`` does.
+
+    The module itself if no method of a module that has it as a part is running.
+    """
+    whole = module
+    for frame in _frames():
+        owner = frame.f_locals.get("self") if is_users(frame.f_code.co_filename) else None
+        if isinstance(owner, nn.Module) and any(whole is part for part in owner.modules()):
+            whole = owner
+    return whole
 
 
 def line_at(code: CodeType, number: int) -> Line:

@@ -33,7 +33,6 @@ from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
 from halfstep._diagnose.kept_calls import (
     KeptCall,
     Made,
-    first_model,
     gap_in,
     is_model,
     needed_for,
@@ -99,7 +98,7 @@ class Watch:
         notes: Remarks for the next diagnosis.
         is_ending: Whether a scaler is ending the step that is diagnosed.
 
-    Sync: one a step.
+    Sync: two a step without a scaler; with one, one a step.
     """
 
     def __init__(
@@ -338,7 +337,7 @@ class Watch:
             return
         self._num_tried += 1
         calls = needed_for(ends)
-        model = self._model or first_model(calls)
+        model = self._model or self._capture.model_of(calls)
         why_not = why_not_again(calls)
         if model is not None:
             why_not = across_ranks.why_together(model) or why_not
@@ -417,7 +416,7 @@ class Watch:
     def _is_fault_at_any_scale(self) -> bool:
         """Return whether a skipped step is bad in float32 at scale 1 too."""
         calls = needed_for(self._capture.ends)
-        model = self._model or first_model(calls)
+        model = self._model or self._capture.model_of(calls)
         if self._num_checked >= MOST_CHECKED or model is None or why_not_again(calls) is not None:
             return False
         if across_ranks.why_together(model) is not None or not _has_nan(model):
@@ -444,6 +443,8 @@ class Watch:
             notes = (*notes, f"the loss of step {self._num_steps} was finite")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
+        if self.found and not self._was_finite and _is_of_the_model(found):
+            return  # a bad step, whose cause was told, has left it
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
             self._tell(found, self._step if step is None else step)
@@ -502,6 +503,12 @@ def _has_nan(model: nn.Module) -> bool:
     """Return whether a gradient of a model has a NaN. Sync: one for each gradient."""
     with modes.unseen_by_modes():
         return any(p.grad is not None and badness(p.grad) == NAN for p in model.parameters())
+
+
+def _is_of_the_model(found: Diagnosis) -> bool:
+    """Return whether a parameter or a buffer was bad before the step."""
+    inputs = () if found.bad is None else found.bad.inputs
+    return found.verdict == "data" and any(operand.name == found.tensor for operand in inputs)
 
 
 def _place(found: Diagnosis) -> tuple[object, ...]:
