@@ -313,6 +313,59 @@ def adversarial(run: Run) -> None:
         run.optimizer.step()
 
 
+@loop("reciprocal")
+def bad_gradients_by_hand(run: Run) -> None:
+    for x, y in run.batches:
+        loss = (run.model(x) * y.gt(0).all()).square().mean()
+        run.note(loss)
+        run.optimizer.zero_grad()
+        loss.backward()
+        gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        factor = 1.0 / norm  # bad
+        for gradient in gradients:
+            gradient.mul_(factor)
+        run.optimizer.step()
+
+
+@loop("mul")
+def bad_gradients_by_a_number(run: Run) -> None:
+    for x, y in run.batches:
+        loss = (run.model(x) * y.gt(0).all()).square().mean()
+        run.note(loss)
+        run.optimizer.zero_grad()
+        loss.backward()
+        norm = sum(p.grad.norm().item() for p in run.model.parameters() if p.grad is not None)
+        for p in run.model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(1.0 / norm if norm else math.nan)  # bad
+        run.optimizer.step()
+
+
+@loop()
+def truncated(run: Run) -> None:
+    cell = nn.GRUCell(6, 3)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.01)
+    state = torch.zeros(4, 3)
+    for x, y in run.batches:
+        state = state.detach()
+        state = cell(x, state)
+        loss = log_ratio(state, y)
+        run.note(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@loop()
+def read_after_the_step(run: Run) -> None:
+    for x, y in run.batches:
+        out = run.model(x)
+        other = (out.detach() - torch.log(y)).square().mean() + 0 * out.mean()  # bad
+        run.take_scaled(out.square().mean())
+        other.item()
+
+
 def functional(run: Run) -> None:
     params = dict(run.model.named_parameters())
     for x, y in run.batches:

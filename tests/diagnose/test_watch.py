@@ -264,7 +264,7 @@ def test_most_steps_skipped_is_no_search_for_a_scale() -> None:
     def loss(out: Tensor, i: int) -> Tensor:
         return (out.float() * 30).square().mean()  # overflows at half of the scales
 
-    options = {"init_scale": 4096.0, "growth_factor": 8.0, "growth_interval": 1}
+    options = {"init_scale": 4096.0, "growth_factor": 256.0, "growth_interval": 1}
     watch = scaled_steps(loss, 60, backoff_factor=0.5, **options)
     assert {found.verdict for found in watch.found} == {"scale"}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_autocast_enabled, nn
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
@@ -154,6 +155,7 @@ class Capture(TopLevelCalls):
         self._first = 0
         self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
+        self._bad_write: Made | None = None
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
@@ -202,7 +204,7 @@ class Capture(TopLevelCalls):
     def begin(self) -> None:
         """Begin another step; its calls may use results of the last one, but no older ones."""
         self._turn()
-        self.ends = []
+        self.ends, self._bad_write = [], None
         self._writes = ByMemory()
 
     def _turn(self) -> None:
@@ -223,7 +225,7 @@ class Capture(TopLevelCalls):
         """Call a module, and keep the call."""
         if not _counts():
             return original(module, *args, **kwargs)
-        has_grad = torch.is_grad_enabled()
+        has_grad = is_grad_enabled()
         if has_grad and is_model(module):
             self._before_model()
         call, arguments = self._call(module, args, kwargs)
@@ -248,6 +250,8 @@ class Capture(TopLevelCalls):
         if kind is _Kind.WRITES:
             self._keep_values(args[:1])
             if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
+                if any(isinstance(a, float) and not math.isfinite(a) for a in args[1:]):
+                    self._bad_write = self._write_again(function, args, kwargs)
                 return function(*args, **kwargs)  # of what is there for more than this step
         if "out" in kwargs:
             self._keep_values([kwargs["out"]])
@@ -263,7 +267,7 @@ class Capture(TopLevelCalls):
     def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.is_left_out():
             return original(*args, **kwargs)
-        if torch.is_grad_enabled():
+        if is_grad_enabled():
             self._before_model()
         call, arguments = self._call(original, args, kwargs)
         call.random = RandomStates(accelerators())
@@ -313,19 +317,21 @@ class Capture(TopLevelCalls):
     ) -> tuple[KeptCall, list[_Argument]]:
         """Return a call with placeholders for its tensors, and its tensors as they are now."""
         call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
+        call.has_grad = is_grad_enabled()
         call.args = tuple([self._kept(value, call, arguments) for value in args])
         if kwargs:
             call.kwargs = {n: self._kept(value, call, arguments) for n, value in kwargs.items()}
         for device in _devices():
             if is_autocast_enabled(device):
                 call.settings += (current_settings(device),)
-        call.has_grad = torch.is_grad_enabled()
         return call, arguments
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
         """Return a placeholder for a tensor, and for the tensors in a container."""
         if isinstance(value, Tensor):
             made, version = self.made_by(value), autograd.version_of(value)
+            if made is not None and self.is_old(made.call) and _detaches(call):
+                made = None  # its value counts, not what has computed it
             arguments.append(_Argument(value, made, version))
             return self._placeholder(value, made, version, call)
         kind = type(value)
@@ -350,8 +356,9 @@ class Capture(TopLevelCalls):
             call.of += (made.call,) if written is None else (made.call, written)
             return made
         if tensor.grad_fn is not None:
-            call.gap = _GAP
-            tensor = tensor.detach().requires_grad_()
+            is_used = call.has_grad and not _detaches(call)
+            call.gap = _GAP if is_used else call.gap
+            tensor = tensor.detach().requires_grad_(is_used)
         known = self._given.setdefault(storages.number_of_memory(tensor), [])
         found = known[-1]() if known else None
         if found is None or found.tensor is not tensor or found.version != version:
@@ -419,13 +426,23 @@ class Capture(TopLevelCalls):
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
 
+    def _write_again(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Made:
+        """Return the result of a write to a copy of what the loop is about to write to."""
+        copied = (args[0].detach().clone(), *args[1:])
+        call, _ = self._call(function, copied, kwargs)
+        return Made(call, 0)
+
+    def is_old(self, call: KeptCall) -> bool:
+        """Return whether a call was made before this step."""
+        return call.number < self._first
+
     def made_by(self, tensor: Tensor) -> Made | None:
         """Return the kept call that has made a tensor, None if there is none."""
         entry = self._entries.get(id(tensor))
         if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
             return None
-        is_old = entry.made.call.number < self._first
-        return None if is_old and tensor.grad_fn is None else entry.made
+        is_old = self.is_old(entry.made.call) and (tensor.grad_fn is None or not is_grad_enabled())
+        return None if is_old else entry.made
 
     def _keep_values(self, values: Iterable[Any]) -> None:
         """Copy what earlier calls were given and this one may overwrite."""
@@ -462,11 +479,11 @@ class Capture(TopLevelCalls):
             entries = sorted(self._entries.values(), key=lambda entry: entry.made.call.number)
             for entry in entries[-MOST_CHECKED:]:
                 tensor = entry()
-                if tensor is None or entry.made.call.number < self._first:
+                if tensor is None or self.is_old(entry.made.call):
                     continue
                 if not is_finite(tensor) and not is_mask(tensor):
                     return entry.made
-        return None
+        return self._bad_write
 
     # --- buffers ----------------------------------------------------------------------------------
 
@@ -501,6 +518,10 @@ def _name_of(function: Any) -> str:
     """Return the name of a function; of the getter of a property, that of the property."""
     name: str = getattr(function, "__name__", "")
     return f".{function.__self__.__name__}" if name == "__get__" else name
+
+
+def _detaches(call: KeptCall) -> bool:
+    return _name_of(call.function) in ("detach", ".data")
 
 
 class _Kind(Enum):

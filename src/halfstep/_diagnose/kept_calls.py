@@ -114,6 +114,7 @@ class KeptCall:
     is_training: bool = True
     writes: tuple[int, ...] = ()
     gap: str | None = None
+    is_forgotten: bool = False
     results: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
     @property
@@ -131,7 +132,7 @@ class KeptCall:
         """Let go of all that it keeps, so that no chain of calls grows without end."""
         self.args, self.kwargs, self.of, self.given = (), None, (), ()
         self.random, self.buffers = None, ()
-        self.gap = "a tensor from more than a step before cannot be computed again"
+        self.is_forgotten = True
 
     def tensors(self, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Return the tensors that are known by a position: results, then what it wrote to."""
@@ -169,6 +170,8 @@ def why_not_again(calls: Sequence[KeptCall]) -> str | None:
     if not calls:
         return "no loss was seen"
     for call in calls:
+        if call.is_forgotten:
+            return "it uses a tensor from more than a step before, which cannot be computed again"
         for given in call.given:
             if given.has_changed:
                 shape = ", ".join(map(str, given.tensor.shape))

@@ -57,10 +57,14 @@ START_STEPS = 50
 """The number of steps that count as the start of a run."""
 START_SKIPS = 16
 """The most skips at the start that count as the search for a usable scale."""
+MOST_SKIPPED = 0.75
+"""The largest share of skipped steps that counts as the search for a usable scale."""
 MOST_DIAGNOSES = 5
 """The most places that are diagnosed in a run."""
 MOST_TRIED = 10
 """The most steps that are diagnosed, including those that go bad at a known place."""
+MOST_LOSSES = 256
+"""The most losses of a step that are checked, the last ones."""
 MOST_LIVE = 5
 """The most steps that are traced live after one that cannot be replayed."""
 SEE_MORE = (
@@ -170,6 +174,7 @@ class Watch:
         if self._is_watching(scaler):
             self._is_scaled = True
             self._losses += [loss.detach() for loss in tensors_in([outputs])]
+            del self._losses[:-MOST_LOSSES]
 
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
         """Check the outcomes of an iteration, and diagnose it if it went bad."""
@@ -218,10 +223,13 @@ class Watch:
         calls = needed_for([made.call])
         if not any(call.has_grad and is_model(call.function) for call in calls):
             return
+        was_taken = self._capture.is_old(made.call)  # it was read after the step
+        self._num_steps -= was_taken
         self._look([made.call], None, root=made)
         self._was_finite = False
         self._num_steps += 1
-        self._capture.begin()
+        if not was_taken:
+            self._capture.begin()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -336,25 +344,23 @@ class Watch:
         if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
             return
         self._num_tried += 1
-        calls = needed_for(ends)
-        model = self._model or self._capture.model_of(calls)
-        why_not = why_not_again(calls)
-        if model is not None:
-            why_not = across_ranks.why_together(model) or why_not
-        if why_not is None:
-            with replaying():  # hides its own scaler too
-                found = self._replayed(calls, root, model, scale)
-            if found is not None:
-                self._report(found)
-                return
-            why_not = gap_in(calls) or "its replay was finite"
+        is_left_out = root is not None
+        found, why_not = self._replayed(needed_for(ends), root, scale)
+        if found is None and not is_left_out:
+            # Such as a number that gradients are multiplied by after backward.
+            root = self._capture.first_bad()
+            if root is not None:
+                found, _ = self._replayed(needed_for([root.call]), root, scale)
+        if found is not None:
+            self._report(found)
+            return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
         self._bad_step = self._step
         if self._is_scaled or self._scaler is not None:  # it skips bad steps: others can be traced
             self._num_live = MOST_LIVE
-            self._trace(model)
-        elif root is None:
-            self._report(self._seen_only())
+            self._trace(self._model or self._capture.model_of(needed_for(ends)))
+        elif not is_left_out:
+            self._report(self._seen_only(root))
 
     @property
     def _step(self) -> int:
@@ -391,27 +397,29 @@ class Watch:
             self.notes.append("steps were not traced live, since another dispatch mode is active")
 
     def _replayed(
-        self,
-        calls: Sequence[KeptCall],
-        root: Made | None,
-        model: nn.Module | None,
-        scale: float | None,
-    ) -> Diagnosis | None:
-        """Return the diagnosis of a replay, None if it was finite or failed."""
+        self, calls: Sequence[KeptCall], root: Made | None, scale: float | None
+    ) -> tuple[Diagnosis | None, str]:
+        """Return the diagnosis of a replay, or None and why there is none."""
+        model = self._model or self._capture.model_of(calls)
+        why_not = why_not_again(calls)
+        if model is not None:
+            why_not = across_ranks.why_together(model) or why_not
+        if why_not is not None:
+            return None, why_not
         try:
-            found = diagnosis_of(step_of(calls, root, scale), model, with_underflow=False)
+            with replaying():  # hides its own scaler too
+                found = diagnosis_of(step_of(calls, root, scale), model, with_underflow=False)
         except RanksError:
-            self.notes.append("the model or the loss waits for other ranks")
-            return None
+            return None, "the model or the loss waits for other ranks"
         except Exception as error:  # raised by the user's code
-            self.notes.append(f"a replay raised {type(error).__name__}: {error}")
-            return None
-        if gap_in(calls) is not None and found.verdict == "data":
+            return None, f"a replay raised {type(error).__name__}: {error}"
+        gap = gap_in(calls)
+        if gap is not None and found.verdict == "data":
             # What was computed in the gap is not computed again, and looks like data.
             named = () if model is None else (*model.named_parameters(), *model.named_buffers())
-            known = {without_wrappers(name) for name, _ in named}
-            return found if found.tensor in known else None
-        return None if found.verdict == "none" else found
+            if found.tensor not in {without_wrappers(name) for name, _ in named}:
+                return None, gap
+        return (None if found.verdict == "none" else found), gap or "its replay was finite"
 
     def _is_fault_at_any_scale(self) -> bool:
         """Return whether a skipped step is bad in float32 at scale 1 too."""
@@ -427,9 +435,8 @@ class Watch:
             return scan(Replayer(step, model), Variant(torch.float32, scale=1.0)).blame is not None
         return False
 
-    def _seen_only(self) -> Diagnosis:
+    def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return what is known of a step that cannot be replayed."""
-        first = self._capture.first_bad()
         notes = [SEE_MORE]
         if first is not None:
             where = "" if first.call.at is None else f" at {line_text(line_at(*first.call.at))}"
@@ -470,7 +477,7 @@ class _ExpectedSkips:
             return False
         taken = self._last_taken
         has_just_grown = taken is not None and outcome.scale > taken.scale
-        is_rare = self._num_skips <= max(START_SKIPS, self._num_steps // 2)
+        is_rare = self._num_skips <= max(START_SKIPS, MOST_SKIPPED * self._num_steps)
         return not (has_just_grown and is_rare)
 
 
