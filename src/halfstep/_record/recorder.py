@@ -328,6 +328,8 @@ class Recorder:
             return  # too late: the gradients are gone
         if not names:
             return  # the culprits are on another rank
+        counted = outcome.find_culprits()
+        is_there = any(each.num_entries for each in counted)
         self._write(
             {
                 "event": "culprits",
@@ -336,6 +338,8 @@ class Recorder:
                 "began_in": None if outcome.reason is Reason.LOSS else began_in,
                 "parameters": names[:NUM_CULPRITS],
                 "num_parameters": len(found),
+                "num_nan": sum(each.num_nan for each in counted) if is_there else None,
+                "num_inf": sum(each.num_inf for each in counted) if is_there else None,
             }
         )
 

@@ -141,6 +141,8 @@ class Culprits(_Event, tag="culprits", frozen=True):
     began_in: str | None  # the module where the backward pass first left the range, if that shows
     parameters: tuple[str, ...]  # names of the first 20
     num_parameters: Count
+    num_nan: Count | None = None  # entries of all of them; None where they were gone
+    num_inf: Count | None = None
     rank: int = 0
 
 

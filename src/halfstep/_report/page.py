@@ -231,7 +231,7 @@ def tiles(summary: Summary) -> list[Tile]:
     add("Last loss", "loss.last", number, (recent, number, "loss.recent"))
     add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
     add(
-        "Gradients underflow",
+        "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

@@ -85,10 +85,14 @@ def _all_is_well(summary: Summary) -> Sentence:
         parts.append(about_steps.start_up(summary))
     course = about_steps.about_course(summary)
     parts += [course] if course else []
-    if summary.gradients is not None:
-        share = summary.worst_share_lost or 0.0
-        most = f"at most {percent(share)} of the gradient entries of a parameter underflow"
-        parts.append(most if share else "no gradient underflows")
+    layers = summary.of_kind("parameter_gradient")
+    if layers:
+        worst = max(layers, key=lambda layer: layer.share_lost)
+        if worst.share_lost:
+            of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
+            parts.append(f"{of_all} {about_tensors.underflow(summary, worst)}")
+        else:
+            parts.append(f"no gradient {about_tensors.underflow(summary, worst, 's')}")
     if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
         share = summary.lost_updates.recent or 0.0
         parts.append(f"{percent(share)} of the updates were lost to rounding")
@@ -220,6 +224,8 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "skipped", skipped
     for name, part, keys, text in _CURVES:
         if summary.at(part) is not None:
+            if part == "gradients" and not summary.can_underflow:
+                name = f"gradient entries that would underflow in {summary.lower}"
             yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
     yield "time per step", seconds(facts.seconds_per_step)
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE
