@@ -556,3 +556,28 @@ def test_a_record_inside_another(tmp_path: Path) -> None:
         train(model, 1, scaler=scaler)
     assert len(read_run(tmp_path / "a").steps) == 3
     assert len(read_run(tmp_path / "b").steps) == 2
+
+
+def test_plain_autocast_of_pytorch_is_a_policy(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 6)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    (policy,) = read_run(tmp_path).policies
+    assert (policy.device, policy.dtype, policy.text) == ("cpu", "bfloat16", "torch")
+
+
+def test_the_policy_is_that_of_most_calls(tmp_path: Path) -> None:
+    class Mixed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            with halfstep.autocast("cpu", torch.bfloat16):
+                return self.norm(x @ self.head.weight)
+
+    with halfstep.record(tmp_path):
+        train(Mixed(), 2)
+    (policy,) = read_run(tmp_path).policies
+    assert policy.dtype == "float16"
