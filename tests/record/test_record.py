@@ -581,3 +581,42 @@ def test_the_policy_is_that_of_most_calls(tmp_path: Path) -> None:
         train(Mixed(), 2)
     (policy,) = read_run(tmp_path).policies
     assert policy.dtype == "float16"
+
+
+class AsksItsPart(nn.Module):
+    """One that asks its own part for a shape while it is built, inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.width = self.inner(torch.ones(1, 4)).shape[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class AsksItsParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([AsksItsPart(), AsksItsPart()])
+        self.head = nn.Linear(4, 1)
+        self.width = self(torch.ones(1, 4)).shape[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+def test_parts_that_are_called_while_a_model_is_built_are_no_models(tmp_path: Path) -> None:
+    with halfstep.record(tmp_path):
+        _other = AsksItsParts()  # such as the one that a trainer builds anew
+        model = AsksItsParts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+    run = read_run(tmp_path)
+    (event,) = run.models
+    assert event.name == "AsksItsParts"
+    names = {name for kind, name in tensors(run) if kind == "parameter"}
+    assert names == {name for name, _ in model.named_parameters()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,9 +70,13 @@ class Models:
             model = model.module
         if model in self._names:
             return False
-        modules, num_before = set(model.modules()), len(self)
-        self._models = [known for known in self._models if known.ref() not in modules]
-        has_parts = len(self) < num_before
+        modules = set(model.modules())
+        has_parts = any(known.ref() in modules for known in self._models)
+        self._models = [
+            known
+            for known in self._models
+            if (known.is_written or known.ref() is not None) and known.ref() not in modules
+        ]
         prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
         self._models.append(_KnownModel(weakref.ref(model), prefix))
         for name, module in model.named_modules():
@@ -280,6 +286,7 @@ class Sampler:
             and self._is_searching
             and self._models.name(module) is None
             and _is_trained(module)
+            and not _is_being_built(module)
         ):
             if self._models.add(module):
                 self._found = {}  # it contains the names of a part
@@ -393,6 +400,23 @@ def _is_traced() -> bool:
 
 def _is_trained(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _is_being_built(module: nn.Module) -> bool:
+    """Return whether a module is one whose ``__init__`` is running, or part of it.
+
+    Some models call themselves, or their parts, to see shapes or strides.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            built = frame.f_locals.get(code.co_varnames[0])
+            is_module = isinstance(built, nn.Module) and "_modules" in vars(built)
+            if is_module and any(each is module for each in built.modules()):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
