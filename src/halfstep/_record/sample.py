@@ -412,8 +412,11 @@ def _is_being_built(module: nn.Module) -> bool:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_argcount:
             built = frame.f_locals.get(code.co_varnames[0])
-            is_module = isinstance(built, nn.Module) and "_modules" in vars(built)
-            if is_module and any(each is module for each in built.modules()):
+            if (
+                isinstance(built, nn.Module)
+                and "_modules" in vars(built)
+                and any(each is module for each in built.modules())
+            ):
                 return True
         frame = frame.f_back
     return False
