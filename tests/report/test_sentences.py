@@ -181,6 +181,28 @@ def test_a_scale_that_goes_below_where_it_grew_from_is_not(tmp_path):
     assert "1 of 100 steps was skipped (1 %, step 52)" in sentence.text
 
 
+def test_the_losses_of_a_gan_are_told_apart(tmp_path):
+    steps = [
+        step(n, optimizer="Adam", number=2 - n % 2, loss=float(n if n % 2 else 100 - n))
+        for n in range(1, 61)
+    ]
+    (good, *_) = short_run(tmp_path, *steps)
+    assert (
+        "the loss of Adam went from 1 to 59, the loss of Adam 2 went from 98 to 40 and the scale"
+        in good.text
+    )
+
+
+def test_optimizers_that_step_by_one_loss_have_one(tmp_path):
+    steps = [
+        step((n + 1) // 2, optimizer="Adam", number=2 - n % 2, loss=4.0 - n // 21)
+        for n in range(1, 61)
+    ]
+    one = [{**each, "loss": 1.0 + each["step"]} for each in steps]
+    (good, *_) = short_run(tmp_path, *one)
+    assert "the loss went from 2 to 31" in good.text
+
+
 def short_run(folder, *steps):
     events = [records.header(), records.policy(), *steps, records.end(1.0, len(steps))]
     return said_of(records.write(folder, events))

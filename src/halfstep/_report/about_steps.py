@@ -292,7 +292,11 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 def about_course(summary: Summary) -> str:
     """Return how loss and scale went, in a few words, for the sentence that all is well."""
     words = []
-    if summary.loss is not None:
+    for each in summary.losses:
+        loss = each.curve
+        went = f"went from {number(loss.first)} to {number(loss.last)}"
+        words.append(f"the loss of {each.optimizer} {went}")
+    if summary.loss is not None and not summary.losses:
         loss = summary.loss
         words.append(f"the loss went from {number(loss.first)} to {number(loss.last)}")
     if summary.scale is not None:

@@ -21,12 +21,14 @@ from halfstep._report.summary import (
     Curve,
     Facts,
     ModelFacts,
+    OptimizerLoss,
     Origin,
     ScaleCourse,
     State,
     StepCounts,
     Summary,
 )
+from halfstep._report.tracks import tracks_of
 from halfstep._trace.rows import grouped
 
 SETTLED = 10
@@ -62,6 +64,7 @@ def summarize(run: Run) -> Summary:
         steps=_steps(run),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
         loss=_loss(run.steps),
+        losses=_losses(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
         lost_updates=_curve(
             {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
@@ -274,6 +277,16 @@ def _loss(steps: Iterable[Step]) -> Curve | None:
         return curve
     ranks = {n for s, _ in seen if s.step == curve.first_non_finite for n in s.bad_losses}
     return replace(curve, ranks=tuple(sorted(ranks)))
+
+
+def _losses(steps: Sequence[Step]) -> tuple[OptimizerLoss, ...]:
+    """Return the loss of each optimizer, unless all step by the same one."""
+    tracks = [track for track in tracks_of("", steps) if any(s.loss is not None for s in track[1])]
+    series = [[str(step.loss) for step in track.steps] for track in tracks]
+    if all(a == b for other in series[1:] for a, b in zip(series[0], other, strict=False)):
+        return ()
+    curves = ((track.name, _loss(track.steps)) for track in tracks)
+    return tuple(OptimizerLoss(name, curve) for name, curve in curves if curve is not None)
 
 
 def _curve(values: Mapping[int, float]) -> Curve | None:

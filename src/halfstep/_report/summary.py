@@ -176,6 +176,14 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class OptimizerLoss:
+    """How the loss of one optimizer went."""
+
+    optimizer: str
+    curve: Curve
+
+
+@dataclass(frozen=True)
 class Origin:
     """A module in which skips began, and the iterations and ranks in which they did.
 
@@ -336,6 +344,9 @@ class Summary:
         lower: Name of the format that applies to float32 tensors: the lower precision of the run,
             fp16 if none was seen.
         has_scaler: Whether any step had a scale.
+        loss: How the loss went, in all steps.
+        losses: The loss of each optimizer, where they step by losses of their own, as in a GAN;
+            else empty.
         norm: How the norm of the unscaled gradients went in the steps that were taken.
         lost_updates: How the share of updates that rounding has lost went in the sampled steps.
         origins: Where skips began, the most frequent first.
@@ -354,6 +365,7 @@ class Summary:
     steps: StepCounts
     scale: ScaleCourse | None
     loss: Curve | None
+    losses: tuple[OptimizerLoss, ...]
     norm: Curve | None
     lost_updates: Curve | None
     origins: tuple[Origin, ...]
@@ -371,7 +383,10 @@ class Summary:
         """Return the number at a place such as ``"loss.recent"``; None where a part is None."""
         value: Any = self
         for name in key.split("."):
-            value = None if value is None else getattr(value, name)
+            if name.isdigit():
+                value = value[int(name)]
+            else:
+                value = None if value is None else getattr(value, name)
         return value
 
     @property

@@ -215,6 +215,14 @@ _CURVES = (
 """Numbers that a run may lack: their name, places in the summary, and how they are written."""
 
 
+def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Callable[..., str]]]:
+    loss, *others = _CURVES
+    for place, each in enumerate(summary.losses):
+        name = loss[0].replace("loss", f"loss of {each.optimizer}", 1)
+        yield name, f"losses.{place}.curve", *loss[2:]
+    yield from others if summary.losses else _CURVES
+
+
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     facts, steps, policy = summary.facts, summary.steps, summary.policy
     yield "steps", count(steps.num)
@@ -222,7 +230,7 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     if steps.start_up:
         skipped += f", of these at the start {len(steps.start_up)}"
     yield "skipped", skipped
-    for name, part, keys, text in _CURVES:
+    for name, part, keys, text in _curves_of(summary):
         if summary.at(part) is not None:
             if part == "gradients" and not summary.can_underflow:
                 name = f"gradient entries that would underflow in {summary.lower}"
