@@ -214,6 +214,9 @@ def test_a_skipped_step_names_where_it_began(tmp_path: Path) -> None:
     assert (culprits.step, culprits.optimizer, culprits.began_in) == (3, "SGD", "block.0")
     assert culprits.parameters == ("first.weight", "first.bias", "block.0.weight", "block.0.bias")
     assert culprits.num_parameters == 4
+    assert culprits.num_nan is not None
+    assert culprits.num_inf is not None
+    assert culprits.num_nan + culprits.num_inf > 0
 
 
 def test_messages_of_the_scaler_have_names_too(tmp_path: Path) -> None:
@@ -553,3 +556,123 @@ def test_a_record_inside_another(tmp_path: Path) -> None:
         train(model, 1, scaler=scaler)
     assert len(read_run(tmp_path / "a").steps) == 3
     assert len(read_run(tmp_path / "b").steps) == 2
+
+
+def test_plain_autocast_of_pytorch_is_a_policy(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with halfstep.record(tmp_path):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(8, 6)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    (policy,) = read_run(tmp_path).policies
+    assert (policy.device, policy.dtype, policy.text) == ("cpu", "bfloat16", "torch")
+
+
+def test_the_policy_is_that_of_most_calls(tmp_path: Path) -> None:
+    class Mixed(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            with halfstep.autocast("cpu", torch.bfloat16):
+                return self.norm(x @ self.head.weight)
+
+    with halfstep.record(tmp_path):
+        train(Mixed(), 2)
+    (policy,) = read_run(tmp_path).policies
+    assert policy.dtype == "float16"
+
+
+class AsksItsPart(nn.Module):
+    """One that asks its own part for a shape while it is built, inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.width = self.inner(torch.ones(1, 4)).shape[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class AsksItsParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([AsksItsPart(), AsksItsPart()])
+        self.head = nn.Linear(4, 1)
+        self.width = self(torch.ones(1, 4)).shape[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return self.head(x)
+
+
+def test_parts_that_are_called_while_a_model_is_built_are_no_models(tmp_path: Path) -> None:
+    with halfstep.record(tmp_path):
+        _other = AsksItsParts()  # such as the one that a trainer builds anew
+        model = AsksItsParts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).mean().backward()
+        optimizer.step()
+    run = read_run(tmp_path)
+    (event,) = run.models
+    assert event.name == "AsksItsParts"
+    names = {name for kind, name in tensors(run) if kind == "parameter"}
+    assert names == {name for name, _ in model.named_parameters()}
+
+
+# --- several optimizers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["plain", "scaled", "skipped"])
+def test_each_optimizer_has_the_losses_since_the_step_before(how: str, tmp_path: Path) -> None:
+    """As in a GAN: two losses for one optimizer, one for the other, of the same class."""
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (first, second)]
+    scaler = halfstep.GradScaler("cpu", enabled=how != "plain")
+    seen = []
+    with halfstep.record(tmp_path):
+        for step in range(3):
+            x = torch.full((2, 4), step + 1.0)
+            bad = math.inf if how == "skipped" and step == 0 else 1.0
+            sums = []
+            for optimizer, models in zip(optimizers, ([first, first], [second]), strict=True):
+                optimizer.zero_grad()
+                losses = [model(x).square().mean() + 1 for model in models]
+                for loss in losses:
+                    scaler.scale(loss).backward()
+                optimizer.param_groups[0]["params"][0].grad.mul_(bad)
+                scaler.step(optimizer)
+                sums.append(sum(loss.item() for loss in losses))
+            scaler.update()
+            seen.append(sums)
+    steps = read_run(tmp_path).steps
+    assert [step.number for step in steps] == [1, 2] * 3
+    assert [step.loss for step in steps] == pytest.approx([x for sums in seen for x in sums])
+
+
+def test_two_optimizers_of_one_backward_pass_have_its_loss(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = halfstep.GradScaler("cpu")
+    with halfstep.record(tmp_path):
+        for _ in range(2):
+            scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    first, other, *_ = read_run(tmp_path).steps
+    assert first.loss == other.loss
+    assert first.loss is not None
+
+
+def test_an_optimizer_that_is_made_anew_has_the_number_of_the_old_one(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    with halfstep.record(tmp_path):
+        for _ in range(3):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            del optimizer
+    assert [step.number for step in read_run(tmp_path).steps] == [1, 1, 1]

@@ -67,7 +67,7 @@ def policy(dtype: str = "float16", text: str = "standard", **values: Any) -> Eve
     return {"event": "policy", "step": 1, "device": "cpu", "dtype": dtype, "text": text} | values
 
 
-def step(number: int, **values: Any) -> Event:
+def step(number: int, /, **values: Any) -> Event:
     return {
         "event": "step",
         "step": number,

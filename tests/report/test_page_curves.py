@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from halfstep._record.run import Step
-from halfstep._report.page_curves import COLUMNS, curves, kept, tracks_of
+from halfstep._report.page_curves import COLUMNS, curves, kept
+from halfstep._report.tracks import tracks_of
 
 
 def step(number, optimizer="AdamW", reason=None, scale=1024.0, norm=1.0, loss=2.0):
@@ -104,6 +105,13 @@ def test_optimizers_have_their_own_curves():
     drawn = curves({"": steps})
     assert drawn.names == ["SGD", "AdamW", "AdamW 2"]
     assert len(panel(drawn, "norm").paths) == 3
+
+
+def test_optimizers_of_one_class_that_step_in_turn_have_their_own_curves():
+    steps = [replace(step(n, loss=float(n)), number=2 - n % 2) for n in range(1, 9)]
+    assert [track.name for track in tracks_of("", steps)] == ["AdamW", "AdamW 2"]
+    loss = panel(curves({"": steps}), "loss")
+    assert len(loss.paths) == 2
 
 
 def test_two_runs_share_one_axis():

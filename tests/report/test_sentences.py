@@ -91,6 +91,43 @@ def test_notes_do_not_make_a_run_bad(tmp_path):
     assert note.text == "Step 3: the model is compiled."
 
 
+def plain_run(folder, *tensors, policy=None):
+    """Return what is said of a run without a scaler, every step of which was sampled."""
+    rows = [tensor(*each) for each in tensors]
+    events = [step(n, scale=None, scale_after=None) for n in range(1, 61)]
+    samples = [sample(n, rows, 1.0) for n in (1, 20, 40)]
+    first = [records.header(), records.model(), *([policy] if policy else [])]
+    return said_of(records.write(folder, [*first, *events, *samples, records.end(30.0, 60)]))
+
+
+LOSSY = counted({-30: 330, -5: 670})
+
+
+def test_a_float32_run_is_not_said_to_underflow(tmp_path):
+    good, notice = plain_run(tmp_path, ("parameter_gradient", "head.weight", LOSSY))
+    most = "at most 33 % of the gradient entries of a parameter would underflow in fp16."
+    assert good.text.endswith(most)
+    assert "33 % of the gradient entries of `head.weight` would underflow in fp16" in notice.text
+
+
+def test_an_autocast_that_lowers_to_float32_lowers_nothing(tmp_path):
+    policy = records.policy("float32")
+    good, _ = plain_run(tmp_path, ("parameter_gradient", "head.weight", LOSSY), policy=policy)
+    assert "would underflow in fp16" in good.text
+
+
+def test_a_small_gradient_of_float32_would_underflow_nowhere(tmp_path):
+    (good,) = plain_run(tmp_path, ("parameter_gradient", "head.weight", records.bell(-3)))
+    assert good.text.endswith("no gradient would underflow in fp16.")
+
+
+def test_half_parameters_underflow_without_autocast(tmp_path):
+    half = ("parameter_gradient", "head.weight", LOSSY, "float16")
+    (found,) = plain_run(tmp_path, half)
+    assert found.severity == "warning"
+    assert "33 % of the gradient entries of `head.weight` underflow without a scaler" in found.text
+
+
 # --- skips ----------------------------------------------------------------------------------------
 
 
@@ -142,6 +179,88 @@ def test_a_scale_that_goes_below_where_it_grew_from_is_not(tmp_path):
     events = (step(50, scale=2048.0, scale_after=2048.0), skip(51, 2048.0), skip(52, 1024.0))
     sentence = the_one(said(tmp_path, *events), "skipped (")
     assert "1 of 100 steps was skipped (1 %, step 52)" in sentence.text
+
+
+def test_the_losses_of_a_gan_are_told_apart(tmp_path):
+    steps = [
+        step(n, optimizer="Adam", number=2 - n % 2, loss=float(n if n % 2 else 100 - n))
+        for n in range(1, 61)
+    ]
+    (good, *_) = short_run(tmp_path, *steps)
+    assert (
+        "the loss of Adam went from 1 to 59, the loss of Adam 2 went from 98 to 40 and the scale"
+        in good.text
+    )
+
+
+def test_optimizers_that_step_by_one_loss_have_one(tmp_path):
+    steps = [
+        step((n + 1) // 2, optimizer="Adam", number=2 - n % 2, loss=4.0 - n // 21)
+        for n in range(1, 61)
+    ]
+    one = [{**each, "loss": 1.0 + each["step"]} for each in steps]
+    (good, *_) = short_run(tmp_path, *one)
+    assert "the loss went from 2 to 31" in good.text
+
+
+def short_run(folder, *steps):
+    events = [records.header(), records.policy(), *steps, records.end(1.0, len(steps))]
+    return said_of(records.write(folder, events))
+
+
+def test_a_single_skip_at_the_start_of_a_short_run_is_not_bad(tmp_path):
+    found = short_run(tmp_path, skip(1, 65536.0))
+    assert "bad" not in {sentence.severity for sentence in found}
+    assert "No step was taken: the run ended while the scale" in found[0].text
+
+
+@pytest.mark.parametrize("backoff", [0.5, 0.99])
+def test_a_run_that_skips_nearly_all_steps_is_told_whatever_the_factors(tmp_path, backoff):
+    scales = [2.0**30 * backoff**n for n in range(54)]
+    skips = [skip(n, s, scale_after=s * backoff) for n, s in enumerate(scales, start=1)]
+    last = scales[-1] * backoff
+    taken = [step(n, scale=last, scale_after=last) for n in range(55, 61)]
+    found = short_run(tmp_path, *skips, *taken)
+    assert found[0].severity == "bad"
+    assert found[0].text.startswith("54 of 60 steps were skipped (90 %, ")
+
+
+def test_a_scale_that_grows_after_each_step_is_told(tmp_path):
+    pairs = [
+        (step(2 * n + 1, scale_after=2048.0), skip(2 * n + 2, 2048.0, scale_after=1024.0))
+        for n in range(30)
+    ]
+    found = short_run(tmp_path, *(event for pair in pairs for event in pair))
+    assert found[0].severity == "bad"
+    assert "30 of 60 steps were skipped (50 %" in found[0].text
+
+
+def nan_culprits(number: int, **values: int):
+    return records.culprits(number, "head", num_nan=12, num_inf=0) | values
+
+
+def test_nan_without_inf_is_not_said_to_be_normal(tmp_path):
+    events = (skip(1, 4096.0), nan_culprits(1), skip(2, 2048.0), nan_culprits(2))
+    first, start_up = said(tmp_path, *events)
+    assert first.severity == "warning"
+    assert first.text == (
+        "1 step (step 2) was skipped with NaN and no inf in the gradients, while the loss was "
+        f"finite: the scale alone seldom does that. To find the op and its cure, run `{ADVICE}`."
+    )
+    assert "normal" not in start_up.text
+
+
+def test_inf_beside_nan_is_what_too_large_a_scale_does(tmp_path):
+    (good,) = said(tmp_path, skip(1, 4096.0), nan_culprits(1, num_inf=1))
+    assert "which is normal" in good.text
+
+
+def test_a_skip_that_a_diagnosis_explains_is_not_normal(tmp_path):
+    found = said(tmp_path, skip(1, 4096.0), records.diagnosis(1, verdict="maths", ends=("x",)))
+    assert found[0].severity == "bad"
+    assert not any("normal" in sentence.text for sentence in found)
+    skipped = the_one(found, "1 of 100 steps was skipped (1 %, step 1)")
+    assert "What helps" not in skipped.text
 
 
 def test_most_gradients_nothing_but_zeros_are_bad(tmp_path):

@@ -1,5 +1,6 @@
 """Unmodified loops in a block of ``mixed_precision``, against the same loops written by hand."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -249,6 +250,7 @@ def test_small_gradients_survive() -> None:
 
     def script() -> Tensor:
         model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+        _optimizer = torch.optim.SGD(model.parameters())
         (model(torch.ones(1, 4)).sum() * 1e-8).backward()
         return model[0].weight.grad
 
@@ -261,6 +263,88 @@ def test_small_gradients_survive() -> None:
 
 
 # --- several backward passes, optimizers, models --------------------------------------------------
+
+
+def sgd_by_hand(model: nn.Module, steps: int = 60) -> list[float]:
+    losses = []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(16, 8, generator=generator)
+        loss = (model(x) - 10 * x[:, :3]).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param -= 0.05 * param.grad
+                param.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def test_steps_by_hand_write_no_nan_into_the_weights() -> None:
+    said: list[str] = []
+    model = seeded(Net)
+    with mixed_precision(torch.float16, said.append):
+        losses = sgd_by_hand(model)
+    assert all(param.isfinite().all() for param in model.parameters())
+    in_float32 = sgd_by_hand(seeded(Net))
+    assert losses[-1] == pytest.approx(in_float32[-1], rel=0.05)
+    (message,) = said
+    assert "no optimizer of torch.optim was made" in message
+    assert "models run in float32 from here on" in message
+
+
+def test_bad_gradients_of_steps_by_hand_are_zero() -> None:
+    said: list[str] = []
+    model = seeded(lambda: Explosive({1}))
+    before = copy.deepcopy(model.state_dict())
+    with mixed_precision(torch.float16, said.append):
+        sgd_by_hand(model, 1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert said[1].endswith("were inf or NaN in float16, and were set to zero")
+
+
+def test_a_first_optimizer_brings_the_lower_precision_back() -> None:
+    dtypes = []
+
+    def script() -> None:
+        model = seeded(Net)
+        model.head.register_forward_hook(lambda _, args, y: dtypes.append(y.dtype))
+        sgd_by_hand(model, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 8)).mean().backward()
+        optimizer.step()
+
+    run(script)
+    assert dtypes == [torch.float16, torch.float32, torch.float16]
+
+
+def test_a_model_beside_one_with_an_optimizer_is_not_scaled() -> None:
+    said: list[str] = []
+    first, second = seeded(Net), seeded(Net)
+    with mixed_precision(torch.float16, said.append):
+        optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            first(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+            sgd_by_hand(second, 1)
+    assert all(param.isfinite().all() for param in second.parameters())
+    assert any("no optimizer has the parameters of a backward pass" in each for each in said)
+
+
+def test_gradients_that_no_backward_pass_makes() -> None:
+    """torch.autograd.grad is not scaled: a script that steps by it alone is in float32."""
+    said: list[str] = []
+    dtypes = []
+    model = seeded(Net)
+    model.head.register_forward_hook(lambda _, args, y: dtypes.append(y.dtype))
+    with mixed_precision(torch.float16, said.append):
+        for _ in range(2):
+            loss = model(torch.ones(2, 8)).mean()
+            torch.autograd.grad(loss, list(model.parameters()))
+    assert dtypes == [torch.float16, torch.float32]
+    assert len(said) == 1
 
 
 def test_accumulation_is_that_by_hand() -> None:

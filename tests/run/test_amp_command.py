@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import halfstep
+from halfstep import preset
 from halfstep._cli import main
+from halfstep._record.read import read_run
 from halfstep._run.amp import mixed_precision
+from halfstep._run.stand_ins import replaced
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -181,8 +185,7 @@ def test_nested_modules_and_wrappers() -> None:
 
     assert [m.dtypes for m in inner] == [[BF16], [BF16]]
     assert said == [
-        "--amp bf16: Sequential.forward runs under autocast; "
-        "no backward pass and no optimizer step were seen"
+        "--amp bf16: Sequential.forward runs under autocast; no optimizer step was seen"
     ]
 
 
@@ -202,6 +205,7 @@ def test_checkpoints(use_reentrant: bool) -> None:
     models[1].load_state_dict(models[0].state_dict())
 
     def accumulate(model: nn.Module, scaler: halfstep.GradScaler | None) -> None:
+        _optimizer = torch.optim.SGD(model.parameters())
         x = torch.ones(2, 4, requires_grad=True)
         for _ in range(2):
             if scaler is None:
@@ -385,6 +389,7 @@ def test_torch_func() -> None:
         def loss(params: Any, x: Tensor) -> Tensor:
             return torch.func.functional_call(model, params, x).sum() / 8
 
+        _optimizer = torch.optim.SGD(model.parameters())
         grads = torch.vmap(torch.func.grad(loss), (None, 0))(params, torch.ones(3, 4))
         assert torch.equal(grads["weight"], torch.full((3, 1, 4), 0.125))
 
@@ -546,10 +551,50 @@ def test_an_autocast_of_the_script_stays(autocast: Any) -> None:
     said = run(script)
 
     assert model.dtypes == [BF16] * 3
-    assert "has an autocast of its own, which stays unchanged; the loss is scaled" in said[0]
+    own = "has an autocast of its own, to bfloat16, which stays unchanged; the loss is scaled"
+    assert own in said[0]
     assert "SGD.step goes through a GradScaler" in said[1]
     assert len(said) == 2
     assert gradient[0].tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("own", ["halfstep", "torch"])
+def test_an_autocast_inside_the_model_is_told(own: str, tmp_path: Path) -> None:
+    """As accelerate and the Trainer of transformers have one, around ``model.forward``."""
+    model = Seen()
+    forward = model.forward
+
+    def under_autocast(x: Tensor) -> Tensor:
+        with {"halfstep": halfstep, "torch": torch}[own].autocast("cpu", dtype=BF16):
+            return forward(x)
+
+    model.forward = under_autocast  # type: ignore[method-assign]
+
+    def script() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+
+    with replaced(preset("standard")), halfstep.record(tmp_path):
+        said = run(script)
+    (policy,) = read_run(tmp_path).policies
+
+    assert model.dtypes == [BF16] * 3
+    assert "has an autocast of its own, to bfloat16, which stays unchanged" in said[0]
+    assert policy.dtype == "bfloat16"
+
+
+def test_switching_autocast_off_in_a_model_is_no_autocast_of_its_own() -> None:
+    class WithIsland(Seen):
+        def forward(self, x: Tensor) -> Tensor:
+            with halfstep.autocast("cpu", enabled=False):
+                x = x * 2
+            return super().forward(x)
+
+    said = run(lambda: train(WithIsland()))
+    assert not any("autocast of its own" in message for message in said)
 
 
 def test_parameters_that_the_script_keeps_in_float16() -> None:

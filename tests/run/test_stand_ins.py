@@ -38,6 +38,43 @@ def names():
     assert meanings() == ORIGINALS
 
 
+# --- what code reads of them ----------------------------------------------------------------------
+
+NOT_THERE = {"_unscale_grads_", "_maybe_opt_step", "__deprecated__"}
+
+
+def attributes(what: object) -> set[str]:
+    return {name for name in dir(what) if hasattr(what, name)}
+
+
+@pytest.mark.parametrize(("name", "args"), [("torch", ("cpu",)), ("torch.cpu.amp", ())])
+def test_contexts_have_the_attributes_of_pytorchs(names, name, args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        theirs = ORIGINALS[name, "autocast"](*args)
+    ours = sys.modules[name].autocast(*args)
+    assert attributes(theirs) - attributes(ours) <= NOT_THERE
+    with theirs, ours:
+        assert attributes(theirs) - attributes(ours) <= NOT_THERE
+        read = {"device", "fast_dtype", "_enabled", "_cache_enabled", "custom_backend_name"}
+        assert read <= vars(theirs).keys()
+        for each in read:
+            assert getattr(ours, each) == getattr(theirs, each)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("has_scaled", [True, False])
+def test_scalers_have_the_attributes_of_pytorchs(names, enabled, has_scaled):
+    theirs = ORIGINALS["torch", "GradScaler"]("cpu", enabled=enabled)
+    ours = torch.GradScaler("cpu", enabled=enabled)
+    if has_scaled:
+        theirs.scale(torch.ones(()))
+        ours.scale(torch.ones(()))
+    assert attributes(theirs) - attributes(ours) <= NOT_THERE
+    for name in vars(theirs).keys() - {"_per_optimizer_states"}:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
 # --- the names ------------------------------------------------------------------------------------
 
 

@@ -247,6 +247,24 @@ def test_a_subclass_with_a_method_that_nobody_calls(name: str) -> None:
     type("Both", (GradScaler, torch.amp.GradScaler), {})
 
 
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_a_method_that_nobody_calls_is_not_there(name: str) -> None:
+    scaler = GradScaler("cpu")
+    assert not hasattr(scaler, name)
+    with pytest.raises(AttributeError, match=rf"'{name}': a method of torch\.amp.*Instead"):
+        getattr(scaler, name)
+
+
+@both
+def test_the_check_of_subclasses_with_a_step_of_their_own(make: Any) -> None:
+    scaler = make()
+    with pytest.raises(AssertionError, match="Attempted step but _scale is None"):
+        scaler._check_scale_growth_tracker("step")
+    scaler.scale(torch.ones(()))
+    scale, tracker = scaler._check_scale_growth_tracker("step")
+    assert (scale.item(), tracker.item()) == (scaler.get_scale(), 0)
+
+
 @both
 def test_no_checks_are_an_assertion_error(make: Any) -> None:
     scaler = make()

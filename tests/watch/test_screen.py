@@ -31,7 +31,7 @@ NONE_LOST = dict.fromkeys(("fp16", "bf16", "e4m3", "e5m2"), 0)
 HEADER = Header(command=("train.py",), machine="EPYC", device="cpu", every=4, world_size=1)
 
 
-def taken(number, **values):
+def taken(number, /, **values):
     step = Step(number, number * 0.5, "SGD", True, None, 1024.0, 1024.0, 1.5, 2.5)
     return replace(step, **values)
 
@@ -151,6 +151,23 @@ def test_curves_are_above_each_other_with_the_skips_below():
     assert line_of(text, "scale").startswith("scale       1024  ▅▅▅▅")
     assert line_of(text, "norm ").startswith("norm           9  ▁ ▁█")  # a gap where it was inf
     assert line_of(text, "skips").rstrip() == "skips          1   x"
+
+
+@pytest.mark.parametrize("is_gan", [True, False])
+def test_losses_of_optimizers_with_losses_of_their_own(is_gan):
+    steps = tuple(
+        taken(n, number=i, loss=float(n if i == 1 or not is_gan else 100 - n))
+        for n in range(1, 9)
+        for i in (1, 2)
+    )
+    seen = update(steps=steps)
+    live = live_run(None, seen)
+    first, second = (line for line in new_lines(live, seen, 1) if line.startswith("step 8"))
+    assert ("loss 8 of SGD " in first, "loss 92 of SGD 2" in second) == (is_gan, is_gan)
+    drawn = [line for line in draw(live).splitlines() if line.startswith("loss")]
+    assert [line.rsplit("  ", 1)[-1] for line in drawn] == (
+        ["SGD", "SGD 2"] if is_gan else ["1 to 8"]
+    )
 
 
 def test_lost_updates_have_a_curve_and_the_share_of_the_latest_sample():

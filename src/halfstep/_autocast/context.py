@@ -44,8 +44,8 @@ class autocast(Region):
     always; the policy stays. Outside the block, and in other threads, it is what it was.
 
     What code reads of ``torch.autocast`` is there, and cannot be written: ``device``,
-    ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and while the context is entered, what was
-    outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
+    ``custom_backend_name``, ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and while the context
+    is entered, what was outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ...; the index of ``"cuda:0"`` does not matter. None for
@@ -99,6 +99,7 @@ class autocast(Region):
         self._traced = []
 
     device = _view(lambda context: context._settings.switches.device)
+    custom_backend_name = _view(lambda context: amp.custom_backend_name())
     fast_dtype = _view(lambda context: context._settings.switches.dtype)
     _enabled = _view(lambda context: context._settings.switches.enabled)
     _cache_enabled = _view(lambda context: context._settings.switches.cache)

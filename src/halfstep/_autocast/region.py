@@ -57,6 +57,9 @@ class Region:
             if _thread.change is not None and self._is_users:
                 settings = _thread.change(settings)
             _enter(self, settings)
+            if LISTENERS and self._is_users:
+                for listener in [*LISTENERS]:
+                    listener(settings.switches)
         return self
 
     @compiler.do_not_compile_alone
@@ -85,6 +88,20 @@ class Region:
         return f"autocast({switches.device!r}, {switches.dtype}{is_on}" + (
             f", policy={str(policy)!r})" if policy else ")"
         )
+
+
+LISTENERS: list[Callable[[amp.Switches], object]] = []
+"""Are told what a context of the user has switched on, in its thread, where no graph is traced."""
+
+
+@contextmanager
+def listening(listener: Callable[[amp.Switches], object]) -> Iterator[None]:
+    """Tell a listener of the contexts that are entered in a block."""
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)
 
 
 class ModuleRegion(Region):

@@ -53,6 +53,11 @@ class TopLevelCalls:
         """Call a loss function of PyTorch that no module has called."""
         raise NotImplementedError
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is :meth:`inside` a call."""
+        return self._inside.is_inside
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Let what is called in the block in this thread be called as it is."""

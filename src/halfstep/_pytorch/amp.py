@@ -38,6 +38,10 @@ set_grad_enabled = torch._C._set_grad_enabled
 update_scale_ = torch._amp_update_scale_
 
 
+# (): the name of the backend that a library has added, else "privateuseone".
+custom_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
+
+
 def restart_scaler(scaler: torch.amp.GradScaler, scale: float | None) -> None:
     """Give PyTorch's scaler new books, so that those it has are left alone.
 

@@ -28,6 +28,7 @@ class PendingStep:
     step: int
     time: float
     optimizer: str
+    number: int | None  # of those of its class
     outcome: Outcome | None  # without a scaler every step is taken
     loss: Tensor | None
     norm: Tensor | None  # as clip_grad_norm_ has measured it
@@ -59,6 +60,7 @@ class PendingStep:
             "step": self.step,
             "time": round(self.time, 4),
             "optimizer": self.optimizer,
+            "number": self.number,
             "taken": True,
             "reason": None,
             "scale": None,

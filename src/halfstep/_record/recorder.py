@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -90,6 +92,10 @@ class Recorder:
         self._has_failed = False
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
+        self._scaled: list[Tensor] = []  # in the order in which they were scaled
+        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._norms: list[tuple[frozenset[int], Tensor]] = []
         self._is_scaled = self._is_old = False
         self._num_backward = self._num_waits = 0
@@ -105,7 +111,9 @@ class Recorder:
         if self._listens_to(scaler):
             if not self._is_scaled:
                 self._loss, self._is_scaled = None, True
-            self._add_losses(tensors_in([outputs]))
+            found = self._add_losses(tensors_in([outputs]))
+            if found is not None and optim.optimizer_step_depth() == 0:
+                self._scaled.append(found)  # of a closure only the last evaluation counts
 
     @_aside
     def on_backward(self, roots: Any) -> None:
@@ -137,12 +145,13 @@ class Recorder:
         if self.num_steps == 0:
             for model in self._models:  # gives names to the scaler's own messages
                 watch_names(scaler, model)
-        for outcome in outcomes:
+        for outcome, loss in zip(outcomes, self._losses_of(outcomes), strict=True):
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
                 norm = _norm_of_outcome(outcome)
             lost = self._updates.share_lost(outcome.optimizer)
-            self._add_step(outcome.optimizer_name, outcome, norm, lost)
+            optimizer = outcome.optimizer_name, self._number_of(outcome.optimizer)
+            self._add_step(optimizer, outcome, (loss, norm, lost))
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
@@ -161,7 +170,8 @@ class Recorder:
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
         lost = self._updates.share_lost(optimizer)
-        self._add_step(type(optimizer).__name__, None, norm, lost)
+        named = type(optimizer).__name__, self._number_of(optimizer)
+        self._add_step(named, None, (self._loss, norm, lost))
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
@@ -212,7 +222,8 @@ class Recorder:
     def _counts_plain_steps(self) -> bool:
         return self._scaler is None and not self._is_scaled and self._is_listening()
 
-    def _add_losses(self, outputs: Any) -> None:
+    def _add_losses(self, outputs: Any) -> Tensor | None:
+        """Add these losses to that of the iteration, and return their sum; None without any."""
         found = [
             tensor.detach().float().reshape(()).clone()
             for tensor in outputs
@@ -221,13 +232,38 @@ class Recorder:
             and not modes.is_inside_functorch(tensor)
         ]
         if not found:
-            return
+            return None
         # The losses of micro-batches add up; a closure's evaluation replaces the last one.
         is_new = self._loss is None or self._is_old or optim.optimizer_step_depth() > 0
-        device = found[-1].device
-        parts = found if is_new or self._loss is None else [self._loss, *found]
-        self._loss = torch.stack([moved(part, device) for part in parts]).sum()
+        new = _sum(found)
+        self._loss = new if is_new or self._loss is None else _sum([self._loss, new])
         self._is_old = False
+        return new
+
+    def _losses_of(self, outcomes: Sequence[Outcome]) -> list[Tensor | None]:
+        """Return the loss of each step of an iteration.
+
+        It is that of the backward passes since the step before it; without any, as where two
+        optimizers step by one backward pass, that of the step before it.
+        """
+        ends = [outcome.num_losses for outcome in outcomes]
+        if len(outcomes) == 1 or ends != sorted(ends) or len(self._scaled) != ends[-1]:
+            return [self._loss] * len(outcomes)
+        parts = [self._scaled[begin:end] for begin, end in pairwise([0, *ends])]
+        losses: list[Tensor | None] = []
+        for part in parts:
+            losses.append(_sum(part) if part else losses[-1] if losses else None)
+        return losses
+
+    def _number_of(self, optimizer: torch.optim.Optimizer | None) -> int | None:
+        """Return the number among those of its class; one that is gone leaves its number."""
+        if optimizer is None:
+            return None
+        if optimizer not in self._numbers:
+            alike = (n for each, n in self._numbers.items() if type(each) is type(optimizer))
+            taken = set(alike)
+            self._numbers[optimizer] = next(n for n in count(1) if n not in taken)
+        return self._numbers[optimizer]
 
     def _norm_of(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
         """Return the measured norm of exactly the gradients of an optimizer."""
@@ -237,18 +273,20 @@ class Recorder:
         return next((norm for ids, norm in reversed(self._norms) if ids == own), None)
 
     def _add_step(
-        self, optimizer: str, outcome: Outcome | None, norm: Tensor | None, lost: Tensor | None
+        self,
+        optimizer: tuple[str, int | None],
+        outcome: Outcome | None,
+        scalars: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> None:
         step = self.num_steps + 1
-        scalars = (self._loss, norm, lost)
-        self._waiting.add(PendingStep(step, self._time(), optimizer, outcome, *scalars))
+        self._waiting.add(PendingStep(step, self._time(), *optimizer, outcome, *scalars))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1
         if self.num_steps == 1:
             self._write_device()
         # A second optimizer may use the same backward pass: keep the loss until the next pass.
-        self._norms, self._is_old, self._is_scaled = [], True, False
+        self._norms, self._scaled, self._is_old, self._is_scaled = [], [], True, False
         if self._sampler.is_open and (self._num_backward or self._num_waits == MOST_WAITS):
             self._num_waits = 0
             self._end_sample(scale)
@@ -328,6 +366,8 @@ class Recorder:
             return  # too late: the gradients are gone
         if not names:
             return  # the culprits are on another rank
+        counted = outcome.find_culprits()
+        is_there = any(each.num_entries for each in counted)
         self._write(
             {
                 "event": "culprits",
@@ -336,6 +376,8 @@ class Recorder:
                 "began_in": None if outcome.reason is Reason.LOSS else began_in,
                 "parameters": names[:NUM_CULPRITS],
                 "num_parameters": len(found),
+                "num_nan": sum(each.num_nan for each in counted) if is_there else None,
+                "num_inf": sum(each.num_inf for each in counted) if is_there else None,
             }
         )
 
@@ -358,6 +400,11 @@ class Recorder:
                     f"halfstep.record continues without {type(sink).__name__}, which failed: "
                     f"{type(error).__name__}: {error}"
                 )
+
+
+def _sum(losses: Sequence[Tensor]) -> Tensor:
+    """Return the sum on the device of the last one."""
+    return torch.stack([moved(loss, losses[-1].device) for loss in losses]).sum()
 
 
 def _may_be_skipped(outcome: Outcome) -> bool:

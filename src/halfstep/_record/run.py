@@ -83,6 +83,7 @@ class Step(_Event, tag="step", frozen=True):
     scale_after: Scale | None
     norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
     loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
+    number: Count | None = None  # of the optimizer among those of its class, from 1
     share_lost_updates: Share | None = None  # in sampled steps; the mean over the ranks
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
@@ -141,6 +142,8 @@ class Culprits(_Event, tag="culprits", frozen=True):
     began_in: str | None  # the module where the backward pass first left the range, if that shows
     parameters: tuple[str, ...]  # names of the first 20
     num_parameters: Count
+    num_nan: Count | None = None  # entries of all of them; None where they were gone
+    num_inf: Count | None = None
     rank: int = 0
 
 

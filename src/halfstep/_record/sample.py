@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,13 +23,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from halfstep._autocast import scopes
+from halfstep._autocast import kernels, scopes
+from halfstep._autocast.context import default_device
 from halfstep._autocast.modules import without_wrappers
+from halfstep._autocast.region import LISTENERS
 from halfstep._common.nested import tensors_in
 from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import measure
 from halfstep._numerics.statistics import Statistics, merged
 from halfstep._pytorch import autograd, compiler, modes
+from halfstep._pytorch.amp import Switches
 from halfstep._record.files import Event
 from halfstep._record.run import KINDS, Kind, Measured
 
@@ -64,9 +70,13 @@ class Models:
             model = model.module
         if model in self._names:
             return False
-        modules, num_before = set(model.modules()), len(self)
-        self._models = [known for known in self._models if known.ref() not in modules]
-        has_parts = len(self) < num_before
+        modules = set(model.modules())
+        has_parts = any(known.ref() in modules for known in self._models)
+        self._models = [
+            known
+            for known in self._models
+            if (known.is_written or known.ref() is not None) and known.ref() not in modules
+        ]
         prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
         self._models.append(_KnownModel(weakref.ref(model), prefix))
         for name, module in model.named_modules():
@@ -205,13 +215,18 @@ class Sampler:
         self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
         self._last_outputs: list[weakref.ref[Tensor]] = []
         self._depth = 0
-        self._noted: dict[str, tuple[torch.dtype, object]] = {}
+        self._depth_of_region = -1  # of the innermost call that has entered an autocast itself
+        self._devices = dict.fromkeys(("cpu", default_device()))
+        # How many calls ran under a dtype and a policy, by its number; None is PyTorch's.
+        self._ran_under: Counter[tuple[str, torch.dtype, int | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
 
     def begin(self, is_measuring: bool) -> None:
         """Begin a step; without measuring, it only finds models and policies."""
         self.is_open, self._is_measuring = True, is_measuring
-        self._depth = 0
+        self._depth, self._depth_of_region = 0, -1
+        self._ran_under.clear()
+        LISTENERS.append(self._enter_region)
         # Global hooks, not one per module: nn.TransformerEncoderLayer leaves its fast path if it
         # has hooks.
         self._forward_hooks = [
@@ -226,6 +241,9 @@ class Sampler:
     def end(self) -> list[Measured]:
         """End the step and return its tensors, in the order of the kinds."""
         self.is_open = False
+        if self._enter_region in LISTENERS:
+            LISTENERS.remove(self._enter_region)
+        self._settle_policies()
         for hooks in (self._forward_hooks, self._parameter_hooks, self._output_hooks):
             _remove(hooks)
         if _FILTER in warnings.filters:
@@ -268,15 +286,26 @@ class Sampler:
             and self._is_searching
             and self._models.name(module) is None
             and _is_trained(module)
+            and not _is_being_built(module)
         ):
             if self._models.add(module):
                 self._found = {}  # it contains the names of a part
             self._watch_models()
         self._depth += 1
 
+    def _enter_region(self, switches: Switches) -> None:
+        if _is_traced() or not (switches.enabled and self._is_listening()):
+            return
+        if autograd.backward_number() < 0 and torch.is_grad_enabled():
+            self._depth_of_region = self._depth
+            self._note_policy()
+
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if _is_traced() or not self._is_listening():
             return
+        # What a call ran under in an autocast of its own has been left by now.
+        has_own_region = self._depth_of_region >= self._depth
+        self._depth_of_region = min(self._depth_of_region, self._depth - 1)
         self._depth = max(self._depth - 1, 0)
         name = self._models.name(module)
         # In a backward pass a checkpoint is being recomputed.
@@ -285,7 +314,8 @@ class Sampler:
         self._models.ran(name)
         if not torch.is_grad_enabled():
             return
-        self._note_policy()
+        if not has_own_region:
+            self._note_policy()
         if self._is_measuring:
             with modes.unseen_by_modes():
                 self._take_outputs(name or OUTERMOST, output)
@@ -326,12 +356,21 @@ class Sampler:
         self._found[kind, name] = dtype_name(tensor.dtype), statistics
 
     def _note_policy(self) -> None:
-        for device, policy in scopes.policies().items():
+        policies = scopes.policies()
+        for device in self._devices:
             if torch.is_autocast_enabled(device):
-                found = torch.get_autocast_dtype(device), policy.policy
-                if self._noted.get(device) != found:
-                    self._noted[device] = found
-                    self.policies[device] = dtype_name(found[0]), str(found[1])
+                policy = policies.get(device)
+                number = None if policy is None else policy.number
+                self._ran_under[device, torch.get_autocast_dtype(device), number] += 1
+
+    def _settle_policies(self) -> None:
+        """Keep what most calls on each device ran under."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for (device, dtype, number), num_calls in self._ran_under.items():
+            text = "torch" if number is None else str(kernels.prepared(number).policy)
+            counts[device, dtype_name(dtype), text] += num_calls
+        for (device, name, text), _ in reversed(counts.most_common()):
+            self.policies[device] = name, text
 
 
 class _ForwardHook:
@@ -361,6 +400,26 @@ def _is_traced() -> bool:
 
 def _is_trained(module: nn.Module) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+
+def _is_being_built(module: nn.Module) -> bool:
+    """Return whether a module is one whose ``__init__`` is running, or part of it.
+
+    Some models call themselves, or their parts, to see shapes or strides.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            built = frame.f_locals.get(code.co_varnames[0])
+            if (
+                isinstance(built, nn.Module)
+                and "_modules" in vars(built)
+                and any(each is module for each in built.modules())
+            ):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -17,12 +17,16 @@ from halfstep._common.numbers import (
 )
 from halfstep._common.text import Code, Sentence, Severity, names, say
 from halfstep._report.layers import power_below
-from halfstep._report.summary import Facts, Origin, StepCounts, Summary
+from halfstep._report.summary import (
+    ENDLESS,
+    FEW,
+    MANY,
+    Facts,
+    Origin,
+    StepCounts,
+    Summary,
+)
 
-ENDLESS = 5
-"""From this many skipped iterations at the end on, the skips count as unending."""
-FEW, MANY = 0.01, 0.1
-"""Shares of skipped steps: dynamic scaling needs a few; many slow down learning."""
 _DEFAULT_SCALE = 65536.0
 
 
@@ -108,6 +112,19 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
     steps = summary.steps
     if steps.num_skipped_later:
         yield _skipped(summary, steps)
+    if steps.num and not steps.num_taken and not steps.num_skipped_later:
+        yield say(
+            "warning",
+            "No step was taken: the run ended while the scale was still coming down, as it does at "
+            "the start. Let it run longer.",
+        )
+    if steps.unclear:
+        yield say(
+            "warning",
+            f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
+            f"{'was' if len(steps.unclear) == 1 else 'were'} skipped with NaN and no inf in the "
+            "gradients, while the loss was finite: the scale alone seldom does that.",
+        )
     if steps.skipped_at_end >= ENDLESS:
         yield say(
             "bad",
@@ -141,11 +158,13 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
 
 def start_up(summary: Summary) -> str:
     """Return the sentence about the skips at the start, without the full stop."""
-    num, scale = len(summary.steps.start_up), summary.scale
+    steps, scale = summary.steps, summary.scale
+    num = len(steps.start_up)
     came_down = "" if scale is None else f" from {power(scale.first)}"
+    is_normal = set(steps.unclear).isdisjoint(steps.start_up)
     return (
         f"{things(num, 'step')} at the start {'was' if num == 1 else 'were'} skipped while the "
-        f"scale came down{came_down}, which is normal"
+        f"scale came down{came_down}{', which is normal' if is_normal else ''}"
     )
 
 
@@ -154,9 +173,10 @@ def after_growth(summary: Summary) -> Sentence:
     steps = summary.steps.after_growth
     what = (
         f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
-        "that had just grown and went back: this is how dynamic scaling finds the largest usable "
-        "scale"
+        "that had just grown and went back"
     )
+    if set(summary.steps.unclear).isdisjoint(steps):
+        what += ": this is how dynamic scaling finds the largest usable scale"
     return say("notice", what, *_began(summary, steps), ".")
 
 
@@ -177,6 +197,12 @@ def severity_of_skips(steps: StepCounts) -> Severity:
     if share > MANY or steps.skipped_at_end >= ENDLESS:
         return "bad"
     return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
+
+
+def _has_other_cause(summary: Summary, later: Sequence[int]) -> bool:
+    """Return whether diagnoses found another reason than the scale for all of these skips."""
+    places = (p for p in summary.bad_places if p.diagnosis.verdict in ("range", "maths", "data"))
+    return set(later) <= {step for place in places for step in place.steps}
 
 
 def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
@@ -213,6 +239,8 @@ def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     scale, steps = summary.scale, summary.steps
     if steps.reasons.get("overflow", 0) <= steps.num_normal or (scale and scale.stuck):
         return  # the scale is not the cause
+    if _has_other_cause(summary, later):
+        return  # the diagnosis has a better one
     if summary.lower == "bf16":
         yield (
             " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
@@ -264,7 +292,11 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 def about_course(summary: Summary) -> str:
     """Return how loss and scale went, in a few words, for the sentence that all is well."""
     words = []
-    if summary.loss is not None:
+    for each in summary.losses:
+        loss = each.curve
+        went = f"went from {number(loss.first)} to {number(loss.last)}"
+        words.append(f"the loss of {each.optimizer} {went}")
+    if summary.loss is not None and not summary.losses:
         loss = summary.loss
         words.append(f"the loss went from {number(loss.first)} to {number(loss.last)}")
     if summary.scale is not None:

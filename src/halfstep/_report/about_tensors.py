@@ -46,17 +46,23 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
         return
     worst = lossy[0]
     severity: Severity = "notice"
-    if summary.policies and worst.share_lost >= HARMFUL:
+    if summary.underflows(worst) and worst.share_lost >= HARMFUL:
         severity = "bad" if worst.share_lost >= SEVERE else "warning"
-    verb = "underflow" if summary.policies else f"would underflow in {summary.lower}"
     parts: list[str | Code] = [
         f"{percent(worst.share_lost)} of the gradient entries of ",
         Code(worst.name),
-        f" {verb} {_at_scale(summary)}",
+        f" {underflow(summary, worst)} {_at_scale(summary)}",
     ]
     if len(lossy) > 1:
         parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
     yield say(severity, *parts, *_better_scale(summary), *_island(summary, worst))
+
+
+def underflow(summary: Summary, layer: Layer, ending: str = "") -> str:
+    """Return ``underflow`` with an ending, or what would happen in a format that was not used."""
+    if summary.underflows(layer):
+        return f"underflow{ending}"
+    return f"would underflow in {layer.format}"
 
 
 def about_updates(summary: Summary) -> Iterator[Sentence]:
@@ -122,7 +128,7 @@ def _better_scale(summary: Summary) -> Iterator[str | Code]:
 def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
     """Return the advice to keep one layer in float32, where no scale is good enough."""
     gradients = summary.gradients
-    if not summary.policies or (gradients is not None and not gradients.window.is_empty):
+    if not summary.is_lowered or (gradients is not None and not gradients.window.is_empty):
         return ()
     end = ", or use bf16 where the device has it." if summary.lower == "fp16" else "."
     return _keep(worst.name.rpartition(".")[0], summary, end)
@@ -206,7 +212,7 @@ def are_most_lost(summary: Summary) -> bool:
     """Return whether half of the gradients or more are all zeros in a float16 run."""
     gradients = summary.of_kind("parameter_gradient")
     num_zero = sum(layer.is_all_zeros for layer in gradients)
-    is_in_fp16 = bool(summary.policies) and summary.lower == "fp16"
+    is_in_fp16 = summary.is_lowered and summary.lower == "fp16"
     return is_in_fp16 and num_zero > 0 and 2 * num_zero >= len(gradients)
 
 

@@ -71,7 +71,7 @@ _NUMBERS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("last scale", "scale.last", power),
     ("smallest scale", "scale.min", power),
     ("mean of the last 20 norms", "norm.recent", number),
-    ("gradient entries that underflow", "gradients.share_lost", percent),
+    ("gradient entries that underflow (of float32: in fp16)", "gradients.share_lost", percent),
     ("of the worst parameter", "worst_share_lost", percent),
     ("mean of the last 20 shares of lost updates", "lost_updates.recent", percent),
     ("of the worst weight", "worst_share_lost_updates", percent),

@@ -69,8 +69,9 @@ def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Mea
     """
     so_far = [policy for policy in policies if policy.step <= sample.step]
     lower = lower_of(so_far or policies[:1])
+    is_in_force = bool(so_far) and so_far[-1].dtype in FORMATS_BY_DTYPE
     for measured in sample.tensors:
-        yield measured, format_fit(measured, lower, is_in_force=bool(so_far))
+        yield measured, format_fit(measured, lower, is_in_force=is_in_force)
 
 
 class SampledTensor(NamedTuple):

@@ -49,11 +49,12 @@ DEFAULTS = Limits(skipped=0.01, underflow=0.05, overflow=0.0, lost_updates=0.5)
 def defaults(summary: Summary) -> Limits:
     """Return the default limits.
 
-    Without autocast there is none on underflow, and with float32 weights none on lost updates.
+    Where all gradients are in float32 and autocast lowered nothing there is none on underflow, and
+    with float32 weights none on lost updates.
     """
     return replace(
         DEFAULTS,
-        underflow=DEFAULTS.underflow if summary.policies else None,
+        underflow=DEFAULTS.underflow if summary.can_underflow else None,
         lost_updates=DEFAULTS.lost_updates if _has_low_updates(summary) else None,
     )
 
@@ -86,7 +87,7 @@ def pass_line(summary: Summary, limits: Limits) -> str:
             f"(limit {percent(limits.skipped)})"
         )
     for limit, layers, what in (
-        (limits.underflow, _gradients(summary), "underflow"),
+        (limits.underflow, _gradients(summary), _underflow_verb(summary)),
         (limits.overflow, _held_tensors(summary), "overflow"),
         (limits.lost_updates, _stepped_weights(summary), "of the updates lost"),
     ):
@@ -153,13 +154,18 @@ def _skipped(summary: Summary, limit: float | None) -> Iterator[str]:
     )
 
 
+def _underflow_verb(summary: Summary) -> str:
+    return "underflow" if summary.can_underflow else f"would underflow in {summary.lower}"
+
+
 def _underflow(summary: Summary, limit: float | None) -> Iterator[str]:
     if limit is not None and limit < 1 and are_most_lost(summary):
         yield "underflow: half of the gradients or more are all zeros in every sample"
 
     def describe(layer: Layer) -> tuple[str, str]:
         worst = f"{percent(layer.share_lost_worst)}, in step {layer.share_lost_step}"
-        return f"gradient of {layer.name} in {layer.format}", f"at worst {worst}"
+        would = "" if summary.underflows(layer) else ", which was not used"
+        return f"gradient of {layer.name} in {layer.format}{would}", f"at worst {worst}"
 
     yield from _beyond(limit, "underflow", "gradients", _gradients(summary), describe)
 

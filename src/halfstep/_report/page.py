@@ -228,10 +228,19 @@ def tiles(summary: Summary) -> list[Tile]:
         later if summary.steps.start_up else None,
     )
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
-    add("Last loss", "loss.last", number, (recent, number, "loss.recent"))
+    for place, each in enumerate(summary.losses):
+        key = f"losses.{place}.curve"
+        add(
+            f"Last loss of {each.optimizer}",
+            f"{key}.last",
+            number,
+            (recent, number, f"{key}.recent"),
+        )
+    if not summary.losses:
+        add("Last loss", "loss.last", number, (recent, number, "loss.recent"))
     add("Last gradient norm", "norm.last", number, (recent, number, "norm.recent"))
     add(
-        "Gradients underflow",
+        "Gradients underflow" if summary.can_underflow else f"Would underflow in {summary.lower}",
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),

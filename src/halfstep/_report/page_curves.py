@@ -15,6 +15,7 @@ from halfstep._common import numbers
 from halfstep._record.run import Step
 from halfstep._report.drawing import UNITS, Axis, Tick, line, round_numbers
 from halfstep._report.summary import NOTABLE
+from halfstep._report.tracks import Track, tracks_of
 from halfstep._trace.rows import grouped
 
 Key: TypeAlias = Literal["loss", "scale", "norm", "share_lost_updates"]
@@ -239,30 +240,6 @@ def _short(key: Key, value: float | None) -> float | None:
 
 
 COLUMNS = 500
-
-
-class Track(NamedTuple):
-    """The steps of one optimizer of one run, whose names it has."""
-
-    name: str
-    steps: tuple[Step, ...]
-
-
-def tracks_of(run: str, steps: Sequence[Step]) -> list[Track]:
-    """Split the steps of a run by optimizer; optimizers of one class by their order."""
-    found: dict[tuple[str, int], list[Step]] = {}
-    iteration, names = 0, list[str]()
-    for step in steps:
-        if step.step != iteration:
-            iteration, names = step.step, []
-        names.append(step.optimizer)
-        found.setdefault((step.optimizer, names.count(step.optimizer)), []).append(step)
-    if len(found) == 1:
-        return [Track(run, tuple(steps))]
-    return [
-        Track(f"{run} {name}{f' {number}' if number > 1 else ''}".strip(), tuple(alike))
-        for (name, number), alike in found.items()
-    ]
 
 
 def _column(step: Step, x: Axis) -> int:

@@ -15,20 +15,27 @@ from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._record.run import Culprits, Note, PolicySeen, Run, Step
 from halfstep._report.layers import layers_and_gradients, lower_of
 from halfstep._report.summary import (
+    ENDLESS,
+    MANY,
     BadPlace,
     Curve,
     Facts,
     ModelFacts,
+    OptimizerLoss,
     Origin,
     ScaleCourse,
     State,
     StepCounts,
     Summary,
 )
+from halfstep._report.tracks import tracks_of
 from halfstep._trace.rows import grouped
 
 SETTLED = 10
 """This many taken steps in a row end the start-up of dynamic scaling."""
+LONGEST_START = 16
+"""So many skips bring PyTorch's first scale down to 1. More than these, and most steps of the run,
+are no start-up any more, whatever the factors."""
 RECENT = 20
 """The recent loss is the mean of this many steps."""
 _OVERFLOW, _STUCK = "overflow", "non-finite at any scale"  # as halfstep._scaler.Reason has them
@@ -57,6 +64,7 @@ def summarize(run: Run) -> Summary:
         steps=_steps(run),
         scale=_scale(run.steps, min(overflows.values(), default=None)),
         loss=_loss(run.steps),
+        losses=_losses(run.steps),
         norm=_curve({s.step: s.norm for s in run.steps if s.taken and s.norm is not None}),
         lost_updates=_curve(
             {s.step: s.share_lost_updates for s in run.steps if s.share_lost_updates is not None}
@@ -114,9 +122,14 @@ def _steps(run: Run) -> StepCounts:
     iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
     skipped = [(each[0].step, not all(step.taken for step in each)) for each in iterations]
     scalers = _by_scaler(iterations, run.starts)
-    start_up = tuple(step for each in scalers for step in _start_up(each))
+    others = _of_other_causes(run)
+    start_up = tuple(step for each in scalers for step in _start_up(each) if step not in others)
+    if len(start_up) > max(LONGEST_START, len(iterations) / 2):
+        start_up = ()
     grown = (step for each in scalers for step in _after_growth(each))
-    after_growth = tuple(step for step in grown if step not in start_up)
+    after_growth = tuple(step for step in grown if step not in others.union(start_up))
+    if len(after_growth) > max(ENDLESS, MANY * len(iterations)):
+        after_growth = ()
     normal = {*start_up, *after_growth}
     later = [is_skipped and step not in normal for step, is_skipped in skipped]
     num, num_skipped = len(run.steps), len(run.skipped)
@@ -131,12 +144,37 @@ def _steps(run: Run) -> StepCounts:
         skipped=tuple(step for step, is_skipped in skipped if is_skipped),
         start_up=start_up,
         after_growth=after_growth,
+        unclear=tuple(step for step in _with_nan_only(run, skipped) if step in normal),
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
         num_skipped_later=num_later,
         share_skipped_later=num_later / num if num else 0.0,
         longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
         skipped_at_end=len(list(at_end)),
     )
+
+
+def _of_other_causes(run: Run) -> set[int]:
+    """Return the iterations that a diagnosis found bad for another reason than the scale."""
+    return {
+        each.step for each in run.diagnoses if each.diagnosis.verdict in ("range", "maths", "data")
+    }
+
+
+def _with_nan_only(run: Run, skipped: Sequence[tuple[int, bool]]) -> Iterator[int]:
+    """Yield skipped iterations before a taken one whose gradients had NaN, but no inf.
+
+    Far above the scales that fit, inf - inf makes NaN of everything. Right above them the first
+    entries are inf. Iterations that were diagnosed are left out.
+    """
+    diagnosed = {each.step for each in run.diagnoses}
+    bad = grouped(run.culprits, lambda each: each.step)
+    for (step, is_skipped), (_, is_next_skipped) in pairwise(skipped):
+        found = [] if step in diagnosed else bad.get(step, [])
+        has_nan_only = any(each.num_nan for each in found) and not any(
+            each.num_inf for each in found
+        )
+        if is_skipped and not is_next_skipped and has_nan_only:
+            yield step
 
 
 def _by_scaler(
@@ -157,7 +195,7 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
     """Return the overflows at the start, as long as each one reaches a new lowest scale.
 
     The start-up ends with the first ten taken iterations in a row. Skips that do not end are not a
-    start-up.
+    start-up, except a few: the run may have been too short.
     """
     found: list[int] = []
     lowest, taken_in_a_row = math.inf, 0
@@ -173,7 +211,7 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
             break
         lowest, taken_in_a_row = scale, 0
         found.append(iteration[0].step)
-    return tuple(found) if taken_in_a_row else ()
+    return tuple(found) if taken_in_a_row or len(found) < ENDLESS else ()
 
 
 def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
@@ -239,6 +277,16 @@ def _loss(steps: Iterable[Step]) -> Curve | None:
         return curve
     ranks = {n for s, _ in seen if s.step == curve.first_non_finite for n in s.bad_losses}
     return replace(curve, ranks=tuple(sorted(ranks)))
+
+
+def _losses(steps: Sequence[Step]) -> tuple[OptimizerLoss, ...]:
+    """Return the loss of each optimizer, unless all step by the same one."""
+    tracks = [track for track in tracks_of("", steps) if any(s.loss is not None for s in track[1])]
+    series = [[str(step.loss) for step in track.steps] for track in tracks]
+    if all(a == b for other in series[1:] for a, b in zip(series[0], other, strict=False)):
+        return ()
+    curves = ((track.name, _loss(track.steps)) for track in tracks)
+    return tuple(OptimizerLoss(name, curve) for name, curve in curves if curve is not None)
 
 
 def _curve(values: Mapping[int, float]) -> Curve | None:

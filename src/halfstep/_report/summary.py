@@ -18,6 +18,10 @@ from halfstep._record.run import Kind, Note, PolicySeen
 
 NOTABLE = 0.01
 """Losses, of gradient entries or of updates, are worth a word from this share on."""
+ENDLESS = 5
+"""From this many skipped iterations at the end on, the skips count as unending."""
+FEW, MANY = 0.01, 0.1
+"""Shares of skipped steps: dynamic scaling needs a few; many slow down learning."""
 State: TypeAlias = Literal["ended", "failed", "no end"]
 
 
@@ -88,6 +92,8 @@ class StepCounts:
             scale, which is normal.
         after_growth: The skipped iterations right after growth, which brought the scale back: this
             is how dynamic scaling finds the largest usable scale.
+        unclear: The iterations of both kinds whose gradients had NaN and no inf right above a scale
+            that fits, which the scale alone seldom causes.
         num_skipped_later: How many steps were skipped in all other iterations.
         share_skipped_later: Those as a share of all steps; 0 if there are none.
         longest_in_a_row: The largest number of iterations in a row with a skipped step, leaving out
@@ -104,6 +110,7 @@ class StepCounts:
     ranks: tuple[int, ...]
     start_up: tuple[int, ...]
     after_growth: tuple[int, ...]
+    unclear: tuple[int, ...]
     num_skipped_later: int
     share_skipped_later: float
     longest_in_a_row: int
@@ -166,6 +173,14 @@ class Curve:
     first_non_finite: int | None
     num_non_finite: int
     ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OptimizerLoss:
+    """How the loss of one optimizer went."""
+
+    optimizer: str
+    curve: Curve
 
 
 @dataclass(frozen=True)
@@ -278,9 +293,14 @@ class Layer:
     window: ScaleWindow | None
 
     @property
+    def is_low(self) -> bool:
+        """Whether it is stored in less than float32."""
+        return not set(self.dtypes).isdisjoint(FORMATS_BY_DTYPE)
+
+    @property
     def is_low_weight(self) -> bool:
         """Whether it is a weight that is stored in less than float32."""
-        return self.kind == "parameter" and not set(self.dtypes).isdisjoint(FORMATS_BY_DTYPE)
+        return self.kind == "parameter" and self.is_low
 
     @property
     def is_all_zeros(self) -> bool:
@@ -295,7 +315,7 @@ class GradientTotals:
     Attributes:
         scale: Of the last sample; 1 without a scaler.
         measured: How many entries were measured in all samples.
-        lost: How many of them underflow in the lower precision of the run.
+        lost: How many of them underflow in the lower precision of the run, or would in fp16.
         share_lost: Those as a share of what was measured.
         window: The scales at which nothing is lost and at which no sample and no step of the run
             has overflowed.
@@ -324,6 +344,9 @@ class Summary:
         lower: Name of the format that applies to float32 tensors: the lower precision of the run,
             fp16 if none was seen.
         has_scaler: Whether any step had a scale.
+        loss: How the loss went, in all steps.
+        losses: The loss of each optimizer, where they step by losses of their own, as in a GAN;
+            else empty.
         norm: How the norm of the unscaled gradients went in the steps that were taken.
         lost_updates: How the share of updates that rounding has lost went in the sampled steps.
         origins: Where skips began, the most frequent first.
@@ -342,6 +365,7 @@ class Summary:
     steps: StepCounts
     scale: ScaleCourse | None
     loss: Curve | None
+    losses: tuple[OptimizerLoss, ...]
     norm: Curve | None
     lost_updates: Curve | None
     origins: tuple[Origin, ...]
@@ -359,13 +383,30 @@ class Summary:
         """Return the number at a place such as ``"loss.recent"``; None where a part is None."""
         value: Any = self
         for name in key.split("."):
-            value = None if value is None else getattr(value, name)
+            if name.isdigit():
+                value = value[int(name)]
+            else:
+                value = None if value is None else getattr(value, name)
         return value
 
     @property
     def policy(self) -> PolicySeen | None:
         """The last policy in force."""
         return self.policies[-1] if self.policies else None
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether autocast lowered ops: else float32 tensors went through no other format."""
+        return any(policy.dtype in FORMATS_BY_DTYPE for policy in self.policies)
+
+    def underflows(self, layer: Layer) -> bool:
+        """Return whether what a layer lost was lost in the run, and would not only be in fp16."""
+        return self.is_lowered or layer.is_low
+
+    @property
+    def can_underflow(self) -> bool:
+        """Whether any gradient was in a lower precision."""
+        return any(map(self.underflows, self.of_kind("parameter_gradient")))
 
     @property
     def worst_share_lost(self) -> float | None:

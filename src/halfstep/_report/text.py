@@ -85,10 +85,14 @@ def _all_is_well(summary: Summary) -> Sentence:
         parts.append(about_steps.start_up(summary))
     course = about_steps.about_course(summary)
     parts += [course] if course else []
-    if summary.gradients is not None:
-        share = summary.worst_share_lost or 0.0
-        most = f"at most {percent(share)} of the gradient entries of a parameter underflow"
-        parts.append(most if share else "no gradient underflows")
+    layers = summary.of_kind("parameter_gradient")
+    if layers:
+        worst = max(layers, key=lambda layer: layer.share_lost)
+        if worst.share_lost:
+            of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
+            parts.append(f"{of_all} {about_tensors.underflow(summary, worst)}")
+        else:
+            parts.append(f"no gradient {about_tensors.underflow(summary, worst, 's')}")
     if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
         share = summary.lost_updates.recent or 0.0
         parts.append(f"{percent(share)} of the updates were lost to rounding")
@@ -211,6 +215,14 @@ _CURVES = (
 """Numbers that a run may lack: their name, places in the summary, and how they are written."""
 
 
+def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Callable[..., str]]]:
+    loss, *others = _CURVES
+    for place, each in enumerate(summary.losses):
+        name = loss[0].replace("loss", f"loss of {each.optimizer}", 1)
+        yield name, f"losses.{place}.curve", *loss[2:]
+    yield from others if summary.losses else _CURVES
+
+
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     facts, steps, policy = summary.facts, summary.steps, summary.policy
     yield "steps", count(steps.num)
@@ -218,8 +230,10 @@ def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     if steps.start_up:
         skipped += f", of these at the start {len(steps.start_up)}"
     yield "skipped", skipped
-    for name, part, keys, text in _CURVES:
+    for name, part, keys, text in _curves_of(summary):
         if summary.at(part) is not None:
+            if part == "gradients" and not summary.can_underflow:
+                name = f"gradient entries that would underflow in {summary.lower}"
             yield name, ", ".join(text(summary.at(f"{part}.{key}")) for key in keys)
     yield "time per step", seconds(facts.seconds_per_step)
     yield "policy", f"{plain(policy.dtype)}, {code(policy.text)}" if policy else NONE

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
 
 from halfstep._autocast import Policy
+from halfstep._autocast.region import listening
 from halfstep._common.patches import Patches, watch_steps
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_forward import Forward
@@ -50,14 +51,16 @@ def mixed_precision(
     scaler = GradScaler() if script.is_scaling else None
     patches = Patches()
     try:
-        Forward(dtype, policy, script).install(patches)
+        forward = Forward(dtype, policy, script)
+        forward.install(patches)
         _watch_scalers(patches, scaler, script)
         if scaler is None:
             _note_steps(patches, script)
         else:
             _scale(patches, scaler, script)
         try:
-            yield scaler
+            with listening(forward.note_region):
+                yield scaler
         except SystemExit:  # many scripts end this way
             _end(scaler, script)
             raise

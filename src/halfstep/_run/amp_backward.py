@@ -64,12 +64,19 @@ class Backward:
     def install(self, patches: Patches) -> None:
         """Wrap ``backward``, and ``retain_grad``, by which non-leaf tensors keep gradients."""
         patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.autograd, "grad", self._grad)
         patches.wrap(torch.Tensor, "retain_grad", self._retain_grad)
 
     def _retain_grad(self, original: Callable[[Tensor], None], tensor: Tensor) -> None:
         original(tensor)
         if not tensor.is_leaf:
             self._retained.append(weakref.ref(tensor))
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced and self._script.is_training and not self._fresh.has_optimizers:
+            self._script.note_by_hand()
+        return original(*args, **kwargs)
 
     @compiler.keep_out_of_graphs
     def _backward(
@@ -100,13 +107,39 @@ class Backward:
             # may underflow, but have the same unit as all others.
             run(roots)
         else:
-            self._scaled(run, roots, inputs)
+            leaves = list(_reached(roots, inputs))
+            if self._fresh.owns_any(leaves):
+                self._scaled(run, roots, leaves)
+            else:
+                self._by_hand(run, roots, leaves)
 
-    def _scaled(self, run: Callable[[Any], None], roots: list[Tensor], inputs: Any) -> None:
+    def _by_hand(
+        self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
+    ) -> None:
+        """Run a pass whose gradients the script uses itself. Sync: one.
+
+        No step with them can be skipped: they are not scaled, and bad ones are set to zero, with
+        which a step does nothing.
+        """
+        run(roots)
+        if self._fresh.has_optimizers:
+            self._script.note_not_owned()
+        else:
+            self._script.note_by_hand()
+        gradients = collect(leaves)
+        if any(flag.item() for flag in passes.check(gradients).values()):
+            for grad in gradients.grads:
+                grad.zero_()
+            self._script.note_zeroed()
+
+    def _scaled(
+        self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
+    ) -> None:
+        self._script.has_scaled = True
         access.end_iteration(self._scaler)  # one optimizer has stepped, another has not
         scaled = self._scaler.scale(roots)
         running = ScaledPass(access.unnamed_scale(self._scaler), self._fresh)
-        running.include(_reached(scaled, inputs))
+        running.include(leaves)
         running.include(self._retaining())
         self.running = running
         try:
@@ -190,6 +223,16 @@ class FreshGradients:
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Add an optimizer to the known ones."""
         self._optimizers.add(optimizer)
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether any optimizer is known."""
+        return len(self._optimizers) > 0
+
+    def owns_any(self, leaves: Iterable[Tensor]) -> bool:
+        """Return whether a known optimizer has any of these parameters."""
+        ids = set(map(id, leaves))
+        return any(id(p) in ids for optimizer in self._optimizers for p in parameters(optimizer))
 
     def unscale_(self, params: Iterable[Tensor], scale: LossScale, by: Tensor) -> None:
         """Divide gradients by ``by``, in groups of parameters with the same optimizers.

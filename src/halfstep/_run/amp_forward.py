@@ -17,6 +17,7 @@ from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import map_leaves
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
+from halfstep._pytorch.amp import Switches
 from halfstep._run.amp_script import ScriptState
 
 _SHARDED = ("FSDPModule", "FullyShardedDataParallel")
@@ -74,8 +75,22 @@ class Forward(TopLevelCalls):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        with self.inside(), context:
+        with context, self.inside():
             return function(*args, **kwargs)
+
+    def note_region(self, switches: Switches) -> None:
+        """Note an autocast of the script inside a call; accelerate has one in ``model.forward``."""
+        if (
+            self.is_inside
+            and switches.enabled
+            and switches.dtype in (torch.float16, torch.bfloat16)
+        ):
+            self._note_own(switches.dtype)
+
+    def _note_own(self, dtype: torch.dtype) -> None:
+        # In the backward pass it is our own, restored by a checkpoint.
+        if autograd.backward_number() < 0 and self._script.is_on:
+            self._script.note_own_autocast(dtype)
 
     @compiler.do_not_compile_alone
     def _context_of(self, module: nn.Module) -> AbstractContextManager[object] | None:
@@ -106,16 +121,15 @@ class Forward(TopLevelCalls):
     def _may_enter(self, device: str) -> bool:
         # An exported or traced program runs elsewhere and cannot keep a policy.
         if (
-            modes.is_jit_tracing()
+            self._script.is_by_hand
+            or modes.is_jit_tracing()
             or compiler.is_exporting()
             or modes.is_tracing_before_autocast()
             or not torch.amp.is_autocast_available(device)
         ):
             return False
         if current_scope().policies or torch.is_autocast_enabled(device):
-            # In the backward pass it is our own, restored by a checkpoint.
-            if autograd.backward_number() < 0 and self._script.is_on:
-                self._script.note_own_autocast()
+            self._note_own(torch.get_autocast_dtype(device))
             return False
         return True
 

@@ -8,6 +8,7 @@ import torch
 
 from halfstep._common.numbers import listed
 from halfstep._diagnose.replay import is_replaying
+from halfstep._numerics.formats import dtype_name
 from halfstep._scaler.optimizers import name
 
 _OPTION = {torch.float16: "--amp fp16", torch.bfloat16: "--amp bf16"}
@@ -25,9 +26,11 @@ class ScriptState:
         self.losses: dict[str, None] = {}
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
-        self.has_backward = self.has_own_autocast = False
+        self.has_backward = self.has_scaled = self.has_own_autocast = False
+        self.is_by_hand = False  # until there is an optimizer
         self._option = _OPTION[dtype]
         self._say = say
+        self._said: set[str] = set()
         self._has_summed_up = False
 
     @property
@@ -44,13 +47,41 @@ class ScriptState:
             self.is_on = False
             self._say(f"{self._option}: {reason}; it runs unchanged")
 
-    def note_own_autocast(self) -> None:
+    def note_by_hand(self) -> None:
+        """Let models run in float32 until there is an optimizer, and print why, once."""
+        self.is_by_hand = True
+        self._say_once(
+            "no optimizer of torch.optim was made, so a step with inf or NaN could not be skipped: "
+            "the loss is not scaled, and models run in float32 from here on, until there is one "
+            "(--amp bf16 needs none)"
+        )
+
+    def note_not_owned(self) -> None:
+        """Print, once, that gradients are not scaled, as no step with them could be skipped."""
+        self._say_once(
+            "no optimizer has the parameters of a backward pass, so a step with inf or NaN could "
+            "not be skipped: their gradients are not scaled and may underflow (--amp bf16 needs no "
+            "scale)"
+        )
+
+    def note_zeroed(self) -> None:
+        """Print, once, that gradients were set to zero."""
+        self._say_once(
+            "gradients that no optimizer has were inf or NaN in float16, and were set to zero"
+        )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(f"{self._option}: {text}")
+
+    def note_own_autocast(self, dtype: torch.dtype) -> None:
         """Print that the script has its own autocast, which applies inside it."""
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
-                f"{self._option}: the script has an autocast of its own, which stays unchanged"
-                + ("; the loss is scaled anyway" if self.is_scaling else "")
+                f"{self._option}: the script has an autocast of its own, to {dtype_name(dtype)}, "
+                "which stays unchanged" + ("; the loss is scaled anyway" if self.is_scaling else "")
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -62,7 +93,7 @@ class ScriptState:
 
     def end(self) -> None:
         """Print the remaining messages at the end of the script."""
-        if not self.is_on:
+        if not self.is_on or self.is_by_hand:
             return
         if self.modules or (self.is_scaling and self.has_backward and self.has_own_autocast):
             self._sum_up()
@@ -82,12 +113,17 @@ class ScriptState:
         if self.modules:
             ran = [*(f"{module}.forward" for module in self.modules), *self.losses]
             yield f"{listed(ran)} {'runs' if len(ran) == 1 else 'run'} under autocast"
+        if not self.is_scaling:
+            if not self.optimizers:
+                yield "no optimizer step was seen"
+            return
         if not self.has_backward and not self.optimizers:
             yield "no backward pass and no optimizer step were seen"
             return
-        if not self.is_scaling:
-            return
-        yield "the loss is scaled" if self.has_backward else "no backward pass was seen"
+        if self.has_scaled:
+            yield "the loss is scaled"
+        else:
+            yield "no loss is scaled" if self.has_backward else "no backward pass was seen"
         if self.optimizers:
             steps = [f"{optimizer}.step" for optimizer in self.optimizers]
             yield f"{listed(steps)} {'goes' if len(steps) == 1 else 'go'} through a GradScaler"

@@ -57,8 +57,12 @@ class ScaledSteps:
 
     def install(self, patches: Patches) -> None:
         """Wrap the steps of all present and future optimizers."""
-        watch_steps(patches, self._step, self._fresh.meet)
+        watch_steps(patches, self._step, self._meet)
         patches.wrap(Optimizer, "zero_grad", self._zero_grad)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        self._fresh.meet(optimizer)
+        self._script.is_by_hand = False
 
     def _zero_grad(
         self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
@@ -72,6 +76,7 @@ class ScaledSteps:
         self._thread.was_called = True
         if self._thread.is_stepping or not self._script.is_training:
             return original(optimizer, *args, **kwargs)
+        self._meet(optimizer)
         closure, rest, others = split_closure(args, kwargs)
         if closure is None:
             return self._take(original, optimizer, args, kwargs)

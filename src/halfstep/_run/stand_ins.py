@@ -153,6 +153,7 @@ class GradScaler(halfstep.GradScaler):
         else:
             self._switch_off()
             super().__init__()  # of the new class; PyTorch does not check the numbers either
+        self._device = device
 
     def _switch_off(self) -> None:
         self.__class__ = _switched_off(type(self))

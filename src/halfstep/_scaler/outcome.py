@@ -76,6 +76,9 @@ class Outcome:
         ['weight', 'bias']
     """
 
+    num_losses = 0
+    """How many losses had been scaled in the iteration when the step was made."""
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

@@ -494,6 +494,7 @@ def remember(
         writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
     outcome = Outcome(optimizer, engine.names, step, multiplier, can_measure_late)
+    outcome.num_losses = engine.iteration.num_losses
     engine.journal.add(memory, outcome)
     keep(engine.iteration, step, Stage.STEPPED)
 

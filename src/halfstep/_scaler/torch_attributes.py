@@ -187,8 +187,24 @@ class TorchAttributes:
     _growth_interval = _number_of_rule("growth_interval")
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _refuse)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise ``AttributeError``, with what to do where torch.amp has a method of this name."""
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in NEVER_CALLED:
+            what += f": a method of torch.amp.GradScaler. Instead, {NEVER_CALLED[name]}"
+        raise AttributeError(what, name=name, obj=self)
+
     def _get_growth_tracker(self: Any) -> int:
         return int(self._engine.scales[None].read().growth_tracker)
+
+    def _check_scale_growth_tracker(self: Any, funcname: str) -> tuple[Tensor, Tensor]:
+        # By subclasses with an unscale_ or a step of their own.
+        if self._scale is None:
+            raise AssertionError(
+                f"Attempted {funcname} but _scale is None. This may indicate your script did not "
+                "use scaler.scale(loss or outputs) earlier in the iteration."
+            )
+        return self._scale, self._growth_tracker
 
     def _step_with_scaler(
         self,

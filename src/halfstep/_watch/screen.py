@@ -112,11 +112,14 @@ def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
     room = max(width - LABEL - VALUE - 2 - (RANGE if width >= WIDE else 0), 1)
     last = live.last
     lines = []
-    for label, trail, value, text, missing in (
-        ("loss", live.loss, last.loss if last else None, number, "not seen"),
-        ("scale", live.scale, last.scale_after if last else None, power, "no scaler"),
-        ("norm", live.norm, last.norm if last else None, number, "not measured"),
-        ("lost", live.lost_updates, live.last_share_lost_updates, percent, "no update counted"),
+    losses = [(name, trail, step.loss) for name, (trail, step) in live.losses.items()]
+    if not live.has_own_losses:
+        losses = [("", live.loss, last.loss if last else None)]
+    for name, label, trail, value, text, missing in (
+        *((name, "loss", trail, loss, number, "not seen") for name, trail, loss in losses),
+        ("", "scale", live.scale, last.scale_after if last else None, power, "no scaler"),
+        ("", "norm", live.norm, last.norm if last else None, number, "not measured"),
+        ("", "lost", live.lost_updates, live.last_share_lost_updates, percent, "no update counted"),
     ):
         columns = trail.columns(room)
         is_missing = last is not None and all(column is None for column in columns)
@@ -126,7 +129,7 @@ def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
         line.highlight_regex(f"{MARK}+", "bold red")
         if width >= WIDE:
             extent = "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
-            line.append(f"  {extent}", "dim")
+            line.append(f"  {name or extent}", "dim")
         lines.append(line)
     marks = "".join(" " if column is None else SKIP for column in live.skipped.columns(room))
     label = f"{'skips':<{LABEL}}{live.num_skipped:>{VALUE},}  "

@@ -117,6 +117,7 @@ class LiveRun:
         began_in: By step, where the last skips began, if known.
         diagnosed: The latest diagnosis.
         sample: The latest.
+        losses: The losses of each optimizer, by its class and number, and its last step.
         norm: Of all steps, without inf and NaN of skipped steps: those are the reason for the
             skip.
         skipped: 1 for each step that was skipped.
@@ -134,6 +135,7 @@ class LiveRun:
     sample: Sample | None = None
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=KEPT))
     loss: Trail = field(default_factory=Trail)
+    losses: dict[str, tuple[Trail, Step]] = field(default_factory=dict)
     scale: Trail = field(default_factory=Trail)
     norm: Trail = field(default_factory=Trail)
     lost_updates: Trail = field(default_factory=Trail)
@@ -160,6 +162,10 @@ class LiveRun:
         self.num_steps += 1
         self.recent.append(step)
         self.loss.add(step.loss)
+        name = name_of(step)
+        trail, _ = self.losses.get(name, (Trail(), step))
+        trail.add(step.loss)
+        self.losses[name] = trail, step
         self.scale.add(step.scale)
         is_why = not step.taken and step.norm is not None and not math.isfinite(step.norm)
         self.norm.add(None if is_why else step.norm)
@@ -170,6 +176,12 @@ class LiveRun:
         if not step.taken:
             self.num_skipped += 1
             self.skips.append(step)
+
+    @property
+    def has_own_losses(self) -> bool:
+        """Whether optimizers step by losses of their own, as in a GAN, and not by one together."""
+        trails = [trail for trail, _ in self.losses.values() if trail.low is not None]
+        return len({trail.low for trail in trails}) > 1 and len({t.high for t in trails}) > 1
 
     @property
     def last(self) -> Step | None:
@@ -197,6 +209,11 @@ class LiveRun:
             return []
         found = (WorstTensor(*each) for each in fitted(self.sample, self.run.policies))
         return sorted(found, key=lambda worst: worst.badness, reverse=True)
+
+
+def name_of(step: Step) -> str:
+    """Return the class of the optimizer, with its number from the second on."""
+    return step.optimizer if (step.number or 1) == 1 else f"{step.optimizer} {step.number}"
 
 
 def live_run(before: LiveRun | None, update: RecordUpdate) -> LiveRun:

@@ -14,7 +14,7 @@ from halfstep._common.text import printable
 from halfstep._record.read import RecordUpdate
 from halfstep._record.run import Diagnosed, Run, Step
 from halfstep._report.about_diagnoses import headline
-from halfstep._watch.state import LiveRun
+from halfstep._watch.state import LiveRun, name_of
 
 NUM_WORST = 3
 DEFAULT_EVERY = 50
@@ -45,7 +45,7 @@ def _new_lines(live: LiveRun, new: Run, every: int) -> Iterator[tuple[int, str]]
         yield note.step, f"note {note.step}  {note.text}"
     for step in new.steps:
         if not step.taken or step.step == 1 or step.step % every == 0:
-            yield step.step, _step_line(step)
+            yield step.step, _step_line(step, name_of(step) if live.has_own_losses else "")
     for culprits in new.culprits:
         yield (
             culprits.step,
@@ -64,13 +64,14 @@ def _new_lines(live: LiveRun, new: Run, every: int) -> Iterator[tuple[int, str]]
             )
 
 
-def _step_line(step: Step) -> str:
+def _step_line(step: Step, optimizer: str) -> str:
     verdict = "taken"
     if not step.taken:
         verdict = f"skipped: {why_skipped(step)}, scale now {power(step.scale_after)}"
     lost = step.share_lost_updates
+    whose = optimizer and f" of {optimizer}"
     return (
-        f"step {step.step}  loss {number(step.loss)}  scale {power(step.scale)}  "
+        f"step {step.step}  loss {number(step.loss)}{whose}  scale {power(step.scale)}  "
         f"norm {number(step.norm)}  {verdict}"
         f"{'' if lost is None else f'  lost updates {percent(lost)}'}"
     )
