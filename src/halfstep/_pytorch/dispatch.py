@@ -26,6 +26,7 @@ FUNCTORCH_KEYS = (
 exclude_keys = torch._C._ExcludeDispatchKeyGuard
 
 
+@cache
 def autocast_key(device_type: str) -> torch._C.DispatchKey:
     """Return the dispatch key at which autocast for ``device_type`` runs, e.g. ``AutocastCPU``."""
     return torch._C.DispatchKey.__members__[
@@ -80,14 +81,9 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     Must be called before halfstep registers kernels for that device; the answer is kept.
     """
     key = autocast_key(device_type).name
-    return frozenset(
-        f"{op}.{overload}"
-        for op, overloads in aten_overloads().items()
-        for overload in overloads
-        if torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"aten::{op}" + ("" if overload == "default" else f".{overload}"), key
-        )
-    )
+    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    of_aten = (name.removeprefix("aten::") for name in names if name.startswith("aten::"))
+    return frozenset(name if "." in name else f"{name}.default" for name in of_aten)
 
 
 def schema_of(op: Any) -> torch.FunctionSchema:
