@@ -174,9 +174,7 @@ _prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
 
 
-def prepare(
-    policy: Policy, device: str, module: str = "", *, only_observed: bool = False
-) -> int:
+def prepare(policy: Policy, device: str, module: str = "", *, only_observed: bool = False) -> int:
     """Make ``policy`` ready on ``device``: register every kernel that it needs.
 
     Args:

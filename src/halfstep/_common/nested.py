@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,40 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
         elif isinstance(value, Mapping):
             yield from tensors_in(list(value.values()))
+
+
+MOST_REACHED = 10_000
+"""The most values that are looked through for tensors."""
+
+
+def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any]:
+    """Yield what is no container, in containers and in the attributes of objects, each once.
+
+    Args:
+        value: Looked through: lists, tuples, sets, mappings, dataclasses, and any other objects
+            with attributes. Not classes, functions and modules of Python.
+        leave_out: The classes of objects that are not looked into.
+    """
+    waiting, seen = deque([value]), set[int]()
+    while waiting and len(seen) < MOST_REACHED:
+        each = waiting.popleft()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, (Tensor, *leave_out)):
+            if isinstance(each, Tensor):
+                yield each
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            waiting.extend(each)
+        elif isinstance(each, (type, FunctionType, MethodType, ModuleType)):
+            continue
+        else:
+            yield each
+            slots = (name for cls in type(each).__mro__ for name in getattr(cls, "__slots__", ()))
+            waiting.extend(getattr(each, "__dict__", {}).values())
+            waiting.extend(getattr(each, name, None) for name in slots)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -47,7 +47,7 @@ class UndoLog:
     """
 
     def __init__(self) -> None:
-        self._saved: ByMemory[_Saved] = ByMemory()
+        self._saved: ByMemory[_Saved | _SavedSparse] = ByMemory()
         self._born: ByMemory[bool] = ByMemory()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._modules: set[nn.Module] = set()
@@ -62,16 +62,15 @@ class UndoLog:
         """Keep the memory of a tensor that an op is about to write to."""
         if tensor in self._born or tensor in self._saved or storages.memory_of(tensor) is None:
             return
-        self._saved.put(tensor, _Saved(tensor))
+        kept = _Saved(tensor) if tensor.layout is torch.strided else _SavedSparse(tensor)
+        self._saved.put(tensor, kept)
 
     def note_made(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
         """Note outputs of an op in new memory, which need not be kept."""
         new = [tensor for tensor in outputs if tensor not in self._born]
-        before: ByMemory[bool] = ByMemory()
-        for tensor in given if new else ():
-            before.put(tensor, True)
+        before = {storages.number_of_memory(tensor) for tensor in given} if new else set()
         for tensor in new:
-            if tensor not in before:
+            if storages.number_of_memory(tensor) not in before:
                 self._born.put(tensor, True)
 
     def was_made(self, tensor: Tensor) -> bool:
@@ -83,8 +82,14 @@ class UndoLog:
         kept = self._saved.get(tensor)
         if kept is None:
             return None
+        if isinstance(kept, _SavedSparse):
+            return kept.copy
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(kept.copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def grads(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the leaves whose ``grad`` is kept, and that from before."""
+        return list(self._grads.values())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
         """Keep the ``grad`` of leaves, which may be set."""
@@ -175,6 +180,18 @@ class _Saved:
             tensor.set_(memory, *self._geometry)
         if not tensor.is_inference():
             autograd.set_version(tensor, self._version)
+
+
+class _SavedSparse:
+    """A sparse tensor before a write."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.copy = tensor, tensor.detach().clone()
+        self._version = autograd.version_of(tensor)
+
+    def restore(self) -> None:
+        self._tensor.copy_(self.copy)
+        autograd.set_version(self._tensor, self._version)
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:

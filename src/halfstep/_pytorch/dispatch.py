@@ -161,6 +161,25 @@ def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
     return is_composite(op) and not has_kernel(op, key)
 
 
+def is_higher_order(op: Any) -> bool:
+    """Return whether an op takes functions, as ``torch.cond`` and flex attention do."""
+    return isinstance(op, torch._ops.HigherOrderOperator)
+
+
+def kernel_in_mode(op: Any) -> Kernel | None:
+    """Return what a higher-order op does where a mode sees the ops of its functions.
+
+    None for one whose functions no mode may see in eager mode.
+    """
+    match op.name():
+        case "cond":
+            return lambda is_true, yes, no, operands: (yes if is_true else no)(*operands)
+        case "flex_attention" | "flex_attention_backward":
+            kernel: Kernel = op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+            return kernel
+    return None
+
+
 def decompose(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a composite op as the ops that it is made of.
 
