@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -98,8 +98,8 @@ class OpObserver:
 class FoundModules(RunningModules):
     """Modules that run in a replay: those of the model, and others when they are called.
 
-    If no model is given, it is the first module with parameters that is called outside of others.
-    The names of other modules begin with their class.
+    If no model is given, it is the first module with parameters that is called outside of others,
+    or the one among ``known`` that has it. The names of other modules begin with their class.
 
     Attributes:
         outermost: The model as it is called, None before its first call.
@@ -107,8 +107,11 @@ class FoundModules(RunningModules):
         model: The same without its wrapper for replication; its names are used.
     """
 
-    def __init__(self, model: nn.Module | None, undo: UndoLog) -> None:
+    def __init__(
+        self, model: nn.Module | None, undo: UndoLog, known: Iterable[nn.Module] = ()
+    ) -> None:
         super().__init__(None)
+        self._known = list(known)
         self.model: nn.Module | None = None
         self.outermost: nn.Module | None = None
         self._undo, self._thread = undo, threading.get_ident()
@@ -121,7 +124,8 @@ class FoundModules(RunningModules):
         is_here = threading.get_ident() == self._thread
         if is_here and not self.knows(module) and self.innermost() is None:
             if self.model is None and any(True for _ in module.parameters()):
-                self._take(module)
+                whole = (each for each in self._known if module in set(each.modules()))
+                self._take(next(whole, module))
             else:
                 self._undo.note_model(module)
                 self.add(module, type(module).__name__)

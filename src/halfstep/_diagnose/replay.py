@@ -97,7 +97,8 @@ class Replayer:
                 else:
                     undo.note_model(owner)
             outer.enter_context(replaying())
-            modules = FoundModules(self._outermost, undo)
+            owners = (owner for owner in self._owners if isinstance(owner, nn.Module))
+            modules = FoundModules(self._outermost, undo, owners)
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
