@@ -14,6 +14,7 @@ from halfstep._diagnose.absorbed import find_absorbed
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.inspect_op import described, find_underflow, inspect, names_in
+from halfstep._diagnose.inspecting import InspectingTracker
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_code import owners_in
 from halfstep._diagnose.variant import Variant
@@ -131,7 +132,8 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
 
 
 def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
-    found = scan(replayer, Variant())
+    tracker = None if replayer.model is None else InspectingTracker(replayer.model)
+    found = scan(replayer, Variant(), tracker=tracker)
     blame, scale, error = found.blame, found.run.scale, found.run.error
     if isinstance(error, RanksError):  # the rest of the step was not seen
         raise error
@@ -152,8 +154,11 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
         )
     if blame.reader == OUTSIDE:
         return _of_no_op(replayer, found, blame)
-    inspection = inspect(replayer, blame, scale)
-    bad, tensor = inspection.bad, inspection.tensor
+    inspected = None if tracker is None else tracker.inspected.get(blame.reader)
+    if inspected is None:
+        inspection = inspect(replayer, blame, scale)
+        inspected = inspection.bad, inspection.tensor
+    bad, tensor = inspected
     if blame.number == OUTSIDE:
         verdict, cure = judge_data(bad, tensor)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
