@@ -11,8 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -145,19 +144,35 @@ class UndoLog:
 
     def restore(self) -> None:
         """Restore everything bit for bit, versions of tensors too, even if a part fails."""
-        with ExitStack() as stack, torch.no_grad():
-            stack.callback(self._random.restore)
-            for generator, state in self._generators.values():
-                stack.callback(generator.set_state, state)
-            for _, put_back in self._held.values():
-                stack.callback(put_back)
-            for leaf, grad in self._grads.values():
-                stack.callback(_restore_grad, leaf, grad)
-            for saved in self._saved.values():
-                stack.callback(saved.restore)
-            for tensor, data, requires_grad in self._data.values():
-                stack.callback(_restore_data, tensor, data, requires_grad)
+        with torch.no_grad():
+            _call_all(self._restoring())
         self._saved, self._born = ByMemory(), ByMemory()
+
+    def _restoring(self) -> Iterator[Callable[[], object]]:
+        for data in self._data.values():
+            yield partial(_restore_data, *data)
+        for saved in self._saved.values():
+            yield saved.restore
+        for leaf, grad in self._grads.values():
+            if leaf.grad is not grad:
+                yield partial(setattr, leaf, "grad", grad)
+        for _, put_back in reversed(self._held.values()):
+            yield put_back
+        for generator, state in self._generators.values():
+            yield partial(generator.set_state, state)
+        yield self._random.restore
+
+
+def _call_all(functions: Iterator[Callable[[], object]]) -> None:
+    """Call functions, also those after one that fails, and raise the last error."""
+    error: BaseException | None = None
+    for function in functions:
+        try:
+            function()
+        except BaseException as each:
+            error = each
+    if error is not None:
+        raise error
 
 
 class _Saved:
@@ -222,11 +237,6 @@ def _restore_container(value: Any, before: Any) -> None:
     if not _is_same(value, before):
         value.clear()
         value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
-
-
-def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
-    if leaf.grad is not grad:
-        leaf.grad = grad
 
 
 def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
