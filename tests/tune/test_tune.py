@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,35 @@ def seeded() -> None:
 
 def planted() -> tuple[nn.Module, list[Tensor]]:
     return with_inner(*PLANTED), [torch.randn(32, 8) for _ in range(2)]
+
+
+@dataclass
+class Sample:
+    """An output like that of a decoder."""
+
+    sample: Tensor
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        lambda model, x: Sample(model(x)),
+        lambda model, x: Sample(model(x).detach()),
+        torch.no_grad()(lambda model, x: model(x)),
+        torch.inference_mode()(lambda model, x: (Sample(model(x)), None)),
+    ],
+)
+def test_outputs_without_a_loss(outputs: LossFn) -> None:
+    model, batches = with_inner(nn.Linear, Overflows), [torch.randn(32, 8)]
+    tuned = tune(model, batches, outputs)
+    assert tuned.is_met
+    assert tuned.islands == ("2.inner",)
+
+
+def test_gradients_do_not_matter_for_outputs_without_any() -> None:
+    model, batches = with_inner(nn.Linear, SpoilsGradients), [torch.randn(32, 8)]
+    assert tune(model, batches, lambda model, x: model(x)).islands
+    assert not tune(model, batches, lambda model, x: model(x).detach()).islands
 
 
 @pytest.fixture(scope="module")

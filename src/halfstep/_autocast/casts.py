@@ -30,6 +30,7 @@ def pytorch_kernel(name: str, device: str) -> Kernel:
     return _leave(name, device)
 
 
+@cache
 def _leave(name: str, device: str) -> Kernel:
     """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
     op, autocast = overload(name), _autocast_keys(device)
@@ -48,6 +49,9 @@ def _leave(name: str, device: str) -> Kernel:
         return redispatch(keys & below, *args, **kwargs)
 
     return leave_with_numbers if dispatch.takes_numbers(op) else leave
+
+
+# Kernels are kept: all policies share them.
 
 
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
@@ -69,6 +73,7 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
             return _leave(name, device)
 
 
+@cache
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
     """Return a kernel that leaves to PyTorch's, which is faster, all but the cache of weights."""
     pytorch = pytorch_kernel(name, device)
@@ -107,6 +112,7 @@ def _is_product(name: str) -> bool:
     return any(rule.action == "lower" and rule.names(name) for rule in rules_of("standard"))
 
 
+@cache
 def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = False) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
     in_float64 = _promote(name, device)
@@ -140,6 +146,7 @@ def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: tor
         return kernel(keys, *casts, **kwargs)
 
 
+@cache
 def _promote(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
 
@@ -155,6 +162,7 @@ def _promote(name: str, device: str) -> Kernel:
     return promote
 
 
+@cache
 def _cast_to_destination(name: str, device: str) -> Kernel:
     op, autocast = dispatch.callable_of(overload(name)), _autocast_keys(device)
 
@@ -172,6 +180,7 @@ def _cast_to_destination(name: str, device: str) -> Kernel:
     return cast_to_destination
 
 
+@cache
 def _ask_for_fp32(name: str, device: str) -> Kernel:
     op, autocast = overload(name), _autocast_keys(device)
     with_dtype = dispatch.overload_with_dtype(name)

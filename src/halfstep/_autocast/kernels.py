@@ -41,17 +41,27 @@ class PolicyOnDevice:
         number: what :func:`prepared` finds it by.
         module: the module in which it is active: some rules may hold there only. Empty outside of
             modules that have rules.
+        only_observed: whether it is active only while an observer is.
     """
 
     def __init__(
-        self, policy: Policy, device: str, *, native: bool, number: int, module: str
+        self,
+        policy: Policy,
+        device: str,
+        *,
+        native: bool,
+        number: int,
+        module: str,
+        only_observed: bool,
     ) -> None:
         self.policy = policy
         self.device = device
         self.number = number
         self.module = module
+        self.only_observed = only_observed
         self.has_phases = any(rule.phase is not None for rule in policy.rules)
         self.plan_for = cache(self._plan)  # not a method: a hit costs no call of a Python function
+        self.observed_kernel = cache(self._observed_kernel)
         self._casts_for = cache(self._casts)
         self._native = native
         self._ruled = meant_by(policy.rules)
@@ -61,13 +71,6 @@ class PolicyOnDevice:
         """A short text that is the same in every process for the same rules in force."""
         within = self.policy.rules_within(self.module)
         return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
-
-    @cached_property
-    def observed(self) -> "PolicyOnDevice":
-        """The same policy with every rule carried out by our kernels, so that each can be told."""
-        return PolicyOnDevice(
-            self.policy, self.device, native=False, number=self.number, module=self.module
-        )
 
     def phase(self) -> Phase:
         """Return the phase of this thread: "train" where no rule asks for it."""
@@ -90,10 +93,6 @@ class PolicyOnDevice:
         phases = PHASES if self.has_phases else PHASES[:1]
         return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
 
-    def observed_ops(self) -> set[str]:
-        """Return the overloads that an observer is told of: also those that a rule leaves alone."""
-        return self.observed.ops() | self._ruled
-
     def table(self) -> frozenset[str]:
         """Return the overloads that the policy rules or PyTorch casts."""
         return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
@@ -110,20 +109,33 @@ class PolicyOnDevice:
         }
 
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
-        plan: Plan = {}
-        by_pytorch = dispatch.overloads_with_autocast_kernel(self.device)
-        for op in sorted(self.table()):
-            rule = self._rule(op, dtype, phase) or Rule(op, "leave")
-            is_pytorchs = op in by_pytorch
-            theirs = preset("torch").action(op, self.device, dtype) if is_pytorchs else "leave"
-            is_native = self._native and _is_native(rule, theirs)
-            if is_native or (rule.action, theirs) == ("leave", "leave"):
-                continue
-            if self._native and rule.action == theirs == "lower":
-                plan[op] = lower_with_pytorch(op, self.device, dtype)
-            else:
-                plan[op] = carry_out(rule, op, self.device, dtype)
-        return plan
+        kernels = {op: self._kernel(op, dtype, phase, self._native) for op in sorted(self.table())}
+        return {op: kernel for op, kernel in kernels.items() if kernel is not None}
+
+    def _observed_kernel(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel | None:
+        """Return the kernel of ours for a rule, also where PyTorch's does the same: it is told."""
+        return self._kernel(op, dtype, phase, native=False)
+
+    def _kernel(self, op: str, dtype: torch.dtype, phase: Phase, native: bool) -> Kernel | None:
+        rule = self._rule(op, dtype, phase) or _leaving(op)
+        theirs = _action_of_pytorch(op, self.device, dtype)
+        if (native and _is_native(rule, theirs)) or (rule.action, theirs) == ("leave", "leave"):
+            return None
+        if native and rule.action == theirs == "lower":
+            return lower_with_pytorch(op, self.device, dtype)
+        return carry_out(rule, op, self.device, dtype)
+
+
+@cache
+def _action_of_pytorch(op: str, device: str, dtype: torch.dtype) -> Action:
+    if op not in dispatch.overloads_with_autocast_kernel(device):
+        return "leave"
+    return preset("torch").action(op, device, dtype)
+
+
+@cache
+def _leaving(op: str) -> Rule:
+    return Rule(op, "leave")
 
 
 def _is_native(rule: Rule, theirs: Action) -> bool:
@@ -157,12 +169,12 @@ def only_our_kernels() -> Iterator[None]:
 native = True
 """Whether PyTorch's kernels carry out the rules that they agree with; part of what is prepared."""
 
-_numbers: dict[tuple[Policy, str, bool, tuple[Rule, ...]], int] = {}
+_numbers: dict[tuple[Policy, str, bool, tuple[Rule, ...], bool], int] = {}
 _prepared: list[PolicyOnDevice] = []
 _lock = threading.Lock()
 
 
-def prepare(policy: Policy, device: str, module: str = "") -> int:
+def prepare(policy: Policy, device: str, module: str = "", *, only_observed: bool = False) -> int:
     """Make ``policy`` ready on ``device``: register every kernel that it needs.
 
     Args:
@@ -170,6 +182,8 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
         device: the device type.
         module: the name of the module in which it is to be active. Modules in which the same rules
             hold share a number.
+        only_observed: whether it is active only while an observer is, whose kernels suffice: half
+            of the time.
 
     Returns:
         The number by which :func:`prepared` finds it.
@@ -177,13 +191,20 @@ def prepare(policy: Policy, device: str, module: str = "") -> int:
     Raises:
         ValueError: a rule names an op that does not exist.
     """
-    key = (policy, device, native, policy.rules_within(module))
+    key = (policy, device, native, policy.rules_within(module), only_observed)
     with _lock:
         if key not in _numbers:
             check(policy.rules)
             number = len(_prepared)
-            on_device = PolicyOnDevice(policy, device, native=native, number=number, module=module)
-            for op in sorted(on_device.ops()):
+            on_device = PolicyOnDevice(
+                policy,
+                device,
+                native=native,
+                number=number,
+                module=module,
+                only_observed=only_observed,
+            )
+            for op in () if only_observed else sorted(on_device.ops()):
                 _register(op, device)
             _register_in_functorch(on_device.table())
             autograd.wrap_recomputed(scopes.carry)
@@ -205,7 +226,9 @@ def _number_within(
     active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
 ) -> int | None:
     is_island = active.policy.island(module, active.device, dtype, phase)
-    return None if is_island else prepare(active.policy, active.device, module)
+    if is_island:
+        return None
+    return prepare(active.policy, active.device, module, only_observed=active.only_observed)
 
 
 def prepared(number: int) -> PolicyOnDevice:
@@ -254,12 +277,13 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _register_observed(policy: PolicyOnDevice, kernels: dispatch.TemporaryKernels) -> None:
     key = dispatch.autocast_key(policy.device)
-    for op in sorted(policy.observed_ops()):
+    for op in sorted(policy.table()):
         kernels.register(overload(op), key, _kernel(op, policy.device))
 
 
 def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch: Kernel) -> Kernel:
-    kernel, rule = policy.observed.plan_for(*policy.now()).get(name, pytorch), policy.rule(name)
+    kernel = policy.observed_kernel(name, *policy.now()) or pytorch
+    rule = policy.rule(name)
     if rule is None:
         return kernel
 

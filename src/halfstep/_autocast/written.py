@@ -97,8 +97,20 @@ def _has_kernel(rule: Rule) -> bool:
     """Return whether the running version of PyTorch has an autocast kernel for the op of a rule."""
     device = rule.device
     assert device is not None
-    ops = dispatch.overloads_with_autocast_kernel(device)
+    ops: Iterable[str] = dispatch.overloads_with_autocast_kernel(device)
+    if not rule.is_glob:
+        ops = _by_op(dispatch.overloads_with_autocast_kernel(device)).get(
+            rule.op.partition(".")[0], ()
+        )
     return any(rule.holds(op, device, dtype) for op in ops for dtype in LOWER_PRECISIONS[:2])
+
+
+@cache
+def _by_op(overloads: frozenset[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for overload in overloads:
+        found.setdefault(overload.rpartition(".")[0], []).append(overload)
+    return found
 
 
 def _base(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -22,34 +23,46 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(list(value.values()))
 
 
-_DEPTH = 4
+MOST_REACHED = 10_000
+"""The most values that are looked through for tensors."""
 
 
-def tensors_within(values: Iterable[Any], depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield what :func:`tensors_in` does, and the tensors in the attributes of other objects.
+def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any]:
+    """Yield what is no container, in containers and in the attributes of objects, each once.
 
     Args:
-        values: The values; modules, functions and classes have no tensors for this purpose.
-        depth: How many objects may lie in each other.
+        value: Looked through: lists, tuples, sets, mappings, dataclasses, and any other objects
+            with attributes. Not classes, functions and modules of Python.
+        leave_out: The classes of objects that are not looked into.
     """
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif depth == 0 or isinstance(value, (str, bytes, int, float, type(None))):
+    waiting, seen = deque([value]), set[int]()
+    while waiting and len(seen) < MOST_REACHED:
+        each = waiting.popleft()
+        if id(each) in seen:
             continue
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_within(value, depth)
-        elif isinstance(value, Mapping):
-            yield from tensors_within(list(value.values()), depth)
-        elif not isinstance(value, (torch.nn.Module, type)) and not callable(value):
-            yield from tensors_within(_attributes(value), depth - 1)
+        seen.add(id(each))
+        if isinstance(each, (Tensor, *leave_out)):
+            if isinstance(each, Tensor):
+                yield each
+        elif isinstance(each, Mapping):
+            waiting.extend(each.values())
+        elif isinstance(each, (list, tuple, set, frozenset, deque)):
+            waiting.extend(each)
+        elif isinstance(each, (type, FunctionType, MethodType, ModuleType)):
+            continue
+        else:
+            yield each
+            slots = (name for cls in type(each).__mro__ for name in getattr(cls, "__slots__", ()))
+            waiting.extend(getattr(each, "__dict__", {}).values())
+            waiting.extend(getattr(each, name, None) for name in slots)
 
 
-def _attributes(value: Any) -> list[Any]:
-    slots = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    found = [getattr(value, name, None) for name in names if not name.startswith("__")]
-    return [*getattr(value, "__dict__", {}).values(), *found]
+def tensors_reached(value: Any) -> list[Tensor]:
+    """Return the tensors of :func:`values_reached`, without those that modules hold."""
+    if isinstance(value, Tensor):
+        return [value]
+    reached = values_reached(value, leave_out=(torch.nn.Module,))
+    return [each for each in reached if isinstance(each, Tensor)]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

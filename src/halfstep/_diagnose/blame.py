@@ -10,6 +10,7 @@ An infinity made on purpose, such as that of a mask, is not a fault; a NaN made 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 
 from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import tensors_in
+from halfstep._diagnose.diagnosis import NO_END
 from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
 from halfstep._pytorch.dispatch import overload_of
+from halfstep._pytorch.parts import is_made_of_others, parts_of
 from halfstep._pytorch.storages import ByMemory
 from halfstep._trace.ops import by_name, makes_no_values
 from halfstep._trace.places import OpPlace
@@ -94,11 +97,15 @@ def _of_call(call: OpCall, number: int) -> Blame:
     return Blame(number, call.name, call.place, call.phase, call.number, call.key, call.of)
 
 
+_OF_NO_OP = Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE)
+
+
 class BlameTracker(OpObserver):
     """Observer that checks the outputs of every op and tracks the blame for bad values.
 
     Attributes:
         has_end: Whether there was a loss or a result by which the step is judged.
+        first: The first blame for values that are not finite, whether they do harm or not.
         gradients: The dtypes and largest finite magnitudes of the outputs of ops of the backward
             pass, by their places.
 
@@ -108,9 +115,13 @@ class BlameTracker(OpObserver):
     def __init__(self) -> None:
         self._blames: ByMemory[Blame] = ByMemory()
         self.gradients: dict[GradientPlace, tuple[torch.dtype, float]] = {}
-        self._first: Blame | None = None
+        self.first: Blame | None = None
+        self._not_computed: list[str] = []
+        self._opaque: list[str] = []
         self._losses: list[Blame] = []
         self._results: list[Blame] = []
+        self._outputs: list[Blame] = []
+        self._remaining: list[tuple[Tensor, Blame]] = []
         self._has_loss = self.has_end = False
         self._gradients: dict[int, tuple[Tensor, Blame]] = {}
         self._sent: Blame
@@ -126,8 +137,8 @@ class BlameTracker(OpObserver):
         blame = self._blame(call, bad)
         if blame.reader == call.number:
             self.found(call, blame, bad)
-        if self._first is None and not blame.is_meant:
-            self._first = blame
+        if self.first is None and not blame.is_meant:
+            self.first = blame
         for tensor in bad:
             self._put(tensor, blame)
 
@@ -150,23 +161,57 @@ class BlameTracker(OpObserver):
 
     def see_loss(self, loss: Tensor) -> None:
         """Note a loss that is not finite."""
-        self._has_loss = self.has_end = True
-        if not is_finite(loss):
-            self._losses.append(self._blames.get(loss) or self._outside(loss, None))
+        parts = self._seen(loss, "a loss")
+        self._has_loss |= parts is not None
+        self._losses += self._blames_of(parts or [])
 
-    def see_result(self, result: Tensor) -> None:
+    def see_output(self, output: Tensor) -> None:
+        """Note an output that is not finite. It counts if there is no loss, and no bad result."""
+        blames = self._blames_of(parts_of(output) or [])
+        self._outputs += [blame for blame in blames if not blame.is_meant]
+
+    def see_result(self, result: object) -> None:
         """Note a result that is not finite. It counts if there is no loss."""
-        self.has_end = True
-        if not is_finite(result):
-            blame = self._blames.get(result) or self._outside(result, None)
-            if not blame.is_meant:
-                self._results.append(blame)
+        if isinstance(result, Tensor):
+            blames = self._blames_of(self._seen(result, "a result") or [])
+            self._results += [blame for blame in blames if not blame.is_meant]
+        elif (is_good := _is_finite_number(result)) is not None:
+            self.has_end = True
+            self._results += [] if is_good else [self.first or _OF_NO_OP]
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Note a gradient that is not finite."""
-        if not is_finite(gradient):
-            blame = self._blames.get(gradient) or self._outside(gradient, None)
+        for blame in self._blames_of(self._seen(gradient, "a gradient") or []):
             self._gradients.setdefault(id(leaf), (leaf, blame))
+
+    def see_remaining(self, leaf: Tensor, gradient: Tensor, *, is_new: bool) -> None:
+        """Note a gradient that is not finite; one from before counts if nothing else is bad."""
+        self.has_end |= is_new
+        for blame in self._blames_of(parts_of(gradient) or []):
+            if blame.number == OUTSIDE:
+                self._remaining.append((leaf, blame))
+            else:
+                self._gradients.setdefault(id(leaf), (leaf, blame))
+
+    def _seen(self, tensor: Tensor, what: str) -> list[Tensor] | None:
+        """Return the parts of a tensor that the step ends in, and note if there are none."""
+        parts = parts_of(tensor)
+        if parts is None:
+            is_opaque = is_made_of_others(type(tensor))
+            text = f"{what} of class {type(tensor).__name__} on {tensor.device}"
+            (self._opaque if is_opaque else self._not_computed).append(text)
+        self.has_end = True
+        return parts
+
+    @property
+    def not_seen(self) -> tuple[str, ...]:
+        """What could not be looked into and may be bad, such as "a loss of class FakeTensor"."""
+        opaque = [] if self.first is None else self._opaque  # else all that made it was finite
+        return tuple(dict.fromkeys((*self._not_computed, *opaque)))
+
+    def _blames_of(self, parts: list[Tensor]) -> list[Blame]:
+        bad = [part for part in parts if not is_finite(part)]
+        return [self._blames.get(part) or self._outside(part, None) for part in bad]
 
     @property
     def is_loss_bad(self) -> bool:
@@ -174,9 +219,15 @@ class BlameTracker(OpObserver):
         return bool(self._losses)
 
     @property
+    def is_absorbed(self) -> bool:
+        """Whether a module has returned bad values, and the step without a loss has not."""
+        is_judged_by_outputs = not (self._has_loss or self._gradients or self._results)
+        return is_judged_by_outputs and bool(self._outputs) and self.has_end
+
+    @property
     def bad_leaves(self) -> list[Tensor]:
         """The leaves whose gradients are not finite."""
-        return [leaf for leaf, _ in self._gradients.values()]
+        return [leaf for leaf, _ in self._gradients.values() or self._remaining]
 
     def root(self, *, has_failed: bool = False) -> Blame | None:
         """Return the blame for a loss or, if all losses are finite, for a gradient, or None.
@@ -185,9 +236,10 @@ class BlameTracker(OpObserver):
         """
         ends = self._losses or [blame for _, blame in self._gradients.values()]
         if not self._has_loss:
-            ends = self._results
+            ends = ends or self._results or self._outputs
         if not ends and has_failed:
-            return self._first
+            return self.first
+        ends = ends or [blame for _, blame in self._remaining]
         # The ops of this rank say more than the tensors that it received.
         ends = [blame for blame in ends if blame.number != ELSEWHERE] or ends
         return min(ends, key=lambda blame: blame.number, default=None)
@@ -208,7 +260,7 @@ class BlameTracker(OpObserver):
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:
             return replace(own, is_meant=_is_fill_with_inf(call))
-        makes_nan = max(worst.values()) < NAN and any(bool(t.isnan().any()) for t in bad)
+        makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
         if makes_nan and call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF:
             return own  # of a row that is fully masked, whatever the mask
         real = [cause for cause in causes if not cause.is_meant]
@@ -234,7 +286,7 @@ class BlameTracker(OpObserver):
     def _outside(self, tensor: Tensor, call: OpCall | None, values: Tensor | None = None) -> Blame:
         is_meant = is_mask(tensor if values is None else values)
         if call is None:
-            blame = Blame(OUTSIDE, "", OpPlace(), "backward", OUTSIDE)
+            blame = _OF_NO_OP
         else:
             if call.name == "copy_" and call.written[0] in self._awaited:
                 received = self._blames.get(call.written[0])
@@ -270,6 +322,16 @@ class BlameTracker(OpObserver):
             self._blames.put(tensor, blame)
 
 
+def _is_finite_number(value: object) -> bool | None:
+    """Return whether a number, or an array of them, is finite; None for other values."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray) or value.dtype.kind != "f":
+        return None
+    return bool(numpy.isfinite(value).all())
+
+
 def _sent_by(call: OpCall) -> list[Tensor]:
     """Return the tensors that a collective sends; its output buffers need not have values."""
     if call.name in _NOTHING_SENT:
@@ -284,14 +346,16 @@ def _is_fill_with_inf(call: OpCall) -> bool:
 
 
 def _is_all_of_its_memory(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return True
     return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
 
 
 # --- the search -----------------------------------------------------------------------------------
 
-NO_END = (
-    "the step was judged by its ops alone: it called no backward and returned no tensor (a loss in "
-    "an object of your own is not seen)"
+ABSORBED = (
+    "what the step returns is finite: the bad values are replaced on the way, as by nan_to_num, "
+    "clamp, or a cast to integers, which makes 0 of NaN"
 )
 
 
@@ -303,6 +367,8 @@ class Scan:
         run: The run of the step.
         blame: The blame, None if the step is finite.
         ends: What is not finite at the end: the loss, or gradients of parameters.
+        not_seen: What could not be looked into.
+        first: The first blame in the step, whether it does harm or not.
         is_scaling: Whether the op to blame multiplies the loss by the scale.
         gradients: The dtypes and largest magnitudes in the backward pass.
     """
@@ -310,29 +376,38 @@ class Scan:
     run: StepRun
     blame: Blame | None
     ends: tuple[str, ...]
+    not_seen: tuple[str, ...]
+    first: Blame | None
     is_scaling: bool
     gradients: Mapping[GradientPlace, tuple[torch.dtype, float]]
 
     @property
     def is_finite(self) -> bool:
         """Whether the replay came to its end, and nothing was bad."""
-        return self.blame is None and self.run.error is None
+        return self.blame is None and self.run.error is None and not self.not_seen
 
 
 def scan(
-    replayer: Replayer, variant: Variant, around: AbstractContextManager[object] | None = None
+    replayer: Replayer,
+    variant: Variant,
+    around: AbstractContextManager[object] | None = None,
+    tracker: BlameTracker | None = None,
 ) -> Scan:
     """Replay the step, in a context if one is given, and find the op to blame."""
-    tracker = BlameTracker()
+    tracker = tracker or BlameTracker()
     with replayer.run(variant, tracker, around) as run:
         if run.error is None and not tracker.has_end:
             replayer.notes.append(NO_END)
         blame = tracker.root(has_failed=run.error is not None or not tracker.has_end)
+        if tracker.is_absorbed:
+            replayer.notes.append(ABSORBED)
         gradients = _names_of(tracker.bad_leaves, replayer.model)
         return Scan(
             run=run,
             blame=blame,
             ends=("loss",) if tracker.is_loss_bad else gradients,
+            not_seen=tracker.not_seen,
+            first=tracker.first,
             is_scaling=blame is not None and any(blame.number in ops for ops in run.scaling),
             gradients=tracker.gradients,
         )

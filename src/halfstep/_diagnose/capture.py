@@ -24,7 +24,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
-from halfstep._common.nested import like, tensors_in, tensors_within
+from halfstep._common.nested import like, tensors_in, tensors_reached
 from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
@@ -359,7 +359,7 @@ class Capture(TopLevelCalls):
             is_used = call.has_grad and not _detaches(call)
             call.gap = _GAP if is_used else call.gap
             tensor = tensor.detach().requires_grad_(is_used)
-        known = self._given.setdefault(storages.number_of_memory(tensor), [])
+        known = self._given.setdefault(storages.number_of_memory(tensor) or id(tensor), [])
         found = known[-1]() if known else None
         if found is None or found.tensor is not tensor or found.version != version:
             found = Given(tensor, version)
@@ -372,7 +372,7 @@ class Capture(TopLevelCalls):
         parts = dict(parts_of(whole))
         made = {name: found for name, part in parts.items() if (found := self.made_by(part))}
         known = {id(parts[name]) for name in made}
-        others = [tensor for tensor in tensors_within([whole]) if id(tensor) not in known]
+        others = [tensor for tensor in tensors_reached(whole) if id(tensor) not in known]
         call.of += tuple(found.call for found in made.values())
         call.given += tuple(Given(t, autograd.version_of(t)) for t in others if t.grad_fn is None)
         if any(tensor.grad_fn is not None for tensor in others):
@@ -404,7 +404,7 @@ class Capture(TopLevelCalls):
             and (autograd.version_of(tensor) != version or (is_effect and not position))
         )
         before = {id(argument.tensor) for argument in arguments}  # x.float() may return x
-        results = list(tensors_within([result]))
+        results = tensors_reached(result)
         made = [(index, tensor) for index, tensor in enumerate(results) if id(tensor) not in before]
         for index, position in enumerate(call.writes, len(results)):
             tensor = arguments[position].tensor
@@ -448,7 +448,7 @@ class Capture(TopLevelCalls):
         """Copy what earlier calls were given and this one may overwrite."""
         for value in values:
             if isinstance(value, Tensor):
-                for reference in self._given.get(storages.number_of_memory(value), ()):
+                for reference in self._given.get(storages.number_of_memory(value) or id(value), ()):
                     given = reference()
                     if given is not None:
                         given.keep()

@@ -10,9 +10,11 @@ from torch import nn
 from halfstep._autocast.kernels import observed_by
 from halfstep._common.machine import rank
 from halfstep._diagnose import across_ranks
-from halfstep._diagnose.blame import OUTSIDE, scan
+from halfstep._diagnose.absorbed import find_absorbed
+from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._diagnose.inspect_op import find_underflow, inspect
+from halfstep._diagnose.inspect_op import described, find_underflow, inspect, names_in
+from halfstep._diagnose.inspecting import InspectingTracker
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_code import owners_in
 from halfstep._diagnose.variant import Variant
@@ -20,6 +22,11 @@ from halfstep._diagnose.verdict import judge, judge_data
 from halfstep._pytorch import compiler
 from halfstep.errors import RanksError
 
+OF_NO_OP = (
+    "no op that was seen made the bad values: they were there before the step, or were made where "
+    "ops are not seen (another thread, a library outside of PyTorch)"
+)
+TO_SEE_MORE = "return its values from the function as a plain tensor on a device"
 COMPILED = "compiled code was replayed as it is written, in eager mode"
 
 
@@ -103,14 +110,41 @@ def diagnosis_of(
     )
 
 
+def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
+    """Return the diagnosis of a step whose end, or what made it, was not seen."""
+    if found.not_seen:
+        replayer.notes.append(f"not seen: {', '.join(found.not_seen)}; {TO_SEE_MORE}")
+    if found.first is None:
+        return Diagnosis("unknown", ends=found.ends, scale=found.run.scale)
+    replayer.notes.append("this op is the first that is not finite; where that ends was not seen")
+    bad = inspect(replayer, found.first, found.run.scale).bad
+    return Diagnosis("unknown", bad, ends=found.ends, scale=found.run.scale)
+
+
+def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
+    """Return the diagnosis of a step that ends in bad values which no op has made."""
+    name = "" if blame.tensor is None else names_in(replayer.model)(blame.tensor)
+    if not name:
+        replayer.notes.append(OF_NO_OP)
+        return _of_what_was_seen(replayer, found)
+    verdict, cure = judge_data(described(blame), name)
+    return Diagnosis(verdict, None, name, found.ends, found.run.scale, cure)
+
+
 def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
-    found = scan(replayer, Variant())
+    tracker = None if replayer.model is None else InspectingTracker(replayer.model)
+    found = scan(replayer, Variant(), tracker=tracker)
     blame, scale, error = found.blame, found.run.scale, found.run.error
     if isinstance(error, RanksError):  # the rest of the step was not seen
         raise error
+    if blame is None and error is not None:
+        raise error
+    if blame is None and found.not_seen:
+        return _of_what_was_seen(replayer, found)
     if blame is None:
-        if error is not None:
-            raise error
+        harm = find_absorbed(replayer, found.run) if found.first and with_underflow else None
+        if harm is not None:
+            return harm
         underflow = find_underflow(replayer, scale) if with_underflow else ()
         return Diagnosis("none", scale=scale, underflow=underflow)
     if error is not None:
@@ -118,8 +152,13 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
             f"the step ended with {type(error).__name__}: {error}; the first value "
             "that was not finite is named"
         )
-    inspection = inspect(replayer, blame, scale)
-    bad, tensor = inspection.bad, inspection.tensor
+    if blame.reader == OUTSIDE:
+        return _of_no_op(replayer, found, blame)
+    inspected = None if tracker is None else tracker.inspected.get(blame.reader)
+    if inspected is None:
+        inspection = inspect(replayer, blame, scale)
+        inspected = inspection.bad, inspection.tensor
+    bad, tensor = inspected
     if blame.number == OUTSIDE:
         verdict, cure = judge_data(bad, tensor)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)

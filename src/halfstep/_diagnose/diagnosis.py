@@ -15,8 +15,13 @@ from halfstep._trace.rows import Phase, short
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
-Verdict = Literal["none", "scale", "range", "maths", "data", "unknown"]
+Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
+
+NO_END = (
+    "the step called no backward and returned no tensor: it was judged by its ops alone; return "
+    "the loss, or what the step computes"
+)
 
 CureKind = Literal["policy", "scale", "dtype", "code", "data"]
 
@@ -165,7 +170,8 @@ class Diagnosis:
     """Result of :func:`halfstep.diagnose`; its ``str()`` is a report.
 
     Attributes:
-        verdict: ``"none"``: the step is finite. ``"scale"``: a gradient overflows, and a smaller
+        verdict: ``"none"``: the step is finite. ``"absorbed"``: it is, but an overflow in it did
+            harm, such as an output of zeros. ``"scale"``: a gradient overflows, and a smaller
             loss scale cures it. ``"range"``: the value is finite in float32, and the dtype cannot
             hold it. ``"maths"``: it is not finite in float32 either. ``"data"``: a parameter, a
             buffer or the batch was bad before the step. ``"unknown"``: see the notes.
@@ -248,7 +254,10 @@ def _headline(found: Diagnosis) -> str:
     dtype = "the dtype" if bad is None or bad.output is None else bad.output.dtype
     match found.verdict:
         case "none":
-            return "the step is finite: every loss, and every gradient"
+            judged = "every op" if NO_END in found.notes else "every loss, and every gradient"
+            return f"the step is finite: {judged}"
+        case "absorbed":
+            return f"absorbed: {where} overflows {dtype}; the step is finite, and wrong"
         case "scale":
             return f"scale: {where} overflows {dtype} because the loss is scaled by too much"
         case "range":
@@ -256,9 +265,10 @@ def _headline(found: Diagnosis) -> str:
         case "maths":
             return f"maths: {where} is not finite in float32 either"
         case "data":
-            return f"data: {found.tensor} was bad before the step; {where} reads it first"
+            reader = f"; {where} reads it first" if where else ""
+            return f"data: {found.tensor} was bad before the step{reader}"
         case _:
-            return f"unknown: {where}" if where else "unknown"
+            return f"unknown: {where}" if where else "unknown, see the notes"
 
 
 def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import Region, Settings
-from halfstep._common.nested import map_plain, tensors_in, tensors_within
+from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._common.random_states import RandomStates
 from halfstep._diagnose.user_code import CALLED_AGAIN, line_at
 from halfstep._pytorch import modes
@@ -136,7 +136,7 @@ class KeptCall:
 
     def tensors(self, result: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Return the tensors that are known by a position: results, then what it wrote to."""
-        found = list(tensors_within([result]))
+        found = tensors_reached(result)
         if self.writes:
             arguments = list(tensors_in([args, kwargs]))
             found += [arguments[position] for position in self.writes]

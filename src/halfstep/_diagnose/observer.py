@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -18,15 +18,14 @@ from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.undo import UndoLog
-from halfstep._pytorch import compiler
+from halfstep._pytorch import compiler, modes
+from halfstep._pytorch.parts import any_made_of_others
 from halfstep._trace.ops import OpMode, casts_to, op_name, written_to
 from halfstep._trace.places import OpPlace, OpPlaces, RunningModules
 from halfstep._trace.rows import Phase
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """The namespaces of PyTorch's collectives."""
-_MADE_OF_OTHERS = ("DTensor", "AsyncCollectiveTensor")
-"""The classes of tensors in which ``torch.distributed`` wraps the local part."""
 _FOR_COLLECTIVES = ("fsdp::all_gather_copy_in",)
 """Ops that return memory for a collective, in which there are no values yet."""
 OpKey = tuple[str, Phase, str, int, str | None, int]
@@ -83,29 +82,40 @@ class OpObserver:
     def see_loss(self, loss: Tensor) -> None:
         """Observe a loss that is given to ``scale`` or ``backward``."""
 
-    def see_result(self, result: Tensor) -> None:
-        """Observe a tensor that the step returns."""
+    def see_output(self, output: Tensor) -> None:
+        """Observe a tensor that a module returns which no other module has called."""
+
+    def see_result(self, result: object) -> None:
+        """Observe a tensor, an array or a number that the step returns."""
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Observe the gradient of a leaf when ``backward`` returns."""
+
+    def see_remaining(self, leaf: Tensor, gradient: Tensor, *, is_new: bool) -> None:
+        """Observe the ``grad`` of a leaf when the step has returned, and whether it has set it."""
 
 
 class FoundModules(RunningModules):
     """Modules that run in a replay: those of the model, and others when they are called.
 
-    If no model is given, it is the first module with parameters that is called outside of others.
-    The names of other modules begin with their class.
+    If no model is given, it is the first module with parameters that is called outside of others,
+    or the one among ``known`` that has it. The names of other modules begin with their class.
 
     Attributes:
         outermost: The model as it is called, None before its first call.
+        on_output: Called with what a module returns that no other module has called.
         model: The same without its wrapper for replication; its names are used.
     """
 
-    def __init__(self, model: nn.Module | None, undo: UndoLog) -> None:
+    def __init__(
+        self, model: nn.Module | None, undo: UndoLog, known: Iterable[nn.Module] = ()
+    ) -> None:
         super().__init__(None)
+        self._known = list(known)
         self.model: nn.Module | None = None
         self.outermost: nn.Module | None = None
         self._undo, self._thread = undo, threading.get_ident()
+        self.on_output: Callable[[Any], None] | None = None
         if model is not None:
             self._take(model)
 
@@ -114,11 +124,18 @@ class FoundModules(RunningModules):
         is_here = threading.get_ident() == self._thread
         if is_here and not self.knows(module) and self.innermost() is None:
             if self.model is None and any(True for _ in module.parameters()):
-                self._take(module)
+                whole = (each for each in self._known if module in set(each.modules()))
+                self._take(next(whole, module))
             else:
                 self._undo.note_model(module)
                 self.add(module, type(module).__name__)
         super()._enter(module, given)
+
+    def _leave(self, module: nn.Module, given: Any, output: Any) -> None:
+        super()._leave(module, given, output)
+        is_here = threading.get_ident() == self._thread
+        if is_here and self.on_output is not None and self.innermost() is None:
+            self.on_output(output)
 
     def _take(self, model: nn.Module) -> None:
         self._undo.note_model(model)
@@ -144,6 +161,8 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         self._undo, self.observer = undo, observer
         observer.undo = undo
         self._is_alone = is_alone
+        if is_alone:
+            modules.on_output = self._see_output
         self._keys: list[OpKey] = []
         self._counts: Counter[tuple[str, Phase, str, int, str | None]] = Counter()
 
@@ -151,6 +170,11 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     def num_ops(self) -> int:
         """The number of ops that have run."""
         return len(self._keys)
+
+    def _see_output(self, output: Any) -> None:
+        with modes.unseen_by_modes(), modes.outside_of_transforms():
+            for tensor in tensors_in([output]):
+                self.observer.see_output(tensor)
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
@@ -162,8 +186,8 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an op; an op on DTensors is observed as ops on their local parts."""
-        if any(cls.__name__ in _MADE_OF_OTHERS for cls in types):
+        """Run an op; an op on DTensors or other wrappers is observed as ops on their parts."""
+        if any_made_of_others(types):
             return NotImplemented  # the class runs it by ops that come here
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.rule import Rule
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import tensors_in, values_reached
 from halfstep._common.patches import Around, Patches, subclasses, watch_steps
 from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
 from halfstep._diagnose.variant import EnteredAutocast, Variant, autocast_as
-from halfstep._pytorch import amp, autograd, distributed, modes
+from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew, unobserved
 from halfstep._scaler.closures import split_closure
@@ -89,6 +91,7 @@ class Replayer:
         self.num_replays += 1
         undo, patches, run = UndoLog(), Patches(), StepRun()
         with ExitStack() as outer:
+            outer.enter_context(_without_collector())
             outer.callback(undo.restore)
             for owner in self._owners:
                 if isinstance(owner, Optimizer):
@@ -96,7 +99,8 @@ class Replayer:
                 else:
                     undo.note_model(owner)
             outer.enter_context(replaying())
-            modules = FoundModules(self._outermost, undo)
+            owners = (owner for owner in self._owners if isinstance(owner, nn.Module))
+            modules = FoundModules(self._outermost, undo, owners)
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
@@ -108,14 +112,27 @@ class Replayer:
                 try:
                     with around or nullcontext():
                         result = self._step()
-                    with modes.unseen_by_modes():
-                        for tensor in tensors_in([result]):
-                            observer.see_result(tensor.detach())
+                    _see_ends(observer, result)
                 except Exception as error:  # of the step; the caller decides
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
             self._mode = None
             yield run
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python's garbage collector off: what a replay allocates starts it again and again.
+
+    With it a replay of thousands of small ops takes twice as long.
+    """
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 class _Thread(threading.local):
@@ -160,7 +177,8 @@ def watch_backward(patches: Patches, observer: OpObserver) -> None:
         leaves = autograd.leaves_of(list(tensors_in([tensors])))
         observer.undo.note_grads(leaves)
         _see_losses(observer, [tensors])
-        original(tensors, *args, **kwargs)
+        with _seen_before_hooks(observer, leaves):
+            original(tensors, *args, **kwargs)
         _see_gradients(observer, ((leaf, leaf.grad) for leaf in leaves))
 
     def grad(original: Callable[..., Any], outputs: Any, inputs: Any, *a: Any, **kw: Any) -> Any:
@@ -175,16 +193,39 @@ def watch_backward(patches: Patches, observer: OpObserver) -> None:
 
 
 def _see_losses(observer: OpObserver, values: Sequence[Any]) -> None:
-    with modes.unseen_by_modes():
+    with modes.unseen_by_modes(), modes.outside_of_transforms():
         for loss in tensors_in(values):
-            observer.see_loss(distributed.local_part(loss.detach()))
+            observer.see_loss(loss)
 
 
 def _see_gradients(observer: OpObserver, pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    with modes.unseen_by_modes():
+    with modes.unseen_by_modes(), modes.outside_of_transforms():
         for leaf, gradient in pairs:
             if gradient is not None:
-                observer.see_gradient(leaf, distributed.local_part(gradient.detach()))
+                observer.see_gradient(leaf, gradient)
+
+
+@contextmanager
+def _seen_before_hooks(observer: OpObserver, leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Show the gradients of leaves with hooks that may take them away."""
+
+    def see(leaf: Tensor, gradient: Tensor) -> None:
+        _see_gradients(observer, [(leaf, gradient)])
+
+    with ExitStack() as stack:
+        for leaf in filter(autograd.has_hooks_after_accumulation, leaves):
+            stack.callback(leaf.register_hook(partial(see, leaf)).remove)  # type: ignore[no-untyped-call]
+        yield
+
+
+def _see_ends(observer: OpObserver, result: object) -> None:
+    """Show what a step has returned, and the gradients that it has left."""
+    with modes.unseen_by_modes():
+        for value in values_reached(result, (nn.Module, Optimizer)):
+            observer.see_result(value)
+        for leaf, before in observer.undo.grads():
+            if leaf.grad is not None:
+                observer.see_remaining(leaf, leaf.grad, is_new=leaf.grad is not before)
 
 
 def _suspend_optimizers(patches: Patches, observer: OpObserver) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -47,7 +46,7 @@ class UndoLog:
     """
 
     def __init__(self) -> None:
-        self._saved: ByMemory[_Saved] = ByMemory()
+        self._saved: ByMemory[_Saved | _SavedSparse] = ByMemory()
         self._born: ByMemory[bool] = ByMemory()
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._modules: set[nn.Module] = set()
@@ -62,16 +61,15 @@ class UndoLog:
         """Keep the memory of a tensor that an op is about to write to."""
         if tensor in self._born or tensor in self._saved or storages.memory_of(tensor) is None:
             return
-        self._saved.put(tensor, _Saved(tensor))
+        kept = _Saved(tensor) if tensor.layout is torch.strided else _SavedSparse(tensor)
+        self._saved.put(tensor, kept)
 
     def note_made(self, outputs: Iterable[Tensor], given: Iterable[Tensor]) -> None:
         """Note outputs of an op in new memory, which need not be kept."""
         new = [tensor for tensor in outputs if tensor not in self._born]
-        before: ByMemory[bool] = ByMemory()
-        for tensor in given if new else ():
-            before.put(tensor, True)
+        before = {storages.number_of_memory(tensor) for tensor in given} if new else set()
         for tensor in new:
-            if tensor not in before:
+            if storages.number_of_memory(tensor) not in before:
                 self._born.put(tensor, True)
 
     def was_made(self, tensor: Tensor) -> bool:
@@ -83,8 +81,14 @@ class UndoLog:
         kept = self._saved.get(tensor)
         if kept is None:
             return None
+        if isinstance(kept, _SavedSparse):
+            return kept.copy
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(kept.copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def grads(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the leaves whose ``grad`` is kept, and that from before."""
+        return list(self._grads.values())
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
         """Keep the ``grad`` of leaves, which may be set."""
@@ -140,19 +144,35 @@ class UndoLog:
 
     def restore(self) -> None:
         """Restore everything bit for bit, versions of tensors too, even if a part fails."""
-        with ExitStack() as stack, torch.no_grad():
-            stack.callback(self._random.restore)
-            for generator, state in self._generators.values():
-                stack.callback(generator.set_state, state)
-            for _, put_back in self._held.values():
-                stack.callback(put_back)
-            for leaf, grad in self._grads.values():
-                stack.callback(_restore_grad, leaf, grad)
-            for saved in self._saved.values():
-                stack.callback(saved.restore)
-            for tensor, data, requires_grad in self._data.values():
-                stack.callback(_restore_data, tensor, data, requires_grad)
+        with torch.no_grad():
+            _call_all(self._restoring())
         self._saved, self._born = ByMemory(), ByMemory()
+
+    def _restoring(self) -> Iterator[Callable[[], object]]:
+        for data in self._data.values():
+            yield partial(_restore_data, *data)
+        for saved in self._saved.values():
+            yield saved.restore
+        for leaf, grad in self._grads.values():
+            if leaf.grad is not grad:
+                yield partial(setattr, leaf, "grad", grad)
+        for _, put_back in reversed(self._held.values()):
+            yield put_back
+        for generator, state in self._generators.values():
+            yield partial(generator.set_state, state)
+        yield self._random.restore
+
+
+def _call_all(functions: Iterator[Callable[[], object]]) -> None:
+    """Call functions, also those after one that fails, and raise the last error."""
+    error: BaseException | None = None
+    for function in functions:
+        try:
+            function()
+        except BaseException as each:
+            error = each
+    if error is not None:
+        raise error
 
 
 class _Saved:
@@ -175,6 +195,18 @@ class _Saved:
             tensor.set_(memory, *self._geometry)
         if not tensor.is_inference():
             autograd.set_version(tensor, self._version)
+
+
+class _SavedSparse:
+    """A sparse tensor before a write."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.copy = tensor, tensor.detach().clone()
+        self._version = autograd.version_of(tensor)
+
+    def restore(self) -> None:
+        self._tensor.copy_(self.copy)
+        autograd.set_version(self._tensor, self._version)
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:
@@ -205,11 +237,6 @@ def _restore_container(value: Any, before: Any) -> None:
     if not _is_same(value, before):
         value.clear()
         value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
-
-
-def _restore_grad(leaf: Tensor, grad: Tensor | None) -> None:
-    if leaf.grad is not grad:
-        leaf.grad = grad
 
 
 def _restore_data(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:

@@ -44,7 +44,8 @@ class Variant:
             switches = switches._replace(dtype=self.dtype)
         if self.policy is None:
             return asked._replace(switches=switches)
-        return Settings(switches, kernels.prepare(self.policy, switches.device), inherit=False)
+        number = kernels.prepare(self.policy, switches.device, only_observed=True)
+        return Settings(switches, number, inherit=False)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def _follow_torch_autocast(
         if not is_changed:
             change(Settings(switches, None, inherit=False))
             return original(context)
-        number = kernels.prepare(preset("torch"), switches.device) if switches.enabled else None
+        number: int | None = None
+        if switches.enabled:
+            number = kernels.prepare(preset("torch"), switches.device, only_observed=True)
         region = Region(Settings(switches, number, inherit=False))
         region.__enter__()
         regions.setdefault(id(context), []).append(region)

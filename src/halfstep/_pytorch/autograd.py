@@ -69,6 +69,11 @@ def accumulated_into() -> torch.Tensor | None:
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
+def has_hooks_after_accumulation(leaf: torch.Tensor) -> bool:
+    """Return whether hooks run when the gradient of a leaf is there, and may take it away."""
+    return bool(leaf._post_accumulate_grad_hooks)
+
+
 # What every backward pass begins in; what it calls in Python lies above that on the stack.
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 

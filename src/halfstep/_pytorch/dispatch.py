@@ -26,6 +26,7 @@ FUNCTORCH_KEYS = (
 exclude_keys = torch._C._ExcludeDispatchKeyGuard
 
 
+@cache
 def autocast_key(device_type: str) -> torch._C.DispatchKey:
     """Return the dispatch key at which autocast for ``device_type`` runs, e.g. ``AutocastCPU``."""
     return torch._C.DispatchKey.__members__[
@@ -80,14 +81,9 @@ def overloads_with_autocast_kernel(device_type: str) -> frozenset[str]:
     Must be called before halfstep registers kernels for that device; the answer is kept.
     """
     key = autocast_key(device_type).name
-    return frozenset(
-        f"{op}.{overload}"
-        for op, overloads in aten_overloads().items()
-        for overload in overloads
-        if torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"aten::{op}" + ("" if overload == "default" else f".{overload}"), key
-        )
-    )
+    names: list[str] = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    of_aten = (name.removeprefix("aten::") for name in names if name.startswith("aten::"))
+    return frozenset(name if "." in name else f"{name}.default" for name in of_aten)
 
 
 def schema_of(op: Any) -> torch.FunctionSchema:
@@ -163,6 +159,25 @@ def is_made_of_others(op: torch._ops.OpOverload, device_type: str) -> bool:
     """Say whether ``op`` runs on a device as other ops, and by no kernel of that device."""
     key = torch._C.DispatchKey.__members__[torch._C._dispatch_key_for_device(device_type)]
     return is_composite(op) and not has_kernel(op, key)
+
+
+def is_higher_order(op: Any) -> bool:
+    """Return whether an op takes functions, as ``torch.cond`` and flex attention do."""
+    return isinstance(op, torch._ops.HigherOrderOperator)
+
+
+def kernel_in_mode(op: Any) -> Kernel | None:
+    """Return what a higher-order op does where a mode sees the ops of its functions.
+
+    None for one whose functions no mode may see in eager mode.
+    """
+    match op.name():
+        case "cond":
+            return lambda is_true, yes, no, operands: (yes if is_true else no)(*operands)
+        case "flex_attention" | "flex_attention_backward":
+            kernel: Kernel = op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+            return kernel
+    return None
 
 
 def decompose(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -36,6 +36,8 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     PyTorch's own imports all of torch.compile with the first op, to keep out of its graphs.
     """
 
+    supports_higher_order_operators = True
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -107,6 +109,15 @@ def unseen_by_modes() -> AbstractContextManager[object]:
         stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(torch.utils._python_dispatch._disable_current_modes())
     return stack
+
+
+def outside_of_transforms() -> AbstractContextManager[object]:
+    """Return a context outside of the transforms of ``torch.func`` around the caller."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def is_tracing() -> bool:

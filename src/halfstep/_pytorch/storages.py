@@ -38,13 +38,10 @@ def number_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-def number_of_memory(tensor: torch.Tensor) -> int:
-    """Return :func:`number_of` the memory of a tensor; something of its own if it has none."""
-    try:
-        with no_torch_function():
-            return number_of(tensor.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
-        return id(tensor)
+def number_of_memory(tensor: torch.Tensor) -> int | None:
+    """Return :func:`number_of` the memory of a tensor, None if it has none of its own."""
+    storage = _storage_of(tensor)
+    return None if storage is None else number_of(storage)
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
@@ -53,14 +50,22 @@ def memory_of(tensor: torch.Tensor) -> Any:
     Its ``cdata`` tells the memory from all other while the reference is held. The memory is freed
     as always; only its address is not used again.
     """
+    storage = _storage_of(tensor)
+    if storage is None:
+        return None
+    return torch.multiprocessing.reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     try:
+        if type(tensor) is torch.Tensor:  # the context takes longer than all else
+            return tensor.untyped_storage()
         with no_torch_function():
-            storage = tensor.untyped_storage()
+            return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
         return None
-    return torch.multiprocessing.reductions.StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 _Value = TypeVar("_Value")
@@ -80,8 +85,8 @@ class ByMemory(Generic[_Value]):
 
     def get(self, tensor: torch.Tensor) -> _Value | None:
         """Return the value for the memory of a tensor."""
-        reference = memory_of(tensor) if self._items else None
-        found = None if reference is None else self._items.get(reference.cdata)
+        number = number_of_memory(tensor) if self._items else None
+        found = None if number is None else self._items.get(number)
         return None if found is None else found[1]
 
     def put(self, tensor: torch.Tensor, value: _Value) -> None:
@@ -92,9 +97,9 @@ class ByMemory(Generic[_Value]):
 
     def drop(self, tensor: torch.Tensor) -> None:
         """Forget the value for the memory of a tensor, if there is one."""
-        reference = memory_of(tensor) if self._items else None
-        if reference is not None:
-            self._items.pop(reference.cdata, None)
+        number = number_of_memory(tensor) if self._items else None
+        if number is not None:
+            self._items.pop(number, None)
 
     def values(self) -> Iterator[_Value]:
         """Yield all values, in the order in which memories came."""

@@ -83,6 +83,7 @@ def _what(found: Diagnosis) -> Iterator[str | Code]:
     dtype = "this one" if bad is None or bad.output is None else bad.output.dtype
     before, after = {
         "none": (" went bad, but in the replay every loss and gradient was finite", ""),
+        "absorbed": (" overflowed in ", ", and is finite but wrong"),
         "scale": (" overflowed in ", ", since the scale was too large"),
         "range": (
             " went bad in ",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _WRITE_BUFFERS = (
 )
 
 
+@cache
 def op_name(func: Any) -> str:
     """Return the name of an op, without its overload."""
     return schema_of(func).name.removeprefix("aten::")
@@ -64,16 +66,22 @@ def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an op writes to."""
+    names = _names_written(func)
+    given = by_name(func, args, kwargs) if names else {}
+    return [given[name] for name in names if name in given]
+
+
+@cache
+def _names_written(func: Any) -> tuple[str, ...]:
     schema, writes_buffers = schema_of(func), op_name(func) in _WRITE_BUFFERS
     if not (writes_buffers or schema.is_mutable):
-        return []
+        return ()
     infos = ((argument.name, argument.alias_info) for argument in schema.arguments)
     written = [name for name, info in infos if info is not None and info.is_write]
-    given = by_name(func, args, kwargs)
-    buffers = ("running_mean", "running_var") if writes_buffers else ()
-    return [given[name] for name in (*written, *buffers) if name in given]
+    return (*written, *(("running_mean", "running_var") if writes_buffers else ()))
 
 
+@cache
 def makes_no_values(func: Any) -> bool:
     """Return whether an op only allocates, or returns another view of its input."""
     return func.is_view or op_name(func) in _ALLOCATE
@@ -132,6 +140,10 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op."""
         kwargs = kwargs or {}
+        if dispatch.is_higher_order(func):
+            kernel = dispatch.kernel_in_mode(func)
+            with self if kernel is not None else nullcontext():
+                return (kernel or func)(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         device = device_of(given, kwargs)
         if dispatch.is_made_of_others(func, device) and all(map(is_dense, given)):
@@ -159,6 +171,8 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         if device in scopes.policies():
             ruled = self._places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
+        if device not in amp.autocast_devices():
+            return False
         name = f"{op_name(func)}.{dispatch.overload_of(func)}"
         return name in dispatch.overloads_with_autocast_kernel(device)
 

@@ -75,9 +75,10 @@ def self_check(
         model: The model, with float32 parameters. Training or evaluation mode stays as it is.
         batch: Without ``loss_fn``, the input of the model: a tensor, a tuple of arguments, or a
             dictionary of keyword arguments. With ``loss_fn``, anything that it takes.
-        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. If None, the
-            loss is the ``loss`` of the output; otherwise the output, if it is one number;
-            otherwise the mean of the squares of its floating-point tensors.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar; or outputs, for
+            inference, detached ones if gradients do not matter. If None, the model is called. The
+            loss of outputs is their ``loss``; otherwise the output, if it is one number; otherwise
+            the mean of the squares of its floating-point tensors.
         dtype: The lower precision, float16 or bfloat16.
         policy: The dtypes of ops: a :class:`halfstep.Policy`, or its text; None for
             ``"standard"``.
@@ -89,8 +90,8 @@ def self_check(
 
     Raises:
         TypeError: An argument, or the loss, is of the wrong type.
-        ValueError: ``dtype`` is not a lower precision, a parameter is not float32, the loss is
-            not one number, or ``torch.compile`` has no such backend.
+        ValueError: ``dtype`` is not a lower precision, a parameter is not float32, or
+            ``torch.compile`` has no such backend.
         RuntimeError: To compile takes a C++ compiler, and there is none.
 
     Sync: many.

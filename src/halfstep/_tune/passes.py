@@ -94,7 +94,7 @@ def tensor_hooks(task: Task, see: See) -> Iterator[None]:
                 continue
             see(TensorPlace(name, call, kind, position), tensor)
             if tensor.requires_grad:
-                key = id(tensor), tensor._version
+                key = id(tensor), autograd.version_of(tensor)
                 if key not in places_of:
                     held.append(tensor)
                     places = places_of[key] = []
@@ -190,7 +190,7 @@ def reference_of(runner: StepRunner) -> Reference:
             reference.depths[place.module] = max(known, depths.of(tensor))
         elif place.kind.endswith("gradient"):
             reference.largest_gradient = max(reference.largest_gradient, _finite(amax(tensor)))
-        key = id(tensor), tensor._version
+        key = id(tensor), autograd.version_of(tensor)
         if key not in copies:
             copies[key] = tensor, tensor.detach().clone()
         reference.values[place] = copies[key][1]

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep._autocast.modules import replicated, without_wrappers
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import tensors_in, values_reached
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.modules import registers_of
 
-LossFn: TypeAlias = Callable[[Any, Any], Tensor]
-"""``loss_fn(model, batch)`` calls the model in any way and returns a scalar."""
+LossFn: TypeAlias = Callable[[Any, Any], Any]
+"""``loss_fn(model, batch)`` calls the model in any way and returns a scalar, or outputs."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +61,14 @@ class Task:
         return tensors[0].device.type if tensors else "cpu"
 
     def loss(self, batch: Any) -> Tensor:
-        """Run the model on a batch.
+        """Run the model on a batch, and return its loss, or a number for its outputs.
 
         Raises:
-            TypeError: The result is not a loss.
-            ValueError: The loss is not a scalar.
+            TypeError: The result contains no floating-point numbers.
         """
         if self.loss_fn is None:
-            return _loss_of(called_with(self.model, batch))
-        loss = self.loss_fn(self.model, batch)
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            raise TypeError(f"loss_fn(model, batch) must return the loss as a tensor, got {loss!r}")
-        if loss.numel() != 1:
-            raise ValueError(
-                f"loss_fn(model, batch) must return one number, got shape {list(loss.shape)}: "
-                "take its mean()"
-            )
-        return loss
+            return _loss_of(called_with(self.model, batch), "the model")
+        return _loss_of(self.loss_fn(self.model, batch), "loss_fn(model, batch)")
 
 
 def called_with(function: Callable[..., Any], batch: Any) -> Any:
@@ -89,18 +80,17 @@ def called_with(function: Callable[..., Any], batch: Any) -> Any:
     return function(batch)
 
 
-def _loss_of(output: Any) -> Tensor:
+def _loss_of(output: Any, of: str) -> Tensor:
     """Return the loss of an output, the output itself, or the mean of its squares."""
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(found, Tensor) and found.numel() == 1:
         return found
-    outputs = [each for each in tensors_in([output]) if each.is_floating_point()]
-    if not outputs and hasattr(output, "__dict__"):  # a data class
-        outputs = [each for each in tensors_in([vars(output)]) if each.is_floating_point()]
+    values = (each for each in values_reached(output, (nn.Module,)) if isinstance(each, Tensor))
+    outputs = [each for each in values if each.is_floating_point()]
     if not outputs:
         raise TypeError(
-            f"the model returns {type(output).__name__} without a floating-point tensor: pass "
-            "loss_fn(model, batch)"
+            f"{of} returns {type(output).__name__} without a floating-point tensor: pass a "
+            "loss_fn(model, batch) that returns the loss or, for inference, the outputs as tensors"
         )
     if isinstance(output, Tensor) and output.numel() == 1:
         return output

@@ -57,8 +57,9 @@ def tune(
     Args:
         model: The model, with float32 parameters; preferably one that was trained for a while.
         batches: Some batches, in the form that ``loss_fn`` takes.
-        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar. None to call the
-            model with the batch, as in :func:`self_check`.
+        loss_fn: ``loss_fn(model, batch)`` calls the model and returns a scalar; or outputs, for
+            inference, detached ones if gradients do not matter. None to call the model with the
+            batch, as in :func:`self_check`.
         dtype: The lower precision, float16 or bfloat16.
         error: The bound: the largest relative error of norms that the outputs, their gradients
             and the gradients of the parameters of any module may have. None for the tolerances of
@@ -69,8 +70,8 @@ def tune(
 
     Raises:
         TypeError: An argument, or the loss, is of the wrong type.
-        ValueError: There is no batch, ``dtype`` is not a lower precision, a parameter is not
-            float32, or the loss is not one number.
+        ValueError: There is no batch, ``dtype`` is not a lower precision, or a parameter is not
+            float32.
         RecordError: The file has measurements of something else; the message says what differs.
 
     Sync: many.

@@ -15,7 +15,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
-from halfstep._pytorch import modes
+from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._tune.passes import module_hooks
 from halfstep._tune.task import called_with, restored
@@ -151,7 +151,7 @@ class _Listener(TopLevelCalls):
         self._count_precision(tensor)
         if tensor.is_inference():  # it may be written to unseen
             return tensor.clone()
-        key = id(tensor), tensor._version
+        key = id(tensor), autograd.version_of(tensor)
         if key not in self._copies:
             self._copies[key] = tensor, tensor.detach().clone()
         return self._copies[key][1]

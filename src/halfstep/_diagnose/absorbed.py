@@ -1,0 +1,178 @@
+"""Overflows that later ops absorb and that do harm: ``rsqrt(inf)`` is 0, and so is the output.
+
+An op whose inputs are finite and whose result is not is computed in a wider dtype too. What follows
+is computed from both, until nothing infinite is left and the two agree: clamps, sigmoids and masks
+do. Where whole rows differ, the overflow has done harm.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._autocast.policy import Policy
+from halfstep._common.nested import map_plain, tensors_in
+from halfstep._diagnose import cure_search
+from halfstep._diagnose.blame import Blame, BlameTracker, scan
+from halfstep._diagnose.diagnosis import Cure, Diagnosis
+from halfstep._diagnose.inspect_op import in_wider, inspect
+from halfstep._diagnose.observer import OpCall
+from halfstep._diagnose.replay import Replayer, StepRun
+from halfstep._diagnose.variant import Variant
+from halfstep._pytorch.storages import ByMemory
+
+MOST_OPS = 64
+"""The most ops that are followed after an overflow."""
+MOST_OVERFLOWS = 16
+"""The most overflows of a step that are followed."""
+_FAR = 0.5
+"""The share of the norm of a row from which an error counts."""
+_SMALL = 0.1
+"""Rows below this share of the median row do not count."""
+_REPLACES_ON_PURPOSE = ("nan_to_num", "nan_to_num_")
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Wide:
+    """What a tensor would hold in a wider dtype, and the op that overflowed before it."""
+
+    values: Tensor
+    origin: Blame
+    num_ops: int = 0
+
+
+class AbsorbedTracker(BlameTracker):
+    """Blame tracker that also follows overflows which are absorbed.
+
+    Attributes:
+        harm: The blame for the first overflow that did harm, and the op that absorbed it.
+
+    Sync: several for each op that reads what has overflowed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harm: tuple[Blame, str] | None = None
+        self._wide: ByMemory[dict[Geometry, Wide]] = ByMemory()
+        self._origins: set[Blame] = set()
+        self._computed: tuple[list[Tensor], Wide] | None = None
+        self._overflowed: Blame | None = None
+
+    def before(self, call: OpCall) -> None:
+        """Compute an op from what its inputs would hold, before it can write to them."""
+        super().before(call)
+        self._computed = self._overflowed = None
+        read = [wide for tensor in call.given if (wide := self._wide_of(tensor)) is not None]
+        # A gradient at the flat end of a function is small in any dtype.
+        is_forward = call.phase != "backward"
+        if read and is_forward and self.harm is None and call.name not in _REPLACES_ON_PURPOSE:
+            origin = min(read, key=lambda wide: wide.origin.number)
+            self._computed = (self._in_wider(call), origin)
+
+    def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
+        """Note an overflow."""
+        if blame.number == call.number and not blame.is_meant and not call.written:
+            self._overflowed = blame
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Compare the outputs of an op with what they would be."""
+        super().after(call, outputs)
+        for tensor in call.written:
+            self._wide.drop(tensor)
+        if self._computed is not None:
+            values, before = self._computed
+            wide = replace(before, num_ops=before.num_ops + 1)
+        elif self._overflowed is not None and len(self._origins) < MOST_OVERFLOWS:
+            self._origins.add(self._overflowed)
+            values, wide = self._in_wider(call), Wide(outputs[0], self._overflowed)
+        else:
+            return
+        for output, exact in zip(outputs, values, strict=False):
+            if output.is_floating_point() and output.shape == exact.shape:
+                self._follow(output, replace(wide, values=exact), call)
+
+    def _follow(self, output: Tensor, wide: Wide, call: OpCall) -> None:
+        exact = wide.values
+        if wide.num_ops > MOST_OPS or not bool(exact.isfinite().all()):
+            return
+        if bool(output.isfinite().all()):
+            if _is_far(output.to(exact.dtype), exact, torch.finfo(output.dtype).tiny):
+                self.harm = (wide.origin, call.name)
+            if torch.allclose(output.to(exact.dtype), exact, rtol=0.01):
+                return
+        known = self._wide.get(output) or {}
+        self._wide.put(output, known | {_geometry(output): wide})
+
+    def _wide_of(self, tensor: Tensor) -> Wide | None:
+        known = self._wide.get(tensor)
+        return None if known is None else known.get(_geometry(tensor))
+
+    def _in_wider(self, call: OpCall) -> list[Tensor]:
+        """Return the results of an op from what its inputs would hold; empty if it cannot run."""
+
+        def wide(value: Any) -> Any:
+            found = self._wide_of(value) if isinstance(value, Tensor) else None
+            return value if found is None else found.values
+
+        args, kwargs = map_plain(wide, (list(call.args), call.kwargs))
+        with suppress(RuntimeError, TypeError, NotImplementedError):
+            widened = _Call(call, tuple(args), kwargs)
+            return list(tensors_in([in_wider(widened, torch.float64)]))
+        return []
+
+
+class _Call(OpCall):
+    """The same call with other arguments."""
+
+    def __init__(self, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.name, self.args, self.kwargs = call.func, call.name, args, kwargs
+
+
+def _geometry(tensor: Tensor) -> Geometry:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _is_far(values: Tensor, exact: Tensor, tiny: float) -> bool:
+    """Return whether rows of values are far from the exact ones, rows too small to count aside."""
+    rows, exact_rows = (t.reshape(-1, t.shape[-1] if t.ndim else 1) for t in (values, exact))
+    size, error = exact_rows.norm(dim=1), (rows - exact_rows).norm(dim=1)
+    counts = size >= max(tiny, _SMALL * float(size.median()))
+    return bool(((error > _FAR * size) & counts).any())
+
+
+# --- the diagnosis --------------------------------------------------------------------------------
+
+
+def find_absorbed(replayer: Replayer, run: StepRun) -> Diagnosis | None:
+    """Replay a finite step in which ops overflowed; return the diagnosis if one did harm."""
+    variant = Variant(scale=run.scale)
+    harm = _harm(replayer, variant)
+    if harm is None:
+        return None
+    blame, absorber = harm
+    bad = inspect(replayer, blame, run.scale).bad
+    replayer.notes.append(f"{absorber} makes finite numbers of inf, and whole rows are wrong")
+    return Diagnosis("absorbed", bad, scale=run.scale, cure=_cure(replayer, run, blame))
+
+
+def _harm(replayer: Replayer, variant: Variant) -> tuple[Blame, str] | None:
+    tracker = AbsorbedTracker()
+    scan(replayer, variant, tracker=tracker)
+    return tracker.harm
+
+
+def _cure(replayer: Replayer, run: StepRun, blame: Blame) -> Cure:
+    """Return the cure of a rule for the op that overflows, with what a replay says of it."""
+    rule = cure_search.narrowest_rule(blame, replayer.model)
+    if not run.entered or rule is None or rule.policy is None:
+        return Cure("code", f"compute {blame.op} there in float32: pass x.float()")
+    variant = Variant(policy=Policy.parse(rule.policy), scale=run.scale)
+    tracker = AbsorbedTracker()
+    found = scan(replayer, variant, tracker=tracker)
+    return replace(rule, is_finite=found.is_finite and tracker.harm is None)
