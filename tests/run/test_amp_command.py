@@ -586,6 +586,29 @@ def test_an_autocast_inside_the_model_is_told(own: str, tmp_path: Path) -> None:
     assert policy.dtype == "bfloat16"
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_rules_for_modules_hold_in_an_autocast_of_the_script(is_inside: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = Seen(), Seen()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not is_inside:
+                return self.head(self.body(x))
+            with torch.autocast("cpu", BF16):
+                return self.head(self.body(x))
+
+    model, said = Net(), list[str]()
+    policy = halfstep.Policy.parse("standard; @head:fp32")
+    with replaced(policy), mixed_precision(FP16, said.append, policy=policy):
+        for _ in range(2):
+            with torch.autocast("cpu", BF16, enabled=not is_inside):
+                model(torch.ones(2, 4))
+    assert model.body.dtypes == [BF16] * 2
+    assert model.head.dtypes == [torch.float32] * 2
+
+
 def test_switching_autocast_off_in_a_model_is_no_autocast_of_its_own() -> None:
     class WithIsland(Seen):
         def forward(self, x: Tensor) -> Tensor:

@@ -59,6 +59,16 @@ def test_a_script_that_starts_its_other_ranks_is_told_the_cure(
     assert last.endswith(f"torchrun --nproc-per-node 2 -m halfstep run {script} --lr 'a b'")
 
 
+@pytest.mark.parametrize("options", ['"-u"', '"-X", "utf8", "-u"', '"-W", "ignore"'])
+def test_options_of_python_hide_no_rank(halfstep_run, tmp_path, options):
+    starts = STARTS.replace("[sys.executable,", f"[sys.executable, {options},")
+    assert starts != STARTS
+    (tmp_path / "train.py").write_text(starts)
+    done = halfstep_run("-q", "train.py")
+    assert done.code == 1
+    assert "train.py starts its other ranks itself" in done.err
+
+
 def test_other_programs_are_started(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text(STARTS_OTHERS)
     done = halfstep_run("-q", "train.py")

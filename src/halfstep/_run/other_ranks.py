@@ -60,7 +60,19 @@ def _is_this_script(command: Any) -> bool:
     """Return whether a command line runs Python with the script, or module, that runs here."""
     if not isinstance(command, list | tuple) or len(command) < 2 or command[0] != sys.executable:
         return False
+    words = iter(map(str, command[1:]))
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is not None:
-        return [*command[1:3]] == ["-m", spec.name]
-    return os.path.abspath(str(command[1])) == os.path.abspath(sys.argv[0])
+    for word in words:
+        if word == "-m":
+            return spec is not None and next(words, None) == spec.name
+        if word == "-c":
+            return False
+        if word in _OPTIONS_WITH_VALUE:
+            next(words, None)
+        elif not word.startswith("-"):
+            return spec is None and os.path.abspath(word) == os.path.abspath(sys.argv[0])
+    return False
+
+
+_OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+"""Of Python."""

@@ -22,6 +22,7 @@ from torch.amp import autocast_mode
 
 import halfstep
 from halfstep import Policy, preset
+from halfstep._autocast import kernels
 from halfstep._autocast.region import Region, Settings
 from halfstep._autocast.rule import LOWER_PRECISIONS
 from halfstep._common.patches import Patches
@@ -81,9 +82,14 @@ def _settings(
             enabled = False
     if dtype not in LOWER_PRECISIONS:
         dtype = None  # it is off, or means the default
-    ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=_policy)
+    # Its rules for modules are given their model at the first call of one, by --amp.
+    policy = None if _policy.module_rules else _policy
+    ours = halfstep.autocast(device_type, dtype, bool(enabled), cache_enabled, policy=policy)
+    settings = ours._settings
+    if policy is None and settings.policy is not None:
+        settings = settings._replace(policy=kernels.prepare(_policy, settings.switches.device))
     # A policy of the script, from a halfstep context around it, comes first.
-    return ours._settings._replace(inherit=True)
+    return settings._replace(inherit=True)
 
 
 def _autocast_problem(device_type: str, dtype: torch.dtype | None) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -25,7 +24,7 @@ def name(optimizer: object) -> str:
 def is_optimizer(value: object) -> bool:
     """Return whether something has groups of parameters, or holds optimizers."""
     return hasattr(value, "param_groups") or any(
-        isinstance(getattr(value, holder, None), Iterable) for holder in HOLDERS
+        isinstance(_attribute(value, holder), Iterable) for holder in HOLDERS
     )
 
 
@@ -68,11 +67,23 @@ def _reached(optimizer: Any) -> list[Any]:
     seen = {id(optimizer)}
     for each in reached:  # it grows
         for holder in HOLDERS:
-            for held in _steppable(getattr(each, holder, None)):
+            for held in _steppable(_attribute(each, holder)):
                 if id(held) not in seen:
                     seen.add(id(held))
                     reached.append(held)
     return reached
+
+
+def _attribute(optimizer: Any, holder: str) -> Any:
+    """Return what a holder of an optimizer's own has; None without one, or if reading it fails."""
+    of_class = getattr(type(optimizer), holder, None)
+    # A list in a class is a registry of all its optimizers, and no part of any of them.
+    if of_class is not None and not hasattr(of_class, "__get__"):
+        return getattr(optimizer, "__dict__", {}).get(holder)
+    try:
+        return getattr(optimizer, holder, None)
+    except Exception:
+        return None
 
 
 def _steppable(value: object) -> Iterator[Any]:
@@ -108,7 +119,7 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     if own is _NOT_SET:
         return getattr(type(optimizer), _HANDLES_SCALE, False) is True
     if own is True:
-        if any(map(partial(hasattr, optimizer), HOLDERS)):
+        if any(_attribute(optimizer, holder) is not None for holder in HOLDERS):
             return False
         # torch.optim: the state of one that is not fused, loaded into a fused one, switches it off.
         for group in optimizer.param_groups:

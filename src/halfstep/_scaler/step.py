@@ -118,7 +118,9 @@ def gather(
     if params is None:
         assert optimizer is not None
         params = []
-        if any(map(partial(hasattr, optimizer), HOLDERS)):
+        # The class first: a property of it may raise.
+        of_class = any(map(partial(hasattr, type(optimizer)), HOLDERS))
+        if of_class or any(map(partial(hasattr, optimizer), HOLDERS)):
             params += parameters(optimizer)
         else:  # what that does for a single one, without a call of Python
             for group in optimizer.param_groups:
