@@ -123,7 +123,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     if blame.number == OUTSIDE:
         verdict, cure = judge_data(bad, tensor)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
-    verdict, cure = judge(replayer, found, blame, bad)
+    verdict, cure = judge(replayer, found, blame, bad, inspection.call)
     diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)
     if verdict == "scale" and cure is not None:
         diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))

@@ -39,6 +39,23 @@ class Line:
 
 
 @dataclass(frozen=True)
+class LineEdit:
+    """Statement of the user's code as it is to stand.
+
+    Attributes:
+        file: The path of the file.
+        first: The number of its first line now, from 1.
+        last: The number of its last line now.
+        text: The new lines, with their indentation.
+    """
+
+    file: str
+    first: Count
+    last: Count
+    text: str
+
+
+@dataclass(frozen=True)
 class Operand:
     """Tensor that an op read or returned.
 
@@ -119,6 +136,7 @@ class Cure:
         policy: The text of the policy.
         scale: The scale.
         dtype: The name of the lower precision.
+        edits: The statements to replace, where the text is theirs.
     """
 
     kind: CureKind
@@ -127,6 +145,7 @@ class Cure:
     policy: str | None = None
     scale: float | None = None
     dtype: str | None = None
+    edits: tuple[LineEdit, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
+from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import called_by_user, user_line
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
@@ -43,6 +44,7 @@ class OpInspection(OpObserver):
         bad: The description of the op.
         has_seen: Whether the op ran, if there is one.
         tensor: The name of the tensor from outside.
+        call: The call of the user's code that ran the op, or the op whose gradient it computes.
     """
 
     def __init__(self, blame: Blame, model: nn.Module | None) -> None:
@@ -50,6 +52,7 @@ class OpInspection(OpObserver):
         self.bad = described(blame)
         self.has_seen = blame.key is None
         self.tensor: str | None = None
+        self.call: UserCall | None = None
 
     def before(self, call: OpCall) -> None:
         """Describe the inputs of the op, and compute it in float64."""
@@ -73,7 +76,9 @@ class OpInspection(OpObserver):
 def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
     """Replay the step and inspect the op to blame."""
     inspection = OpInspection(blame, replayer.model)
-    with replayer.run(Variant(scale=scale), inspection) as run:
+    calls = UserCalls(replayer.num_ops)
+    with replayer.run(Variant(scale=scale), inspection, calls.active()) as run:
+        inspection.call = call_of(calls, blame)
         if not inspection.has_seen:
             error = f" ({type(run.error).__name__}: {run.error})" if run.error else ""
             replayer.notes.append(f"a second replay did not reach this op{error}")

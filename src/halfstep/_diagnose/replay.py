@@ -71,6 +71,10 @@ class Replayer:
         """The time since this object was made."""
         return time.perf_counter() - self._begun
 
+    def num_ops(self) -> int:
+        """Return the number of ops that have run in the present replay."""
+        return 0 if self._mode is None else self._mode.num_ops
+
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> AbstractContextManager[None]:
         """Observe the rule of an op, if it runs in a replay."""
         return nullcontext() if self._mode is None else self._mode.observe(op, rule, policy)

@@ -7,9 +7,10 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +32,97 @@ CALLED_AGAIN: set[CodeType] = set()
 """The code of functions that repeat a call of the user's; their local ``line`` is its line."""
 
 
+class Spot(NamedTuple):
+    """Place of a call in the user's code.
+
+    Attributes:
+        line: The line.
+        span: The first and last line, and the first and last column in bytes, of the expression;
+            None where Python does not know them.
+        modules: The names by which its function knows Python modules and classes.
+    """
+
+    line: Line
+    span: tuple[int, int, int, int] | None = None
+    modules: frozenset[str] = frozenset({"torch", "F", "nn", "functional", "math"})
+
+
+class Place(NamedTuple):
+    """Instruction of the user's code; ``line`` is set where a call of it is repeated by us."""
+
+    code: CodeType
+    instruction: int
+    names: dict[str, Any]
+    line: Line | None = None
+
+    def is_at(self, other: Place) -> bool:
+        """Return whether both are the same instruction, of code that may be compiled anew."""
+        if (self.instruction, self.line) != (other.instruction, other.line):
+            return False
+        one, two = self.code, other.code
+        return one is two or (one.co_filename == two.co_filename and one == two)
+
+    def spot(self) -> Spot:
+        """Return its line and expression."""
+        code = self.code
+        first, last, start, end = next(
+            islice(code.co_positions(), self.instruction // 2, None), (None,) * 4
+        )
+        if self.line is not None or first is None:
+            number = first or code.co_firstlineno
+            return Spot(self.line or line_at(code, number))
+        modules = (n for n in code.co_names if isinstance(self.names.get(n), (ModuleType, type)))
+        known = last is not None and start is not None and end is not None
+        span = (first, last, start, end) if known else None
+        return Spot(line_at(code, first), span, frozenset(modules))  # type: ignore[arg-type]
+
+
 def user_line() -> Line | None:
     """Return the innermost line that is not PyTorch's, Python's or ours.
 
     None in a backward pass that has called no code of the user's.
     """
+    frame = _user_frame()
+    if frame is None:
+        return None
+    if frame.f_code in CALLED_AGAIN:
+        line: Line | None = frame.f_locals["line"]
+        return line
+    return line_at(frame.f_code, frame.f_lineno)
+
+
+def user_place() -> Place | None:
+    """Return the instruction of the user's code that runs."""
+    frame = _user_frame()
+    if frame is None:
+        return None
+    if frame.f_code in CALLED_AGAIN:
+        return Place(frame.f_code, 0, {}, frame.f_locals["line"])
+    return Place(frame.f_code, frame.f_lasti, frame.f_globals)
+
+
+def _user_frame() -> FrameType | None:
     for frame in _frames():
         if frame.f_code is autograd.ENGINE_CODE:
             return None
-        if frame.f_code in CALLED_AGAIN:
-            line: Line | None = frame.f_locals["line"]
-            return line
-        if is_users(frame.f_code.co_filename):
-            return _line_of(frame)
+        if frame.f_code in CALLED_AGAIN or is_users(frame.f_code.co_filename):
+            return frame
     return None
 
 
-def _line_of(frame: FrameType) -> Line:
-    code, number = frame.f_code, frame.f_lineno
+def torch_module() -> str:
+    """Return the class of PyTorch's module that is between here and the user's code, or empty."""
+    for frame in _frames():
+        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
+            return ""
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+    return ""
+
+
+def line_at(code: CodeType, number: int) -> Line:
+    """Return a line of a function."""
     text = linecache.getline(code.co_filename, number).strip()
     return Line(code.co_filename, number, code.co_name, text)
 

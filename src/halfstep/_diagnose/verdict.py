@@ -10,12 +10,15 @@ from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.cure_search import CureTrial
 from halfstep._diagnose.diagnosis import BadOp, Cure, Verdict
 from halfstep._diagnose.replay import Replayer
+from halfstep._diagnose.user_calls import UserCall
 from halfstep._diagnose.variant import Variant
 
 Judgement = tuple[Verdict, Cure | None]
 
 
-def judge(replayer: Replayer, found: Scan, blame: Blame, bad: BadOp) -> Judgement:
+def judge(
+    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
+) -> Judgement:
     """Return the verdict on a step, and its cure, from replays of it."""
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
@@ -31,8 +34,8 @@ def judge(replayer: Replayer, found: Scan, blame: Blame, bad: BadOp) -> Judgemen
         if smaller is not None:
             return "scale", cure_search.of_scale(smaller, is_finite=True)
     if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
-        return "range", cure_search.of_range(trial, blame, bad)
-    return "maths", cure_search.of_maths(bad, trial)
+        return "range", cure_search.of_range(trial, blame, bad, call)
+    return "maths", cure_search.of_maths(trial, blame, call)
 
 
 def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
@@ -74,7 +77,7 @@ def judge_alone(
     if blame.number == OUTSIDE:
         return "data", None
     if not bad.is_beyond_its_dtype:
-        return "maths", cure_search.of_maths(bad)
+        return "maths", cure_search.of_op(bad)
     assert bad.needs is not None
     assert bad.limit is not None
     if bad.phase == "backward" and scale is not None:
