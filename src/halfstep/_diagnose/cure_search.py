@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from textwrap import dedent
 from typing import NamedTuple
@@ -17,11 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from halfstep._autocast.context import autocast
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure
 from halfstep._diagnose.edits import IN_FLOAT32, Edit, edits_of, has_row
+from halfstep._diagnose.half_models import all_in_float32, float32_parameters, half_of
+from halfstep._diagnose.origins import Origin, origins_of
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.source import Placed, edited_lines, with_dots
 from halfstep._diagnose.user_calls import NotApplicable, UserCall, UserCalls, call_of
@@ -58,6 +61,12 @@ class CureTrial:
     def __init__(self, replayer: Replayer, run: StepRun) -> None:
         self._replayer = replayer
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
+        self.modules = replayer.modules
+
+    def origins(self, blame: Blame) -> list[Origin]:
+        """Return the ops in lower precision before the bad one, the nearest ones first."""
+        number = blame.place.number if blame.phase == "backward" else blame.reader
+        return origins_of(self._replayer, number, self.scale)
 
     def blame(
         self, variant: Variant, around: AbstractContextManager[object] | None = None
@@ -109,45 +118,91 @@ def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
 
 def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) -> Cure | None:
     """Return the cure of rules, or of another dtype, that can hold the values."""
+    origins = trial.origins(blame)
     if not trial.entered:
         what = bad.forward_op or bad.op
-        return in_float32(trial, blame, call) or Cure(
-            "code", f"compute {what} there in float32: pass x.float()"
+        return (
+            _of_half_model(trial)
+            or in_float32(trial, blame, call)
+            or Cure("code", f"compute {what} there in float32: pass x.float()")
         )
     entered = trial.entered[0]
-    cure = _of_rules(trial, blame, entered.policy or preset("standard"))
+    policy = entered.policy or preset("standard")
+    cure = _of_rules(trial, blame, policy) or _of_origin(trial, blame, origins, policy)
     if cure is not None:
         return cure
-    in_bf16, in_float32_ = (
-        Variant(dtype, scale=trial.scale) for dtype in (torch.bfloat16, torch.float32)
+    bfloat16, float32 = (
+        Variant(each, scale=trial.scale) for each in (torch.bfloat16, torch.float32)
     )
-    if entered.dtype is not torch.bfloat16 and trial.blame(in_bf16) is None:
+    if entered.dtype is not torch.bfloat16 and trial.blame(bfloat16) is None:
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         return Cure("dtype", text, is_finite=True, dtype="bfloat16")
     edited = in_float32(trial, blame, call)
     if edited is not None and edited.is_finite:
         return edited
-    if trial.blame(in_float32_) is None:
+    if trial.blame(float32) is None:
         text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
         return Cure("dtype", text, is_finite=True, dtype="float32")
     return edited
+
+
+def _of_half_model(trial: CureTrial) -> Cure | None:
+    """Return the cure of float32 parameters, under autocast if that is finite."""
+    half = half_of(trial.modules)
+    if half is None:
+        return None
+    device, dtype = half
+    head = "model.float()  # before the optimizer is made; inputs stay as they are"
+    text = f'{head}\nwith halfstep.autocast("{device}", dtype={dtype}):  # around model and loss'
+
+    @contextmanager
+    def under_autocast() -> Iterator[None]:
+        with float32_parameters(trial.modules), autocast(device, dtype=dtype):
+            yield
+
+    if trial.blame(Variant(scale=trial.scale), under_autocast()) is None:
+        return Cure("dtype", text, is_finite=True)
+    if trial.blame(Variant(scale=trial.scale), all_in_float32(trial.modules)) is None:
+        text = "model.float()  # before the optimizer is made; inputs in float32 too"
+        return Cure("dtype", text, is_finite=True, dtype="float32")
+    return None
+
+
+MOST_ORIGINS = 6
+"""The most ops before the bad one for which a rule is tried."""
+
+
+def _of_origin(trial: CureTrial, blame: Blame, origins: list[Origin], base: Policy) -> Cure | None:
+    """Add a rule for one of the ops before the bad one, where its value may have been rounded."""
+    tried = set(_rules_for(blame.place, blame.op, trial.model))
+    for origin in origins:
+        for rule in _rules_for(origin.place, origin.op, trial.model):
+            policy = _with_rules(base, [rule])
+            if policy is None or rule in tried or rule.startswith("@"):
+                continue
+            if len(tried) > MOST_ORIGINS:
+                return None
+            tried.add(rule)
+            if trial.blame(Variant(policy=policy, scale=trial.scale)) is None:
+                return _of_policy(policy, trial, is_finite=True)
+    return None
 
 
 def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     """Add a rule for each op that goes bad, the narrowest rule first."""
     rules: list[str] = []
     for _ in range(MOST_RULES):
-        for rule in _rules_for(blame, trial.model):
+        for rule in _rules_for(blame.place, blame.op, trial.model):
             policy = _with_rules(base, [*rules, rule])
             if policy is None or rule in rules:
                 continue
             after = trial.blame(Variant(policy=policy, scale=trial.scale))
             if after is None:
-                return _of_policy(policy, is_finite=True)
+                return _of_policy(policy, trial, is_finite=True)
             if after.phase == "backward" and blame.phase != "backward":
                 scale = _scale_with(trial, policy)
                 if scale is not None:
-                    return _of_policy(policy, scale, is_finite=True)
+                    return _of_policy(policy, trial, scale, is_finite=True)
             if after.where != blame.where:  # one rule is not enough
                 rules.append(rule)
                 blame = after
@@ -157,8 +212,8 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     return None
 
 
-def _rules_for(blame: Blame, model: nn.Module | None) -> Iterator[str]:
-    module, op = blame.place.module, blame.place.op or blame.op
+def _rules_for(place: OpPlace, name: str, model: nn.Module | None) -> Iterator[str]:
+    module, op = place.module, place.op or name
     if module and (
         model is None or module not in map(without_wrappers, dict(model.named_modules()))
     ):
@@ -187,9 +242,13 @@ def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
     return None
 
 
-def _of_policy(policy: Policy, scale: float | None = None, *, is_finite: bool | None) -> Cure:
+def _of_policy(
+    policy: Policy, trial: CureTrial | None, scale: float | None = None, *, is_finite: bool | None
+) -> Cure:
+    entered = trial.entered[0] if trial is not None else None
+    region = "..." if entered is None else f'"{entered.device}", dtype={entered.dtype}'
     module = ", module=model" if policy.module_rules else ""
-    text = f'halfstep.autocast(..., policy="{policy}"{module})'
+    text = f'halfstep.autocast({region}, policy="{policy}"{module})'
     if scale is not None:
         text += f"  # at a scale of {_scale_text(scale)}; a GradScaler backs off to it by itself"
     return Cure("policy", text, is_finite, policy=str(policy), scale=scale)
@@ -297,9 +356,11 @@ def of_op(bad: BadOp) -> Cure | None:
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
     """Return the cure of a rule for an op that needs a wider dtype, without a replay."""
-    policies = (_with_rules(preset("standard"), [rule]) for rule in _rules_for(blame, model))
+    policies = (
+        _with_rules(preset("standard"), [rule]) for rule in _rules_for(blame.place, blame.op, model)
+    )
     policy = next(filter(None, policies), None)
-    return None if policy is None else _of_policy(policy, is_finite=None)
+    return None if policy is None else _of_policy(policy, None, is_finite=None)
 
 
 def power_below(scale: float) -> float:

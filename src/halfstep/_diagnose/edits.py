@@ -27,11 +27,13 @@ class Edit(NamedTuple):
         slots: What is edited: arguments by their position, a keyword, or :data:`CALL`.
         expression: What is put there.
         factor: Multiplies the small number.
+        told: What is to stand in the source instead, where a module of PyTorch makes the call.
     """
 
     slots: tuple[int | str, ...]
     expression: Expression
     factor: float = 1.0
+    told: str = ""
 
     def text(self, value: Any) -> str | None:
         """Return the expression for a value; None if it does not fit."""
@@ -66,6 +68,8 @@ def _limited(low: str | None, high: str | None) -> Expression:
             return f"{{}}.clamp_max({above})" if below is None else f"{{}}.clamp({below}, {above})"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
+        if math.isinf(value):
+            return above if value > 0 else below
         if low == "eps":
             return f"max({{}}, {1 if isinstance(value, int) else below})"
         text = "{}" if below is None else f"max({{}}, {below})"
@@ -103,7 +107,9 @@ def _lower_limit(value: Any, eps: float) -> str | None:
 
 
 def _zero_for_nan(value: Any, eps: float) -> str | None:
-    return "{}.nan_to_num()" if isinstance(value, Tensor) and bool(value.isnan().any()) else None
+    if not isinstance(value, Tensor) or bool(value.isinf().any()):
+        return None  # nothing is empty there
+    return "{}.nan_to_num()"
 
 
 def _in_float32(value: Any, eps: float) -> str | None:
@@ -137,10 +143,13 @@ def _plus_diagonal(value: Any, diagonal: str) -> str | None:
     return "{} + " + diagonal.format(m=value.shape[-2], n=value.shape[-1], where=where)
 
 
+_SOME_KEY = "{0} & ~{0}.all(-1, keepdim=True)"
+
+
 def _some_key(value: Any, eps: float) -> str | None:
     """Let a row that is fully masked (True) see all keys."""
     if isinstance(value, Tensor) and value.dtype is torch.bool:
-        return "{0} & ~{0}.all(-1, keepdim=True)"
+        return _SOME_KEY
     return _limited(f"-{_FAR}", None)(value, eps)
 
 
@@ -184,9 +193,15 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "logaddexp logaddexp2": (*_SCORES, Edit((0, 1), _limited(f"-{_FAR}", None))),
     "scaled_dot_product_attention": (Edit(("attn_mask",), _some_key), *_FINITE),
     "multi_head_attention_forward": (
-        Edit(("key_padding_mask",), _some_key),
-        Edit(("attn_mask",), _some_key),
+        Edit(("key_padding_mask",), _some_key, told=_SOME_KEY),
+        Edit(("attn_mask",), _some_key, told=_SOME_KEY),
     ),
+    "masked_fill index_fill": (Edit((2,), _limited(f"-{_FAR}", _FAR)),),
+    "where": (
+        Edit((1,), _limited(f"-{_FAR}", _FAR)),
+        Edit((2,), _limited(f"-{_FAR}", _FAR)),
+    ),
+    "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
     "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
     "cross_entropy nll_loss": (*_EMPTY, *_SCORES, *_FINITE),
     "kl_div": (*_SCORES, Edit((1,), _limited("eps", None))),

@@ -96,10 +96,6 @@ class _Source:
             return False
         if placed.slot == CALL:
             return self._wrap(node, placed.expression)
-        if placed.module and isinstance(placed.slot, str):
-            node = self._constructor(placed.module) or node
-        elif placed.module and not isinstance(node, ast.Call):
-            return False
         slot = placed.slot
         if isinstance(slot, int):
             target = _argument(node, slot, placed)
@@ -146,13 +142,15 @@ class _Source:
     # --- texts ------------------------------------------------------------------------------------
 
     def _put_keyword(self, call: ast.Call, name: str, placed: Placed) -> bool:
-        given = {each.arg: each.value for each in call.keywords}
-        values = given.get(name)
+        is_name = str.endswith if placed.module else str.__eq__  # src_key_padding_mask, for one
+        values = next((each.value for each in call.keywords if is_name(each.arg or "", name)), None)
         if values is None and name in placed.parameters and not placed.module:
             index = placed.parameters.index(name) - _is_method(call, placed)
             values = call.args[index] if index < len(call.args) else None
         if values is not None:
             return self._wrap(values, placed.expression)
+        if placed.module:
+            call = self._constructor(placed.module) or call
         if "{" in placed.expression:
             return False  # it changes what was given
         end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1

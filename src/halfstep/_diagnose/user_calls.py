@@ -62,6 +62,7 @@ class UserCalls(TorchFunctionMode):
         self._num_ops, self._edits = num_ops, edits
         self._calls: list[UserCall] = []
         self._is_inside = False
+        self._texts: dict[tuple[int, int | str], str] = {}
         self.placed: dict[tuple[int, int | str], Placed] = {}
 
     def call_of(self, number: int) -> UserCall | None:
@@ -126,14 +127,16 @@ class UserCalls(TorchFunctionMode):
         self, key: tuple[int, int | str], edit: Edit, call: UserCall, func: Any, value: Any
     ) -> Any:
         """Return what an edit makes of a value."""
-        known = self.placed.get(key)
-        text = edit.text(value) if known is None else known.expression
+        text = self._texts.get(key) or edit.text(value)
         if text is None:
             raise NotApplicable
-        if known is None:
+        if key not in self._texts:
+            module = torch_module()
+            told = (module and edit.told) or text
             self.placed[key] = Placed(
-                call.place.spot(), call.function, key[1], text, _parameters(func), torch_module()
+                call.place.spot(), call.function, key[1], told, _parameters(func), module
             )
+            self._texts[key] = text
         return evaluated(text, value)
 
 

@@ -9,6 +9,7 @@ from halfstep._diagnose import cure_search
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.cure_search import CureTrial
 from halfstep._diagnose.diagnosis import BadOp, Cure, Verdict
+from halfstep._diagnose.half_models import all_in_float32, half_of
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_calls import UserCall
 from halfstep._diagnose.variant import Variant
@@ -22,8 +23,11 @@ def judge(
     """Return the verdict on a step, and its cure, from replays of it."""
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
+    is_half = not run.entered and half_of(replayer.modules) is not None
     if run.entered:
         wide = scan(replayer, Variant(torch.float32, scale=run.scale))
+    elif is_half:
+        wide = scan(replayer, Variant(scale=run.scale), all_in_float32(replayer.modules))
     is_wide_finite = wide is not None and wide.is_finite
     may_be_scale = found.is_scaling or (
         blame.phase == "backward" and (is_wide_finite or wide is None)

@@ -220,14 +220,14 @@ def log_add_exp(v: Variety) -> Program:
     )
     return v.program(
         "maths",
-        "logaddexp logsumexp logcumsumexp",
+        "logaddexp logsumexp logcumsumexp masked_fill",
         gives="x, mask",
         batch="mask = torch.zeros(x.shape[0], 4, dtype=torch.bool)",
         bad="mask[:] = True",
         outputs=4,
         dtypes=(None, "bfloat16"),
         loss=f"""
-            s = model(x).float().masked_fill(mask, -math.inf)
+            s = model(x).float().masked_fill(mask, -math.inf)  # bad
             loss = {call}.mean()  # bad
         """,
     )

@@ -353,7 +353,7 @@ def masked_target(v: Variety) -> Program:
     smoothing = v.one_of("", ", label_smoothing=0.1")
     return v.program(
         "maths",
-        "nll_loss_forward sum mul nll_loss neg",
+        "nll_loss_forward sum mul nll_loss neg masked_fill",
         gives="x, y, allowed",
         batch="""
             y = torch.zeros(x.shape[0], dtype=torch.long)
@@ -362,7 +362,7 @@ def masked_target(v: Variety) -> Program:
         bad="allowed[0] = False",
         outputs=4,
         loss=f"""
-            logits = model(x).masked_fill(~allowed, -math.inf)
+            logits = model(x).masked_fill(~allowed, -math.inf)  # bad
             loss = F.cross_entropy(logits, y{smoothing})  # bad
         """,
     )

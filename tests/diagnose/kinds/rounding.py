@@ -89,7 +89,7 @@ def rms_norm_in_half(v: Variety) -> Program:
             setup="""
             class Norm(nn.Module):
                 def forward(self, h):
-                    return h * h.square().mean(-1, keepdim=True)  # bad
+                    return h * (h * h).mean(-1, keepdim=True)  # bad
 
 
             model = nn.Sequential(nn.Linear(4, 8), Norm(), nn.Linear(8, 2))
@@ -150,7 +150,7 @@ def scale_too_large(v: Variety) -> Program:
         dtypes=_HALF,
         scales=(2.0**12,),
         loss="""
-            out = model(x) * gain
+            out = model(x) * gain  # bad
             loss = out.float().square().mean()  # bad
         """,
     )
