@@ -23,7 +23,7 @@ from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure
 from halfstep._diagnose.edits import IN_FLOAT32, Edit, edits_of, has_row
-from halfstep._diagnose.half_models import all_in_float32, float32_parameters, half_of
+from halfstep._diagnose.half_models import float32_parameters, half_of
 from halfstep._diagnose.origins import Origin, origins_of
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.source import Placed, edited_lines, with_dots
@@ -120,12 +120,11 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     """Return the cure of rules, or of another dtype, that can hold the values."""
     origins = trial.origins(blame)
     if not trial.entered:
-        what = bad.forward_op or bad.op
-        return (
-            _of_half_model(trial)
-            or in_float32(trial, blame, call)
-            or Cure("code", f"compute {what} there in float32: pass x.float()")
-        )
+        cure = _of_half_model(trial) or in_float32(trial, blame, call)
+        if cure is None or not cure.is_finite:
+            cure = _of_half_model(trial, "fp32") or cure
+        text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
+        return cure or Cure("code", text)
     entered = trial.entered[0]
     policy = entered.policy or preset("standard")
     cure = _of_rules(trial, blame, policy) or _of_origin(trial, blame, origins, policy)
@@ -146,26 +145,27 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     return edited
 
 
-def _of_half_model(trial: CureTrial) -> Cure | None:
-    """Return the cure of float32 parameters, under autocast if that is finite."""
+def _of_half_model(trial: CureTrial, policy: str | None = None) -> Cure | None:
+    """Return the cure of float32 parameters and autocast, None if that is not finite."""
     half = half_of(trial.modules)
     if half is None:
         return None
     device, dtype = half
-    head = "model.float()  # before the optimizer is made; inputs stay as they are"
-    text = f'{head}\nwith halfstep.autocast("{device}", dtype={dtype}):  # around model and loss'
 
     @contextmanager
     def under_autocast() -> Iterator[None]:
-        with float32_parameters(trial.modules), autocast(device, dtype=dtype):
+        with float32_parameters(trial.modules), autocast(device, dtype=dtype, policy=policy):
             yield
 
-    if trial.blame(Variant(scale=trial.scale), under_autocast()) is None:
-        return Cure("dtype", text, is_finite=True)
-    if trial.blame(Variant(scale=trial.scale), all_in_float32(trial.modules)) is None:
-        text = "model.float()  # before the optimizer is made; inputs in float32 too"
-        return Cure("dtype", text, is_finite=True, dtype="float32")
-    return None
+    if trial.blame(Variant(scale=trial.scale), under_autocast()) is not None:
+        return None
+    given = "" if policy is None else f', policy="{policy}"'
+    region = f'halfstep.autocast("{device}", dtype={dtype}{given})'
+    text = (
+        "model.float()  # once, before the optimizer is made\n"
+        f"with {region}:  # around the model and the loss, not around backward"
+    )
+    return Cure("dtype", text, is_finite=True, policy=policy)
 
 
 MOST_ORIGINS = 6

@@ -57,4 +57,4 @@ class _InFloat32(TorchFunctionMode):
 def _widened(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in _HALVES else value
-    return torch.float32 if value in _HALVES and isinstance(value, torch.dtype) else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value

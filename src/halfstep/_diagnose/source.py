@@ -265,6 +265,11 @@ def _is_method(call: ast.Call, placed: Placed) -> bool:
     return not (isinstance(root, ast.Name) and root.id in placed.spot.modules)
 
 
+def _is_number(node: ast.expr, spot: Spot) -> bool:
+    """Return whether a node is a Python number, so that the other operand was asked."""
+    return isinstance(node, ast.Constant) or getattr(node, "id", None) in spot.numbers
+
+
 def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.expr | None:
     """Return the node of an argument of a call, by its position."""
     if isinstance(node, ast.UnaryOp):
@@ -272,7 +277,9 @@ def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.
     if isinstance(node, ast.AugAssign):
         return node.value if slot == 1 else None
     if isinstance(node, ast.BinOp):
-        is_reflected = placed.function.startswith(("__r", "rsub", "reciprocal"))
+        is_reflected = placed.function.startswith(("__r", "rsub", "reciprocal")) or (
+            isinstance(node.op, (ast.Add, ast.Mult)) and _is_number(node.left, placed.spot)
+        )
         return (node.left, node.right)[slot ^ is_reflected] if slot in (0, 1) else None
     if not isinstance(node, ast.Call):
         return None

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.edits import CALL, Edit, evaluated
 from halfstep._diagnose.source import Placed
-from halfstep._diagnose.user_code import Place, torch_module, user_place
+from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
 from halfstep._pytorch import autograd
 
 _PASSES = ("backward", "grad")
@@ -133,9 +133,9 @@ class UserCalls(TorchFunctionMode):
         if key not in self._texts:
             module = torch_module()
             told = (module and edit.told) or text
-            self.placed[key] = Placed(
-                call.place.spot(), call.function, key[1], told, _parameters(func), module
-            )
+            spot = user_spot()
+            assert spot is not None
+            self.placed[key] = Placed(spot, call.function, key[1], told, _parameters(func), module)
             self._texts[key] = text
         return evaluated(text, value)
 

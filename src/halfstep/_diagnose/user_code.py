@@ -40,11 +40,13 @@ class Spot(NamedTuple):
         span: The first and last line, and the first and last column in bytes, of the expression;
             None where Python does not know them.
         modules: The names by which its function knows Python modules and classes.
+        numbers: Those by which it knows Python numbers.
     """
 
     line: Line
     span: tuple[int, int, int, int] | None = None
     modules: frozenset[str] = frozenset({"torch", "F", "nn", "functional", "math"})
+    numbers: frozenset[str] = frozenset()
 
 
 class Place(NamedTuple):
@@ -52,7 +54,6 @@ class Place(NamedTuple):
 
     code: CodeType
     instruction: int
-    names: dict[str, Any]
     line: Line | None = None
 
     def is_at(self, other: Place) -> bool:
@@ -61,20 +62,6 @@ class Place(NamedTuple):
             return False
         one, two = self.code, other.code
         return one is two or (one.co_filename == two.co_filename and one == two)
-
-    def spot(self) -> Spot:
-        """Return its line and expression."""
-        code = self.code
-        first, last, start, end = next(
-            islice(code.co_positions(), self.instruction // 2, None), (None,) * 4
-        )
-        if self.line is not None or first is None:
-            number = first or code.co_firstlineno
-            return Spot(self.line or line_at(code, number))
-        modules = (n for n in code.co_names if isinstance(self.names.get(n), (ModuleType, type)))
-        known = last is not None and start is not None and end is not None
-        span = (first, last, start, end) if known else None
-        return Spot(line_at(code, first), span, frozenset(modules))  # type: ignore[arg-type]
 
 
 def user_line() -> Line | None:
@@ -97,8 +84,22 @@ def user_place() -> Place | None:
     if frame is None:
         return None
     if frame.f_code in CALLED_AGAIN:
-        return Place(frame.f_code, 0, {}, frame.f_locals["line"])
-    return Place(frame.f_code, frame.f_lasti, frame.f_globals)
+        return Place(frame.f_code, 0, frame.f_locals["line"])
+    return Place(frame.f_code, frame.f_lasti)
+
+
+def user_spot() -> Spot | None:
+    """Return the place of the user's code that runs."""
+    frame, line = _user_frame(), user_line()
+    if frame is None or line is None:
+        return None
+    code, names = frame.f_code, {**frame.f_globals, **frame.f_locals}
+    position = next(islice(code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    if code in CALLED_AGAIN or None in position:
+        return Spot(line)
+    modules = (n for n in code.co_names if isinstance(names.get(n), (ModuleType, type)))
+    numbers = (name for name, value in names.items() if isinstance(value, (int, float)))
+    return Spot(line, position, frozenset(modules), frozenset(numbers))  # type: ignore[arg-type]
 
 
 def _user_frame() -> FrameType | None:

@@ -6,7 +6,7 @@ import linecache
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,11 @@ def is_cured(program: Program, source: str, cure: Any, file: Path) -> bool:
 
 def paste(program: Program, source: str, cure: Any) -> str | None:
     """Return a source with the text of a cure in it; None if that is not clear."""
+    if cure.text.startswith("model.float()"):
+        region = re.search(r"with (halfstep\.autocast\(.*\)):", cure.text)
+        assert region, cure.text
+        setup = f"{program.setup}\nmodel.float()\n"
+        return step_script(replace(program, setup=setup, region=region[1]))
     lines = source.splitlines()
     for edit in sorted(cure.edits, key=lambda edit: -edit.first):
         lines[edit.first - 1 : edit.last] = edit.text.splitlines()

@@ -43,6 +43,7 @@ class Program:
         is_torch: Whether autocast is that of PyTorch.
         seed: The seed of the weights and the batch.
         is_harmless: Whether it is to be called finite, with ``batch(True)`` too.
+        region: The expression of the autocast region, where it is another one.
     """
 
     setup: str
@@ -56,6 +57,7 @@ class Program:
     is_torch: bool
     seed: int
     is_harmless: bool = False
+    region: str = ""
     kind: str = ""
     number: int = 0
 
@@ -68,8 +70,8 @@ class Program:
     @property
     def autocast(self) -> str:
         """The expression that makes the autocast region; empty without one."""
-        if self.dtype is None:
-            return ""
+        if self.region or self.dtype is None:
+            return self.region
         return f'{"torch" if self.is_torch else "halfstep"}.autocast("cpu", torch.{self.dtype})'
 
     @property
