@@ -121,7 +121,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     inspection = inspect(replayer, blame, scale)
     bad, tensor = inspection.bad, inspection.tensor
     if blame.number == OUTSIDE:
-        verdict, cure = judge_data(bad, tensor)
+        verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
     verdict, cure = judge(replayer, found, blame, bad, inspection.call)
     diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)

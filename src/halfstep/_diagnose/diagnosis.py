@@ -206,9 +206,11 @@ class Diagnosis:
     Example:
         >>> import halfstep, torch
         >>> x = torch.tensor([1.0, 0.0], requires_grad=True)
-        >>> found = halfstep.diagnose(lambda: torch.log(x).sum().backward())
+        >>> def step():
+        ...     torch.log(x).sum().backward()
+        >>> found = halfstep.diagnose(step)
         >>> found.verdict, found.bad.op, found.cure.text
-        ('maths', 'log', 'torch.log((...).clamp_min(1e-06))')
+        ('maths', 'log', 'torch.log(x.clamp_min(1e-06)).sum().backward()')
     """
 
     verdict: Verdict

@@ -21,7 +21,7 @@ from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
-from halfstep._diagnose.user_code import called_by_user, user_line
+from halfstep._diagnose.user_code import called_by_user, is_of_batch, user_line
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
@@ -46,6 +46,7 @@ class OpInspection(OpObserver):
         tensor: The name of the tensor from outside.
         call: The call of the user's code that ran the op, or the op whose gradient it computes.
         notes: Remarks about what the op was given.
+        is_of_batch: Whether the tensor from outside was handed to a module or a loss.
     """
 
     def __init__(self, blame: Blame, model: nn.Module | None) -> None:
@@ -55,6 +56,7 @@ class OpInspection(OpObserver):
         self.tensor: str | None = None
         self.call: UserCall | None = None
         self.notes: list[str] = []
+        self.is_of_batch = False
 
     def before(self, call: OpCall) -> None:
         """Describe the inputs of the op, and compute it in float64."""
@@ -65,6 +67,7 @@ class OpInspection(OpObserver):
             self.bad = replace(with_inputs(self.bad, call, self._name_of), needs=needs(call))
             if self._blame.tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
+                self.is_of_batch = is_of_batch(self._blame.tensor)
             self.notes = _ignored(call)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:

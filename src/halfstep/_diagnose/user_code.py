@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Line
 from halfstep._pytorch import autograd, storages
 
@@ -134,12 +135,29 @@ def called_by_user(tensor: Tensor) -> str | None:
     for frame in _frames():
         if not is_users(frame.f_code.co_filename):
             continue
-        for name, value in frame.f_locals.items():
+        names = frame.f_code.co_names
+        known = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
+        for name, value in {**known, **frame.f_locals}.items():
             path = _path_to(tensor, name, value)
             if path is not None:
                 file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
                 found = f"{path} in {function} ({file}:{frame.f_lineno})"
     return found
+
+
+def is_of_batch(tensor: Tensor) -> bool:
+    """Return whether a tensor is handed to a module, or to a loss function of PyTorch."""
+    for frame in _frames():
+        is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
+        if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
+            given: Any = list(frame.f_locals.values())
+        elif frame.f_code is nn.Module._call_impl.__code__:
+            given = (frame.f_locals["args"], frame.f_locals["kwargs"])
+        else:
+            continue
+        if any(_is_part_of(tensor, each) for each in tensors_in([given])):
+            return not isinstance(tensor, nn.Parameter)
+    return False
 
 
 def is_users(file: str) -> bool:
@@ -164,6 +182,12 @@ def _path_to(tensor: Tensor, name: str, value: Any) -> str | None:
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple)) and len(value) <= 64:
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    elif isinstance(value, nn.Module):
+        named = (*value.named_parameters(), *value.named_buffers())
+        parts = [(f"{name}.{path}", part) for path, part in named]
+    elif type(value).__module__ in sys.modules and hasattr(value, "__dict__"):
+        is_plain = not isinstance(value, (type, ModuleType, FunctionType))
+        parts = [(f"{name}.{key}", part) for key, part in vars(value).items()] if is_plain else []
     else:
         return None
     for path, part in parts:

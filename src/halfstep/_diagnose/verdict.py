@@ -91,7 +91,7 @@ def judge_alone(
     return "range", cure_search.narrowest_rule(blame, model)
 
 
-def judge_data(bad: BadOp, tensor: str | None) -> Judgement:
+def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
     """Return the verdict on a tensor that was bad before the step, and its cure."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
@@ -100,6 +100,8 @@ def judge_data(bad: BadOp, tensor: str | None) -> Judgement:
             f"load a checkpoint from before {tensor} went bad; "
             f"{tensor}.isfinite() shows which entries"
         )
-    else:
+    elif is_of_batch:
         text = f"leave this batch out: {tensor} is not finite; check where it is made"
+    else:
+        text = f"look where {tensor} comes from: it was not finite before the step began"
     return "data", Cure("data", text)

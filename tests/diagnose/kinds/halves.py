@@ -130,3 +130,53 @@ def half_by_hand(v: Variety) -> Program:
             loss = (h * h).float().mean() / 1e6  # bad
         """,
     )
+
+
+@kind
+def teacher_gone_bad(v: Variety) -> Program:
+    name = v.one_of("teacher", "ema", "target_net")
+    return v.program(
+        "data",
+        f"{name}.weight",
+        setup=f"model = nn.Linear(4, 3)\n{name} = nn.Linear(4, 3)",
+        inputs=4,
+        bad=f"nn.init.constant_({name}.weight, math.nan)",
+        loss=f"""
+            with torch.no_grad():
+                goal = {name}(x)  # bad
+            loss = F.mse_loss(model(x), goal)
+        """,
+    )
+
+
+@kind
+def bad_batch(v: Variety) -> Program:
+    value = v.one_of("math.nan", "math.inf", "-math.inf")
+    return v.program(
+        "data", "x", bad=f"x[1, 0] = {value}", loss="loss = model(x).float().mean()  # bad"
+    )
+
+
+@kind
+def bad_target(v: Variety) -> Program:
+    return v.program(
+        "data",
+        "y",
+        gives="x, y",
+        batch="y = torch.randn(x.shape[0])",
+        bad="y[0] = math.nan",
+        loss="loss = F.mse_loss(model(x).float().sum(-1), y)  # bad",
+    )
+
+
+@kind
+def bad_constant(v: Variety) -> Program:
+    name = v.one_of("table", "class_weight", "frequencies")
+    return v.program(
+        "data",
+        name,
+        setup=f"model = nn.Linear(4, 3)\n{name} = torch.ones(3)",
+        inputs=4,
+        bad=f"{name}[1] = math.inf",
+        loss=f"loss = (model(x).float() * {name}).square().mean()  # bad",
+    )

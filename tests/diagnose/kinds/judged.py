@@ -15,6 +15,7 @@ from tests.diagnose.kinds.program import MARK, Program, step_script
 
 import halfstep
 
+OF_THE_BATCH = ("bad_batch", "bad_target")
 COLUMNS = ("named", "line", "verdict", "offered", "cure", "silent")
 
 
@@ -48,6 +49,23 @@ def judge(program: Program, folder: Path) -> Judged:
         right = found.verdict == "none"
         return Judged(program, None, None, right, None, None, silent, str(found), 0)
     bad = found.bad
+    if program.verdict == "data":
+        named = found.tensor is not None and any(
+            re.search(rf"\b{name}\b", found.tensor) for name in program.ops
+        )
+        line = bad is not None and _is_marked(source, bad.line)
+        is_out = found.cure is not None and "leave this batch out" in found.cure.text
+        return Judged(
+            program=program,
+            named=named,
+            line=line,
+            verdict=found.verdict == "data" and is_out == (program.kind in OF_THE_BATCH),
+            offered=None,
+            cure=None,
+            silent=silent,
+            said=str(found),
+            replays=found.num_replays,
+        )
     offered = found.cure is not None and found.cure.is_finite is True
     return Judged(
         program=program,
