@@ -170,7 +170,8 @@ def _of_kinds(options: argparse.Namespace) -> bool:
             found.append(case)
             if table.wrong(case):
                 print(f"--- {case.program} as a {form}: {', '.join(table.wrong(case))}")
-                print(indent(case.said, "    ") if options.verbose else "", end="")
+                if options.verbose:
+                    print(indent(case.said, "    "))
         line, is_enough = table.summary(form, found)
         print(line)
         is_good &= is_enough

@@ -22,9 +22,9 @@ from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure
-from halfstep._diagnose.edits import IN_FLOAT32, Edit, edits_of, has_row
+from halfstep._diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
 from halfstep._diagnose.half_models import float32_parameters, half_of
-from halfstep._diagnose.origins import Origin, origins_of
+from halfstep._diagnose.origins import Origin, makers_of, origins_of
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.source import Placed, edited_lines, with_dots
 from halfstep._diagnose.user_calls import NotApplicable, UserCall, UserCalls, call_of
@@ -65,8 +65,11 @@ class CureTrial:
 
     def origins(self, blame: Blame) -> list[Origin]:
         """Return the ops in lower precision before the bad one, the nearest ones first."""
-        number = blame.place.number if blame.phase == "backward" else blame.reader
-        return origins_of(self._replayer, number, self.scale)
+        return origins_of(self._replayer, _forward_number(blame), self.scale)
+
+    def makers(self, blame: Blame) -> list[UserCall]:
+        """Return the user's calls that led to the bad op, the nearest ones first."""
+        return makers_of(self._replayer, _forward_number(blame), self.scale)
 
     def blame(
         self, variant: Variant, around: AbstractContextManager[object] | None = None
@@ -85,6 +88,10 @@ class CureTrial:
         calls = UserCalls(self._replayer.num_ops, edits)
         blame = self.blame(Variant(scale=scale), calls.active())
         return Tried(blame, calls, blame is None or blame.number != OUTSIDE)
+
+
+def _forward_number(blame: Blame) -> int:
+    return blame.place.number if blame.phase == "backward" else blame.reader
 
 
 def smaller_scale(
@@ -264,9 +271,26 @@ MOST_EDITS_TRIED = 8
 
 def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
     """Return the cure of edits that keep functions away from values where they are not defined."""
-    if call is None:
-        return None
-    return _of_edits(trial, blame, call)
+    cure = None if call is None else _of_edits(trial, blame, call)
+    if cure is not None and cure.is_finite and cure.edits:
+        return cure
+    return _of_makers(trial, blame) or cure
+
+
+MOST_MAKERS = 3
+"""The most calls before the bad one whose results are limited."""
+
+
+def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
+    """Limit what one of the calls before the bad one returns."""
+    for call in trial.makers(blame)[:MOST_MAKERS]:
+        for edit in OF_RESULTS:
+            tried = trial.edited(((call, edit),), trial.scale)
+            if tried.blame is None:
+                cure = _of_placed(tried.calls, is_finite=True)
+                if cure is not None and cure.edits:
+                    return cure
+    return None
 
 
 def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:

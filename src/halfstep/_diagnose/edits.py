@@ -220,12 +220,20 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
     "hypot norm vector_norm cdist dist angle": _LARGER,
     "matrix_norm nuclear_norm eigh eig svd svdvals": _DISTINCT,
     "slogdet logdet det inv inverse pinv cholesky solve lu_factor qr": _REGULAR,
+    "einsum": tuple(Edit(slots, _limited(f"-{_FAR}", _FAR)) for slots in ((1,), (2,), (1, 2))),
     "add": (Edit((CALL,), _lower_limit), *_FINITE),
 }
 _ROWS = {name: edits for names, edits in _TABLE.items() for name in names.split()}
 
 IN_FLOAT32 = (Edit((0,), _in_float32), Edit((1,), _in_float32), Edit((0, 1), _in_float32))
 """Casts of arguments that are too narrow, where autocast has no say."""
+
+OF_RESULTS = (
+    Edit((CALL,), _limited("eps", None)),
+    Edit((CALL,), _limited("eps", None), 1e3),
+    Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
+)
+"""Limits of what an earlier call returns, where the bad one is not in the user's own source."""
 
 
 def row_name(function: str) -> str:

@@ -62,13 +62,18 @@ class OpInspection(OpObserver):
         """Describe the inputs of the op, and compute it in float64."""
         if call.key == self._blame.of:
             self.bad = replace(self.bad, forward_op=call.name, forward_line=user_line())
+            self._note_batch()
         if call.key == self._blame.key:
             self.has_seen = True
             self.bad = replace(with_inputs(self.bad, call, self._name_of), needs=needs(call))
             if self._blame.tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
-                self.is_of_batch = is_of_batch(self._blame.tensor)
+                self._note_batch()
             self.notes = _ignored(call)
+
+    def _note_batch(self) -> None:
+        tensor = self._blame.tensor
+        self.is_of_batch |= tensor is not None and is_of_batch(tensor)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Describe its bad output."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
+from halfstep._diagnose.user_calls import UserCall, UserCalls
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._pytorch.storages import ByMemory
@@ -27,6 +28,7 @@ class Origin:
     """Op on the way to a bad op.
 
     Attributes:
+        number: Its number in the replay.
         op: The name of the ATen op.
         place: Its place.
         parents: The numbers of the ops that made its inputs.
@@ -34,6 +36,7 @@ class Origin:
         lost: The number among its arguments that its dtype rounds to zero, 0 without one.
     """
 
+    number: int
     op: str
     place: OpPlace
     parents: tuple[int, ...]
@@ -55,7 +58,9 @@ class Origins(OpObserver):
         makers = (self._makers.get(tensor) for tensor in call.given)
         dtype = next((t.dtype for t in outputs if t.dtype in _LOWER), None)
         parents = tuple(dict.fromkeys(m for m in makers if m is not None))
-        self._ops[call.number] = Origin(call.name, call.place, parents, dtype, _lost(call, dtype))
+        self._ops[call.number] = Origin(
+            call.number, call.name, call.place, parents, dtype, _lost(call, dtype)
+        )
         for tensor in outputs:
             self._makers.put(tensor, call.number)
 
@@ -89,6 +94,18 @@ def origins_of(replayer: Replayer, number: int, scale: float | None) -> list[Ori
             )
             break
     return [origin for _, origin in found if origin.dtype is not None]
+
+
+def makers_of(replayer: Replayer, number: int, scale: float | None) -> list[UserCall]:
+    """Replay the step; return the user's calls that led to an op, the nearest ones first."""
+    origins, calls = Origins(), UserCalls(replayer.num_ops)
+    with replayer.run(Variant(scale=scale), origins, calls.active()):
+        found = [calls.call_of(origin.number) for _, origin in origins.before_op(number)]
+    different: list[UserCall] = []
+    for call in found:
+        if call is not None and not any(call.place.is_at(other.place) for other in different):
+            different.append(call)
+    return different[1:]
 
 
 def _lost(call: OpCall, dtype: torch.dtype | None) -> float:

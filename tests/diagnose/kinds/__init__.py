@@ -11,12 +11,12 @@ import random
 import zlib
 from collections.abc import Iterator
 
-from tests.diagnose.kinds import functions, halves, losses, nets, rounding
+from tests.diagnose.kinds import forms, functions, halves, losses, nets, rounding
 from tests.diagnose.kinds.program import KINDS, Program, Variety
 
 __all__ = ["KINDS", "programs"]
 
-MODULES = (losses, functions, nets, rounding, halves)
+MODULES = (losses, functions, nets, rounding, halves, forms)
 """They fill KINDS."""
 
 

@@ -53,7 +53,7 @@ def judge(program: Program, folder: Path) -> Judged:
         named = found.tensor is not None and any(
             re.search(rf"\b{name}\b", found.tensor) for name in program.ops
         )
-        line = bad is not None and _is_marked(source, bad.line)
+        line = bad is not None and _is_marked(source, bad.line or bad.forward_line)
         is_out = found.cure is not None and "leave this batch out" in found.cure.text
         return Judged(
             program=program,

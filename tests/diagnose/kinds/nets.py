@@ -141,8 +141,8 @@ def gradient_penalty(v: Variety) -> Program:
         bad="keep[0] = 0",
         dtypes=(None,),
         loss=f"""
-            x = x.clone().requires_grad_()
-            g, = torch.autograd.grad((model(x) * keep).sum(), x, create_graph=True)
+            z = x.clone().requires_grad_()
+            g, = torch.autograd.grad((model(z) * keep).sum(), z, create_graph=True)
             loss = (({norm} - 1) ** 2).mean()  # bad
         """,
     )
