@@ -8,8 +8,9 @@ other arguments, as if the line had been edited.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from textwrap import dedent
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.source import Placed, edited_lines, with_dots
 from halfstep._diagnose.user_calls import NotApplicable, UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import Spot
-from halfstep._diagnose.variant import Variant
+from halfstep._diagnose.variant import EnteredAutocast, Variant
 from halfstep._numerics.formats import FORMATS
 from halfstep._trace.places import OpPlace
 
@@ -40,6 +41,10 @@ MOST_RULES = 3
 SMALLEST_SCALE = 1.0
 """The smallest loss scale that is tried."""
 _SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
+
+
+_OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
+"""The blame of a replay that did not come to its end."""
 
 
 class Tried(NamedTuple):
@@ -62,6 +67,16 @@ class CureTrial:
         self._replayer = replayer
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
         self.modules = replayer.modules
+        self._around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def inside(
+        self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
+    ) -> CureTrial:
+        """Return a trial whose replays run in a context, which enters an autocast region."""
+        trial = copy(self)
+        trial._around, trial.entered = around, [entered]
+        trial.model = None  # its modules have no float32 parameters yet, which rules for them ask
+        return trial
 
     def origins(self, blame: Blame) -> list[Origin]:
         """Return the ops in lower precision before the bad one, the nearest ones first."""
@@ -75,12 +90,15 @@ class CureTrial:
         self, variant: Variant, around: AbstractContextManager[object] | None = None
     ) -> Blame | None:
         """Return the blame of a replay, None if it is finite."""
-        found = scan(self._replayer, variant, around)
+        try:
+            found = scan(self._replayer, variant, around or self._around())
+        except ValueError:  # a rule for a module whose parameters are not float32
+            return _OUTSIDE
         error = found.run.error
         if error is not None and found.blame is None:
             if not isinstance(error, NotApplicable):
                 self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
-            return Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
+            return _OUTSIDE
         return found.blame
 
     def edited(self, edits: tuple[tuple[UserCall, Edit], ...], scale: float | None) -> Tried:
@@ -128,8 +146,6 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     origins = trial.origins(blame)
     if not trial.entered:
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
-        if cure is None or not cure.is_finite:
-            cure = _of_half_model(trial, "fp32") or cure
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
     entered = trial.entered[0]
@@ -152,8 +168,8 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     return edited
 
 
-def _of_half_model(trial: CureTrial, policy: str | None = None) -> Cure | None:
-    """Return the cure of float32 parameters and autocast, None if that is not finite."""
+def _of_half_model(trial: CureTrial) -> Cure | None:
+    """Return the cure of float32 parameters and autocast, with rules if it takes them, or None."""
     half = half_of(trial.modules)
     if half is None:
         return None
@@ -161,16 +177,22 @@ def _of_half_model(trial: CureTrial, policy: str | None = None) -> Cure | None:
 
     @contextmanager
     def under_autocast() -> Iterator[None]:
-        with float32_parameters(trial.modules), autocast(device, dtype=dtype, policy=policy):
+        with float32_parameters(trial.modules), autocast(device, dtype=dtype):
             yield
 
-    if trial.blame(Variant(scale=trial.scale), under_autocast()) is not None:
-        return None
+    inner = trial.inside(under_autocast, EnteredAutocast(device, dtype, preset("standard")))
+    blame = inner.blame(Variant(scale=trial.scale))
+    policy: str | None = None
+    if blame is not None:
+        found = None if blame.number == OUTSIDE else _of_rules(inner, blame, preset("standard"))
+        if found is None:
+            return None
+        policy = found.policy
     given = "" if policy is None else f', policy="{policy}"'
-    region = f'halfstep.autocast("{device}", dtype={dtype}{given})'
     text = (
         "model.float()  # once, before the optimizer is made\n"
-        f"with {region}:  # around the model and the loss, not around backward"
+        f'with halfstep.autocast("{device}", dtype={dtype}{given}):'
+        "  # around the model and the loss, not around backward"
     )
     return Cure("dtype", text, is_finite=True, policy=policy)
 

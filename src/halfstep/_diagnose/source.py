@@ -57,7 +57,19 @@ def _edited_file(file: str, placed: list[Placed]) -> list[LineEdit] | None:
     for each in placed:
         if not text.put(each):
             return None
-    return list(text.edited())
+    edits = list(text.edited())
+    return edits if _can_be_parsed(source, edits) else None
+
+
+def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
+    lines = source.splitlines()
+    for edit in reversed(edits):
+        lines[edit.first - 1 : edit.last] = edit.text.splitlines()
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        return False
+    return True
 
 
 def with_dots(placed: list[Placed]) -> str:
@@ -142,15 +154,12 @@ class _Source:
     # --- texts ------------------------------------------------------------------------------------
 
     def _put_keyword(self, call: ast.Call, name: str, placed: Placed) -> bool:
-        is_name = str.endswith if placed.module else str.__eq__  # src_key_padding_mask, for one
-        values = next((each.value for each in call.keywords if is_name(each.arg or "", name)), None)
-        if values is None and name in placed.parameters and not placed.module:
-            index = placed.parameters.index(name) - _is_method(call, placed)
-            values = call.args[index] if index < len(call.args) else None
-        if values is not None:
-            return self._wrap(values, placed.expression)
-        if placed.module:
+        value = _keyword(call, name, placed)
+        if value is None and placed.module:
             call = self._constructor(placed.module) or call
+            value = _keyword(call, name, placed)
+        if value is not None:
+            return self._wrap(value, placed.expression)
         if "{" in placed.expression:
             return False  # it changes what was given
         end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1
@@ -263,6 +272,18 @@ def _is_method(call: ast.Call, placed: Placed) -> bool:
     while isinstance(root, ast.Attribute):
         root = root.value
     return not (isinstance(root, ast.Name) and root.id in placed.spot.modules)
+
+
+def _keyword(call: ast.Call, name: str, placed: Placed) -> ast.expr | None:
+    """Return the value that a call gives to a parameter, None if it gives none."""
+    is_name = str.endswith if placed.module else str.__eq__  # src_key_padding_mask, for one
+    for each in call.keywords:
+        if is_name(each.arg or "", name):
+            return each.value
+    if placed.module or name not in placed.parameters:
+        return None
+    index = placed.parameters.index(name) - _is_method(call, placed)
+    return call.args[index] if index < len(call.args) else None
 
 
 def _is_number(node: ast.expr, spot: Spot) -> bool:
