@@ -142,11 +142,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, help="about so many instead of all")
     parser.add_argument("--fault", help="the cases of this fault alone, and no clean ones")
     parser.add_argument("--variants", type=int, default=5, help="of every kind; 0 for no kinds")
+    parser.add_argument("--kinds", action="store_true", help="the kinds alone")
     parser.add_argument("--kind", help="the variants of this kind alone")
     parser.add_argument("--verbose", action="store_true", help="print what was said wrongly")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.kind:
+    if options.kind or options.kinds:
         return 0 if _of_kinds(options) else 1
     chosen = [c for c in cases(options.seed) if options.fault in (None, c.fault)]
     chosen = chosen[:: max(1, len(chosen) // (options.cases or len(chosen)))]

@@ -220,8 +220,8 @@ class _Source:
         if found is None:
             return False
         inner = [each for each in _own_nodes(found) if hasattr(each, "end_lineno")]
-        first = min(each.lineno for each in (found, *inner))  # type: ignore[attr-defined]
-        last = max(each.end_lineno for each in inner)
+        ends = inner if hasattr(found, "body") else [found]  # of `with`, `for` and `def`: the head
+        first, last = found.lineno, max(each.end_lineno for each in ends)
         self._statements[(first, last)] = None
         return True
 
