@@ -70,10 +70,7 @@ def _limited(low: str | None, high: str | None) -> Expression:
             return None
         if math.isinf(value):
             return above if value > 0 else below
-        if low == "eps":
-            return f"max({{}}, {1 if isinstance(value, int) else below})"
-        text = "{}" if below is None else f"max({{}}, {below})"
-        return text if above is None else f"min({text}, {above})"
+        return f"max({{}}, {1 if isinstance(value, int) else below})" if low == "eps" else None
 
     return expression
 

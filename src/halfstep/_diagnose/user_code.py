@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Line
-from halfstep._pytorch import autograd, storages
+from halfstep._pytorch import autograd, modules, storages
 
 _OURS = (
     f"{Path(torch.__file__).parent}/",
@@ -151,7 +151,7 @@ def is_of_batch(tensor: Tensor) -> bool:
         is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
         if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
             given: Any = list(frame.f_locals.values())
-        elif frame.f_code is nn.Module._call_impl.__code__:
+        elif frame.f_code is modules.CALL_CODE:
             given = (frame.f_locals["args"], frame.f_locals["kwargs"])
         else:
             continue

@@ -95,7 +95,7 @@ def over_several_lines(v: Variety) -> Program:
 @kind
 def in_a_function_of_torch(v: Variety) -> Program:
     line = v.one_of(
-        "loss = F.kl_div((h.abs() + 1).log(), h.abs().log().exp(), log_target=True)  # bad",
+        "loss = F.gaussian_nll_loss(h, h.abs().log().exp(), h.abs() + 1)  # bad",
         "loss = torch.stack([part.abs().log() for part in h]).mean()  # bad",
         "loss = sum(torch.log(part.abs()).mean() for part in h)  # bad",
         "loss = torch.cat([h.abs().log(), h], dim=-1).mean()  # bad",
