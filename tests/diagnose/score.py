@@ -1,6 +1,7 @@
 """Score of diagnoses, the share that is right: ``python -m tests.diagnose.score``.
 
-Exit code 1 below 99 % of ops and modules, 95 % of verdicts, 100 % of cures, or with a false alarm.
+Exit code 1 below 99 % of ops and modules, 95 % of verdicts, 100 % of cures, or with a false alarm;
+and below 95 % of anything in the variants of the kinds.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
 from tests.diagnose.faults import cases, clean_cases
+from tests.diagnose.kinds import table
 from tests.diagnose.training import Training
 from tests.diagnose.truths import Case
 from torch import Tensor
@@ -138,9 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, help="about so many instead of all")
     parser.add_argument("--fault", help="the cases of this fault alone, and no clean ones")
+    parser.add_argument("--variants", type=int, default=5, help="of every kind; 0 for no kinds")
+    parser.add_argument("--kinds", action="store_true", help="the kinds alone")
+    parser.add_argument("--kind", help="the variants of this kind alone")
     parser.add_argument("--verbose", action="store_true", help="print what was said wrongly")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.kind or options.kinds:
+        return 0 if _of_kinds(options) else 1
     chosen = [c for c in cases(options.seed) if options.fault in (None, c.fault)]
     chosen = chosen[:: max(1, len(chosen) // (options.cases or len(chosen)))]
     judgements = list(_judged(chosen, options.verbose))
@@ -150,7 +158,25 @@ def main(arguments: list[str] | None = None) -> int:
     alarms = list(_alarms(islice(clean_cases(options.seed), num_clean)))
     for line in alarms:
         print(line)
-    return _conclude(judgements, num_clean, len(alarms))
+    code = _conclude(judgements, num_clean, len(alarms))
+    return 1 if code or not (options.fault or _of_kinds(options)) else 0
+
+
+def _of_kinds(options: argparse.Namespace) -> bool:
+    """Print the score of the kinds in every form; return whether it is enough."""
+    is_good = True
+    for form in table.FORMS if options.variants else ():
+        found = []
+        for case in table.judged(form, options.variants, options.seed, options.kind):
+            found.append(case)
+            if table.wrong(case):
+                print(f"--- {case.program} as a {form}: {', '.join(table.wrong(case))}")
+                if options.verbose:
+                    print(indent(case.said, "    "))
+        line, is_enough = table.summary(form, found)
+        print(line)
+        is_good &= is_enough
+    return is_good
 
 
 def _judged(chosen: Iterable[Case], verbose: bool) -> Iterator[Judgement]:

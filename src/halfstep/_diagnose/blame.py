@@ -56,6 +56,7 @@ _WAITS = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
 _NOTHING_SENT = (*_WAITS, "c10d::recv_", "c10d::recv_any_source_")
 _OVERWRITE = ("copy_", "fill_", "zero_")
 _BATCH_NORMS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_SUMS = ("add", "add_", "sub", "sub_")
 _SOFTMAXES = ("_softmax", "_log_softmax", "_safe_softmax")
 
 
@@ -261,7 +262,9 @@ class BlameTracker(OpObserver):
         if not causes:
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
-        if makes_nan and call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF:
+        is_sum = any(cause.op in _SUMS for cause in causes)
+        is_masked = call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF
+        if makes_nan and is_masked and not is_sum:  # masks whose sum overflows: the sum is to blame
             return own  # of a row that is fully masked, whatever the mask
         real = [cause for cause in causes if not cause.is_meant]
         if real:

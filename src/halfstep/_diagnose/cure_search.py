@@ -9,114 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import replace
+from textwrap import dedent
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
+from halfstep._autocast.context import autocast
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
-from halfstep._diagnose.diagnosis import BadOp, Cure, Line
+from halfstep._diagnose.diagnosis import BadOp, Cure
+from halfstep._diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
+from halfstep._diagnose.half_models import float32_parameters, half_of
+from halfstep._diagnose.origins import Origin, makers_of, origins_of
 from halfstep._diagnose.replay import Replayer, StepRun
-from halfstep._diagnose.user_code import user_line
-from halfstep._diagnose.variant import Variant
+from halfstep._diagnose.source import Placed, edited_lines, with_dots
+from halfstep._diagnose.user_calls import NotApplicable, UserCall, UserCalls, call_of
+from halfstep._diagnose.user_code import Spot
+from halfstep._diagnose.variant import EnteredAutocast, Variant
 from halfstep._numerics.formats import FORMATS
 from halfstep._trace.places import OpPlace
-
-Change = Callable[[list[Any]], None]
-"""Changes the list of arguments of a call in place."""
-
-
-class Edit(NamedTuple):
-    """Edit of a line that keeps functions of PyTorch away from values where they are not defined.
-
-    In its text, ``...`` stands for the old expression.
-    """
-
-    text: str
-    functions: tuple[str, ...]
-    change: Change
-
-
-_DIVISIONS = ("div", "div_", "true_divide", "__truediv__", "__itruediv__", "divide")
-_RECIPROCALS = ("reciprocal", "reciprocal_", "__rtruediv__", "__rdiv__")
-
-
-def _clamped(low: float | None, high: float | None) -> Change:
-    def change(args: list[Any]) -> None:
-        args[0] = args[0].clamp(low, high)
-
-    return change
-
-
-def _raised(position: int, eps: float) -> Change:
-    def change(args: list[Any]) -> None:
-        if len(args) > position and isinstance(args[position], Tensor):
-            args[position] = args[position] + eps
-
-    return change
-
-
-def _clamp_to_dtype(args: list[Any]) -> None:
-    args[0] = args[0].clamp_min(torch.finfo(args[0].dtype).min)
-
-
-def edit_for(bad: BadOp) -> Edit | None:
-    """Return the edit that keeps an op finite, None if none is known."""
-    name = (bad.forward_op or bad.op).removesuffix("_").lstrip("_")
-    dtype = next((operand.dtype for operand in bad.inputs), "float32")
-    eps = 1e-3 if dtype == "float16" else 1e-6
-    edge, both = 1 - eps, (name, f"{name}_")
-    match name:
-        case "log" | "log2" | "log10":
-            return Edit(f"torch.{name}((...).clamp_min({eps:g}))", both, _clamped(eps, None))
-        case "log1p":
-            return Edit(f"torch.log1p((...).clamp_min({-edge:g}))", both, _clamped(-edge, None))
-        case "div":
-            return Edit(f"(...) / (... + {eps:g})", _DIVISIONS, _raised(1, eps))
-        case "reciprocal":
-            return Edit(f"1 / (... + {eps:g})", _RECIPROCALS, _raised(0, eps))
-        case "sqrt" | "rsqrt":
-            return Edit(f"torch.{name}(... + {eps:g})", both, _raised(0, eps))
-        case "pow":
-            return Edit(f"(... + {eps:g}) ** (...)", ("pow", "__pow__", "pow_"), _raised(0, eps))
-        case "exp" | "expm1" | "exp2" | "cosh" | "sinh":
-            # Well below the limit, since a sum may follow.
-            high = math.floor(0.9 * math.log(torch.finfo(getattr(torch, dtype)).max))
-            return Edit(f"torch.{name}((...).clamp_max({high}))", both, _clamped(None, high))
-        case "acos" | "asin" | "atanh":
-            text = f"torch.{name}((...).clamp({-edge:g}, {edge:g}))"
-            return Edit(text, both, _clamped(-edge, edge))
-        case "softmax" | "log_softmax" | "safe_softmax":
-            text = "(...).masked_fill(..., torch.finfo(torch.float16).min)  # in place of -inf"
-            return Edit(text, ("softmax", "log_softmax"), _clamp_to_dtype)
-        case _:
-            return None
-
-
-class EditMode(TorchFunctionMode):
-    """Carries out an edit of a line while it is active."""
-
-    def __init__(self, edit: Edit, line: Line) -> None:
-        super().__init__()
-        self._edit, self._line = edit, line
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function, with other arguments if the call is the one to edit."""
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in self._edit.functions:
-            line = user_line()
-            if line and (line.file, line.number) == (self._line.file, self._line.number):
-                changed = list(args)
-                self._edit.change(changed)
-                args = tuple(changed)
-        return func(*args, **kwargs)
-
 
 # --- trials ---------------------------------------------------------------------------------------
 
@@ -125,6 +41,18 @@ MOST_RULES = 3
 SMALLEST_SCALE = 1.0
 """The smallest loss scale that is tried."""
 _SCALE_FACTORS = (2.0**-4, 2.0**-10, 0.0)
+
+
+_OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
+"""The blame of a replay that did not come to its end."""
+
+
+class Tried(NamedTuple):
+    """What came of a replay: its blame, None if it is finite, and what the user's code called."""
+
+    blame: Blame | None
+    calls: UserCalls
+    is_applicable: bool = True
 
 
 class CureTrial:
@@ -138,17 +66,50 @@ class CureTrial:
     def __init__(self, replayer: Replayer, run: StepRun) -> None:
         self._replayer = replayer
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
+        self.modules = replayer.modules
+        self._around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def inside(
+        self, around: Callable[[], AbstractContextManager[object]], entered: EnteredAutocast
+    ) -> CureTrial:
+        """Return a trial whose replays run in a context, which enters an autocast region."""
+        trial = copy(self)
+        trial._around, trial.entered = around, [entered]
+        trial.model = None  # its modules have no float32 parameters yet, which rules for them ask
+        return trial
+
+    def origins(self, blame: Blame) -> list[Origin]:
+        """Return the ops in lower precision before the bad one, the nearest ones first."""
+        return origins_of(self._replayer, _forward_number(blame), self.scale)
+
+    def makers(self, blame: Blame) -> list[UserCall]:
+        """Return the user's calls that led to the bad op, the nearest ones first."""
+        return makers_of(self._replayer, _forward_number(blame), self.scale)
 
     def blame(
         self, variant: Variant, around: AbstractContextManager[object] | None = None
     ) -> Blame | None:
         """Return the blame of a replay, None if it is finite."""
-        found = scan(self._replayer, variant, around)
+        try:
+            found = scan(self._replayer, variant, around or self._around())
+        except ValueError:  # a rule for a module whose parameters are not float32
+            return _OUTSIDE
         error = found.run.error
         if error is not None and found.blame is None:
-            self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
-            return Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
+            if not isinstance(error, NotApplicable):
+                self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
+            return _OUTSIDE
         return found.blame
+
+    def edited(self, edits: tuple[tuple[UserCall, Edit], ...], scale: float | None) -> Tried:
+        """Replay the step with edits."""
+        calls = UserCalls(self._replayer.num_ops, edits)
+        blame = self.blame(Variant(scale=scale), calls.active())
+        return Tried(blame, calls, blame is None or blame.number != OUTSIDE)
+
+
+def _forward_number(blame: Blame) -> int:
+    return blame.place.number if blame.phase == "backward" else blame.reader
 
 
 def smaller_scale(
@@ -180,42 +141,97 @@ def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
     return Cure("scale", text, is_finite, scale=scale)
 
 
-def of_range(trial: CureTrial, blame: Blame, bad: BadOp) -> Cure:
+def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) -> Cure | None:
     """Return the cure of rules, or of another dtype, that can hold the values."""
+    origins = trial.origins(blame)
     if not trial.entered:
-        what = bad.forward_op or bad.op
-        return Cure("code", f"compute {what} there in float32: pass x.float()")
+        cure = _of_half_model(trial) or in_float32(trial, blame, call)
+        text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
+        return cure or Cure("code", text)
     entered = trial.entered[0]
-    cure = _of_rules(trial, blame, entered.policy or preset("standard"))
+    policy = entered.policy or preset("standard")
+    cure = _of_rules(trial, blame, policy) or _of_origin(trial, blame, origins, policy)
     if cure is not None:
         return cure
-    in_bf16, in_float32 = (
-        Variant(dtype, scale=trial.scale) for dtype in (torch.bfloat16, torch.float32)
+    bfloat16, float32 = (
+        Variant(each, scale=trial.scale) for each in (torch.bfloat16, torch.float32)
     )
-    if entered.dtype is not torch.bfloat16 and trial.blame(in_bf16) is None:
+    if entered.dtype is not torch.bfloat16 and trial.blame(bfloat16) is None:
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         return Cure("dtype", text, is_finite=True, dtype="bfloat16")
-    if trial.blame(in_float32) is None:
+    edited = in_float32(trial, blame, call)
+    if edited is not None and edited.is_finite:
+        return edited
+    if trial.blame(float32) is None:
         text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
         return Cure("dtype", text, is_finite=True, dtype="float32")
-    return Cure("code", "autocast did not choose this dtype: cast to another one with x.float()")
+    return edited
+
+
+def _of_half_model(trial: CureTrial) -> Cure | None:
+    """Return the cure of float32 parameters and autocast, with rules if it takes them, or None."""
+    half = half_of(trial.modules)
+    if half is None:
+        return None
+    device, dtype = half
+
+    @contextmanager
+    def under_autocast() -> Iterator[None]:
+        with float32_parameters(trial.modules), autocast(device, dtype=dtype):
+            yield
+
+    inner = trial.inside(under_autocast, EnteredAutocast(device, dtype, preset("standard")))
+    blame = inner.blame(Variant(scale=trial.scale))
+    policy: str | None = None
+    if blame is not None:
+        found = None if blame.number == OUTSIDE else _of_rules(inner, blame, preset("standard"))
+        if found is None:
+            return None
+        policy = found.policy
+    given = "" if policy is None else f', policy="{policy}"'
+    text = (
+        "model.float()  # once, before the optimizer is made\n"
+        f'with halfstep.autocast("{device}", dtype={dtype}{given}):'
+        "  # around the model and the loss, not around backward"
+    )
+    return Cure("dtype", text, is_finite=True, policy=policy)
+
+
+MOST_ORIGINS = 6
+"""The most ops before the bad one for which a rule is tried."""
+
+
+def _of_origin(trial: CureTrial, blame: Blame, origins: list[Origin], base: Policy) -> Cure | None:
+    """Add a rule for one of the ops before the bad one, where its value may have been rounded."""
+    tried = set(_rules_for(blame.place, blame.op, trial.model))
+    for origin in origins:
+        for rule in _rules_for(origin.place, origin.op, trial.model):
+            policy = _with_rules(base, [rule])
+            if policy is None or rule in tried or rule.startswith("@"):
+                continue
+            if len(tried) > MOST_ORIGINS:
+                return None
+            tried.add(rule)
+            if trial.blame(Variant(policy=policy, scale=trial.scale)) is None:
+                return _of_policy(policy, trial, is_finite=True)
+    return None
 
 
 def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     """Add a rule for each op that goes bad, the narrowest rule first."""
     rules: list[str] = []
     for _ in range(MOST_RULES):
-        for rule in _rules_for(blame, trial.model):
+        for rule in _rules_for(blame.place, blame.op, trial.model):
             policy = _with_rules(base, [*rules, rule])
             if policy is None or rule in rules:
                 continue
             after = trial.blame(Variant(policy=policy, scale=trial.scale))
             if after is None:
-                return _of_policy(policy, is_finite=True)
+                return _of_policy(policy, trial, is_finite=True)
             if after.phase == "backward" and blame.phase != "backward":
                 scale = _scale_with(trial, policy)
                 if scale is not None:
-                    return _of_policy(policy, scale, is_finite=True)
+                    return _of_policy(policy, trial, scale, is_finite=True)
             if after.where != blame.where:  # one rule is not enough
                 rules.append(rule)
                 blame = after
@@ -225,8 +241,8 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     return None
 
 
-def _rules_for(blame: Blame, model: nn.Module | None) -> Iterator[str]:
-    module, op = blame.place.module, blame.place.op or blame.op
+def _rules_for(place: OpPlace, name: str, model: nn.Module | None) -> Iterator[str]:
+    module, op = place.module, place.op or name
     if module and (
         model is None or module not in map(without_wrappers, dict(model.named_modules()))
     ):
@@ -255,30 +271,142 @@ def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
     return None
 
 
-def _of_policy(policy: Policy, scale: float | None = None, *, is_finite: bool | None) -> Cure:
+def _of_policy(
+    policy: Policy, trial: CureTrial | None, scale: float | None = None, *, is_finite: bool | None
+) -> Cure:
+    entered = trial.entered[0] if trial is not None else None
+    region = "..." if entered is None else f'"{entered.device}", dtype={entered.dtype}'
     module = ", module=model" if policy.module_rules else ""
-    text = f'halfstep.autocast(..., policy="{policy}"{module})'
+    text = f'halfstep.autocast({region}, policy="{policy}"{module})'
     if scale is not None:
         text += f"  # at a scale of {_scale_text(scale)}; a GradScaler backs off to it by itself"
     return Cure("policy", text, is_finite, policy=str(policy), scale=scale)
 
 
-def of_maths(bad: BadOp, trial: CureTrial | None = None) -> Cure | None:
-    """Return the cure of an edit that keeps an op away from values where it is not defined."""
-    edit, line = edit_for(bad), bad.forward_line or bad.line
-    if edit is None:
+# --- edits ----------------------------------------------------------------------------------------
+
+MOST_EDITS = 3
+"""The most edits that are made together."""
+MOST_EDITS_TRIED = 8
+"""The most edits of one call that are tried."""
+
+
+def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
+    """Return the cure of edits that keep functions away from values where they are not defined."""
+    cure = None if call is None else _of_edits(trial, blame, call)
+    if cure is not None and cure.is_finite and cure.edits:
+        return cure
+    return _of_makers(trial, blame) or cure
+
+
+MOST_MAKERS = 3
+"""The most calls before the bad one whose results are limited."""
+
+
+def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
+    """Limit what one of the calls before the bad one returns."""
+    for call in trial.makers(blame)[:MOST_MAKERS]:
+        for edit in OF_RESULTS:
+            tried = trial.edited(((call, edit),), trial.scale)
+            if tried.blame is None:
+                cure = _of_placed(tried.calls, is_finite=True)
+                if cure is not None and cure.edits:
+                    return cure
+    return None
+
+
+def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
+    """Return the cure of casts to float32 of what a function is given."""
+    return None if call is None else _of_edits(trial, blame, call, IN_FLOAT32)
+
+
+def _of_edits(
+    trial: CureTrial, blame: Blame, call: UserCall, first: tuple[Edit, ...] | None = None
+) -> Cure | None:
+    """Edit the call that goes bad, then the one that goes bad after that."""
+    chosen: tuple[tuple[UserCall, Edit], ...] = ()
+    best: Cure | None = None
+    for _ in range(MOST_EDITS):
+        step: tuple[Edit, Blame, UserCall] | None = None
+        for edit in (*(first or ()), *edits_of(call.function))[:MOST_EDITS_TRIED]:
+            tried = trial.edited((*chosen, (call, edit)), trial.scale)
+            if tried.blame is None:
+                return _of_placed(tried.calls, is_finite=True)
+            if not tried.is_applicable:
+                continue
+            scale = _scale_of_edits(trial, (*chosen, (call, edit)), blame, tried.blame)
+            if scale is not None:
+                return _of_placed(tried.calls, scale, is_finite=True)
+            best = best or _of_placed(tried.calls, is_finite=False)
+            after = call_of(tried.calls, tried.blame)
+            if step is None and after is not None and not after.is_at(call):
+                step = edit, tried.blame, after
+        if step is None:
+            return best
+        chosen, blame, call = (*chosen, (call, step[0])), step[1], step[2]
+    return best
+
+
+def _scale_of_edits(
+    trial: CureTrial, edits: tuple[tuple[UserCall, Edit], ...], before: Blame, after: Blame
+) -> float | None:
+    """Return a smaller scale at which a step with edits is finite, None if there is none."""
+    if trial.scale is None or trial.scale <= 1 or after.phase != "backward":
         return None
-    is_finite: bool | None = None
-    if trial is not None and line is not None:
-        is_finite = trial.blame(Variant(scale=trial.scale), EditMode(edit, line)) is None
-    return Cure("code", edit.text, is_finite)
+    if before.phase == "backward" and before.where == after.where:
+        return None
+    for factor in _SCALE_FACTORS[1:]:
+        scale = max(trial.scale * factor, SMALLEST_SCALE)
+        if trial.edited(edits, scale).blame is None:
+            return scale
+    return None
+
+
+def _of_placed(
+    calls: UserCalls, scale: float | None = None, *, is_finite: bool | None
+) -> Cure | None:
+    placed = list(calls.placed.values())
+    if not placed:
+        return None
+    cure = _of_text(placed)
+    if scale is not None:
+        text = f"{cure.text}  # at a scale of {_scale_text(scale)}"
+        cure = replace(cure, text=text, scale=scale)
+    return replace(cure, is_finite=is_finite)
+
+
+def _of_text(placed: list[Placed]) -> Cure:
+    lines = edited_lines(placed)
+    if lines is None:
+        by_call: dict[Spot, list[Placed]] = {}
+        for each in placed:
+            by_call.setdefault(each.spot, []).append(each)
+        return Cure("code", "\n".join(map(with_dots, by_call.values())))
+    return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
+
+
+def of_op(bad: BadOp) -> Cure | None:
+    """Return the cure of an edit, from the description of an op and without a replay."""
+    name, line = bad.forward_op if bad.line is None else bad.op, bad.line or bad.forward_line
+    if name is None or line is None or not has_row(name):
+        return None
+    dtypes = [operand.dtype for operand in bad.inputs]
+    value = torch.empty(2, 2, dtype=getattr(torch, dtypes[0] if dtypes else "float32"))
+    for edit in edits_of(name):
+        texts = [(slot, edit.text(value)) for slot in edit.slots]
+        if all(text is not None for _, text in texts):
+            placed = [Placed(Spot(line), name, slot, text or "") for slot, text in texts]
+            return _of_text(placed)
+    return None
 
 
 def narrowest_rule(blame: Blame, model: nn.Module | None) -> Cure | None:
     """Return the cure of a rule for an op that needs a wider dtype, without a replay."""
-    policies = (_with_rules(preset("standard"), [rule]) for rule in _rules_for(blame, model))
+    policies = (
+        _with_rules(preset("standard"), [rule]) for rule in _rules_for(blame.place, blame.op, model)
+    )
     policy = next(filter(None, policies), None)
-    return None if policy is None else _of_policy(policy, is_finite=None)
+    return None if policy is None else _of_policy(policy, None, is_finite=None)
 
 
 def power_below(scale: float) -> float:

@@ -16,6 +16,7 @@ from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.inspect_op import described, find_underflow, inspect, names_in
 from halfstep._diagnose.inspecting import InspectingTracker
 from halfstep._diagnose.replay import Replayer
+from halfstep._diagnose.user_calls import UserCalls, call_of
 from halfstep._diagnose.user_code import owners_in
 from halfstep._diagnose.variant import Variant
 from halfstep._diagnose.verdict import judge, judge_data
@@ -127,13 +128,14 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     if not name:
         replayer.notes.append(OF_NO_OP)
         return _of_what_was_seen(replayer, found)
-    verdict, cure = judge_data(described(blame), name)
+    verdict, cure = judge_data(described(blame), name, is_of_batch=False)
     return Diagnosis(verdict, None, name, found.ends, found.run.scale, cure)
 
 
 def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     tracker = None if replayer.model is None else InspectingTracker(replayer.model)
-    found = scan(replayer, Variant(), tracker=tracker)
+    calls = UserCalls(replayer.num_ops)
+    found = scan(replayer, Variant(), calls.active(), tracker=tracker)
     blame, scale, error = found.blame, found.run.scale, found.run.error
     if isinstance(error, RanksError):  # the rest of the step was not seen
         raise error
@@ -154,15 +156,17 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
         )
     if blame.reader == OUTSIDE:
         return _of_no_op(replayer, found, blame)
-    inspected = None if tracker is None else tracker.inspected.get(blame.reader)
-    if inspected is None:
+    inspection = None if tracker is None else tracker.inspected.get(blame.reader)
+    if inspection is None:
         inspection = inspect(replayer, blame, scale)
-        inspected = inspection.bad, inspection.tensor
-    bad, tensor = inspected
+    else:
+        inspection.call = call_of(calls, blame)
+        replayer.notes += inspection.notes
+    bad, tensor = inspection.bad, inspection.tensor
     if blame.number == OUTSIDE:
-        verdict, cure = judge_data(bad, tensor)
+        verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
-    verdict, cure = judge(replayer, found, blame, bad)
+    verdict, cure = judge(replayer, found, blame, bad, inspection.call)
     diagnosis = Diagnosis(verdict, bad, None, found.ends, scale, cure)
     if verdict == "scale" and cure is not None:
         diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))

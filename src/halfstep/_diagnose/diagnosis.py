@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import linecache
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import dedent
 from typing import Literal, Self
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
@@ -40,6 +43,23 @@ class Line:
     file: str
     number: Count
     function: str
+    text: str
+
+
+@dataclass(frozen=True)
+class LineEdit:
+    """Statement of the user's code as it is to stand.
+
+    Attributes:
+        file: The path of the file.
+        first: The number of its first line now, from 1.
+        last: The number of its last line now.
+        text: The new lines, with their indentation.
+    """
+
+    file: str
+    first: Count
+    last: Count
     text: str
 
 
@@ -124,6 +144,7 @@ class Cure:
         policy: The text of the policy.
         scale: The scale.
         dtype: The name of the lower precision.
+        edits: The statements to replace, where the text is theirs.
     """
 
     kind: CureKind
@@ -132,6 +153,7 @@ class Cure:
     policy: str | None = None
     scale: float | None = None
     dtype: str | None = None
+    edits: tuple[LineEdit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,9 +212,11 @@ class Diagnosis:
     Example:
         >>> import halfstep, torch
         >>> x = torch.tensor([1.0, 0.0], requires_grad=True)
-        >>> found = halfstep.diagnose(lambda: torch.log(x).sum().backward())
+        >>> def step():
+        ...     torch.log(x).sum().backward()
+        >>> found = halfstep.diagnose(step)
         >>> found.verdict, found.bad.op, found.cure.text
-        ('maths', 'log', 'torch.log((...).clamp_min(1e-06))')
+        ('maths', 'log', 'torch.log(x.clamp_min(1e-06)).sum().backward()')
     """
 
     verdict: Verdict
@@ -238,7 +262,7 @@ def diagnosis_text(found: Diagnosis) -> str:
     """Return a diagnosis as text."""
     lines = [_headline(found)]
     if found.bad is not None:
-        lines += [f"  {name:<9}{value}" for name, value in _facts(found, found.bad)]
+        lines += [f"  {name:<9}{value}".rstrip() for name, value in _facts(found, found.bad)]
     if found.cure is not None:
         lines += _cure(found.cure)
     lines += list(_underflow(found.underflow))
@@ -260,6 +284,8 @@ def _headline(found: Diagnosis) -> str:
             return f"absorbed: {where} overflows {dtype}; the step is finite, and wrong"
         case "scale":
             return f"scale: {where} overflows {dtype} because the loss is scaled by too much"
+        case "range" if bad is not None and _is_rounded(bad):
+            return f"range: {where} is finite in float32; here, what it reads was rounded before"
         case "range":
             return f"range of {dtype}: {where} needs a wider dtype, in float32 it is finite"
         case "maths":
@@ -271,6 +297,12 @@ def _headline(found: Diagnosis) -> str:
             return f"unknown: {where}" if where else "unknown, see the notes"
 
 
+def _is_rounded(bad: BadOp) -> bool:
+    """Return whether it is not its own dtype that is too narrow."""
+    is_wide = bad.output is not None and bad.output.dtype in ("float32", "float64")
+    return is_wide or (bad.needs is None and any(operand.zeros for operand in bad.inputs))
+
+
 def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
     yield "op", f"{_op(bad)}{_in_module(bad.module)}, call {bad.call}, {bad.phase}"
     if bad.rule:
@@ -280,6 +312,8 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
     if bad.forward_op is not None:
         line = "" if bad.forward_line is None else f"  {line_text(bad.forward_line)}"
         yield "gradient", f"of {bad.forward_op}{line}"
+    for text in _source_around(bad.line or bad.forward_line):
+        yield "", text
     for operand in bad.inputs:
         yield "reads", _operand(operand)
     if bad.output is not None:
@@ -303,7 +337,11 @@ def _cure(cure: Cure) -> list[str]:
         False: "tried, and not enough (replayed: not finite):",
         None: "cure (not replayed):",
     }
-    return [said[cure.is_finite], f"  {cure.text}"]
+    lines = [said[cure.is_finite]]
+    if cure.edits:
+        where = ", ".join(f"{short_path(e.file)}:{e.first}" for e in cure.edits)
+        lines = [f"{said[cure.is_finite].removesuffix(':')}, in place of {where}:"]
+    return lines + [f"  {text}" for text in cure.text.splitlines()]
 
 
 def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
@@ -321,12 +359,30 @@ def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
         yield f"  and {len(worth) - MOST_FLUSHES} more"
 
 
+_AROUND = 2
+"""The number of lines of source that are shown before and after the bad one."""
+
+
 def line_text(line: Line) -> str:
     """Return a line with its place, relative to the working directory."""
-    path = Path(line.file)
-    if path.is_relative_to(Path.cwd()):
-        path = Path(os.path.relpath(path))
-    return f"{path}:{line.number} in {line.function}: {line.text}"
+    return f"{short_path(line.file)}:{line.number} in {line.function}: {line.text}"
+
+
+def short_path(file: str) -> str:
+    """Return a path relative to the working directory, if it is inside."""
+    path = Path(file)
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else file
+
+
+def _source_around(line: Line | None) -> Iterator[str]:
+    """Yield the lines around a line, if its file can be read and is still the same."""
+    if line is None or linecache.getline(line.file, line.number).strip() != line.text:
+        return
+    lines = linecache.getlines(line.file)
+    first = max(0, line.number - 1 - _AROUND)
+    shown = dedent("".join(lines[first : line.number + _AROUND])).splitlines()
+    for number, text in enumerate(shown, first + 1):
+        yield f"{'>' if number == line.number else ' '} {number:>4}  {text}"
 
 
 def _op(bad: BadOp) -> str:
@@ -343,6 +399,11 @@ def _operand(operand: Operand) -> str:
     shape = ", ".join(map(str, operand.shape))
     name = f"{operand.name} " if operand.name else ""
     parts = []
+    size = math.prod(operand.shape)
+    if "int" in operand.dtype and operand.low == operand.high and size > 1:
+        return f"{name}{operand.dtype}[{shape}]: all {size} are {_number(operand.low or 0)}"
+    if not size:
+        parts.append("empty")
     if operand.low is not None and operand.high is not None:
         parts.append(f"{_number(operand.low)} to {_number(operand.high)}")
     for count, what in ((operand.nan, "NaN"), (operand.inf, "inf"), (operand.zeros, "zero")):

@@ -20,13 +20,14 @@ from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
-from halfstep._diagnose.user_code import called_by_user, user_line
+from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
+from halfstep._diagnose.user_code import called_by_user, is_of_batch, user_line
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch import distributed, storages
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._trace.ops import makes_no_values
+from halfstep._trace.ops import by_name, makes_no_values
 from halfstep._trace.rows import Phase
 
 # Their third argument asks for float32 results from float16; it is invalid for float64.
@@ -43,23 +44,36 @@ class OpInspection(OpObserver):
         bad: The description of the op.
         has_seen: Whether the op ran, if there is one.
         tensor: The name of the tensor from outside.
+        call: The call of the user's code that ran the op, or the op whose gradient it computes.
+        notes: Remarks about what the op was given.
+        is_of_batch: Whether the tensor from outside was handed to a module or a loss.
     """
 
-    def __init__(self, blame: Blame, model: nn.Module | None) -> None:
-        self._blame, self._name_of = blame, names_in(model)
+    def __init__(self, blame: Blame, name_of: Callable[[Tensor], str]) -> None:
+        self._blame, self._name_of = blame, name_of
         self.bad = described(blame)
         self.has_seen = blame.key is None
         self.tensor: str | None = None
+        self.call: UserCall | None = None
+        self.notes: list[str] = []
+        self.is_of_batch = False
 
     def before(self, call: OpCall) -> None:
         """Describe the inputs of the op, and compute it in float64."""
         if call.key == self._blame.of:
             self.bad = replace(self.bad, forward_op=call.name, forward_line=user_line())
+            self._note_batch()
         if call.key == self._blame.key:
             self.has_seen = True
             self.bad = replace(with_inputs(self.bad, call, self._name_of), needs=needs(call))
             if self._blame.tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
+                self._note_batch()
+            self.notes = _ignored(call)
+
+    def _note_batch(self) -> None:
+        tensor = self._blame.tensor
+        self.is_of_batch |= tensor is not None and is_of_batch(tensor)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Describe its bad output."""
@@ -72,12 +86,26 @@ class OpInspection(OpObserver):
 
 def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
     """Replay the step and inspect the op to blame."""
-    inspection = OpInspection(blame, replayer.model)
-    with replayer.run(Variant(scale=scale), inspection) as run:
+    inspection = OpInspection(blame, names_in(replayer.model))
+    calls = UserCalls(replayer.num_ops)
+    with replayer.run(Variant(scale=scale), inspection, calls.active()) as run:
+        inspection.call = call_of(calls, blame)
         if not inspection.has_seen:
             error = f" ({type(run.error).__name__}: {run.error})" if run.error else ""
             replayer.notes.append(f"a second replay did not reach this op{error}")
+        replayer.notes += inspection.notes
         return inspection
+
+
+def _ignored(call: OpCall) -> list[str]:
+    """Return a remark if a loss has no target to average over."""
+    if not call.name.startswith("nll_loss"):
+        return []
+    given = by_name(call.func, call.args, call.kwargs)
+    target, index = given.get("target"), given.get("ignore_index", -100)
+    if target is None or not bool((target == index).all()):
+        return []
+    return [f"all {target.numel()} targets are {index}, which is ignore_index: nothing is averaged"]
 
 
 def described(blame: Blame) -> BadOp:
@@ -102,8 +130,13 @@ def described(blame: Blame) -> BadOp:
 
 def with_inputs(bad: BadOp, call: OpCall, name_of: Callable[[Tensor], str]) -> BadOp:
     """Return a description with the inputs of a call, and the line of the user's that runs."""
-    inputs = tuple(operand(t, name_of(t)) for t in call.given if t.is_floating_point())
+    inputs = tuple(operand(t, name_of(t)) for t in call.given if _is_shown(t))
     return replace(bad, line=user_line(), inputs=inputs)
+
+
+def _is_shown(tensor: Tensor) -> bool:
+    """Return whether a tensor is described: not masks."""
+    return tensor.dtype is not torch.bool and not tensor.is_complex()
 
 
 def with_output(bad: BadOp, output: Operand) -> BadOp:
@@ -113,19 +146,19 @@ def with_output(bad: BadOp, output: Operand) -> BadOp:
 
 def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
     """Return the user's name of the bad tensor among the inputs of an op."""
-    floats = [tensor for tensor in call.given if tensor.is_floating_point()]
-    for tensor, read in zip(floats, inputs, strict=True):
+    shown = filter(_is_shown, call.given)
+    for tensor, read in zip(shown, inputs, strict=True):
         if _memory(tensor)[0] == _memory(bad)[0] and (read.nan or read.inf):
             shape = ", ".join(map(str, read.shape))
-            before = f"a {read.dtype}[{shape}] tensor that was there before the step"
-            return read.name or called_by_user(tensor) or before
-    return "a tensor that was there before the step"
+            return read.name or called_by_user(tensor) or f"a {read.dtype}[{shape}] without a name"
+    return "a tensor without a name"
 
 
 def operand(tensor: Tensor, name: str) -> Operand:
     """Return a description of the values of a tensor. Sync: one or two."""
-    values = float_values(tensor)
     shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    values = float_values(tensor if is_float else tensor.detach().double())
     if values is None or not values.numel():
         return Operand(name, dtype, shape, None, None, 0, 0, 0)
     values = values.float() if values.element_size() == 1 else values

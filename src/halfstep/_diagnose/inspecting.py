@@ -6,17 +6,9 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from halfstep._diagnose.blame import Blame, BlameTracker
-from halfstep._diagnose.diagnosis import BadOp, Line
-from halfstep._diagnose.inspect_op import (
-    described,
-    name_of_bad,
-    names_in,
-    needs,
-    operand,
-    with_inputs,
-    with_output,
-)
+from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker
+from halfstep._diagnose.diagnosis import Line
+from halfstep._diagnose.inspect_op import OpInspection, names_in
 from halfstep._diagnose.observer import OpCall
 from halfstep._diagnose.user_code import user_line
 
@@ -28,12 +20,13 @@ class InspectingTracker(BlameTracker):
     """Blame tracker that inspects ops at once if they may be to blame, and do not write to inputs.
 
     Attributes:
-        inspected: By the number of an op, its description and the name of a tensor from outside.
+        inspected: The inspections, by the number of the op. Not of an op of the backward pass that
+            reads a bad tensor from outside: what handed that over has returned.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.inspected: dict[int, tuple[BadOp, str | None]] = {}
+        self.inspected: dict[int, OpInspection] = {}
         self._lines: dict[int, tuple[str, Line | None]] = {}
         self._name_of = names_in(model)
 
@@ -45,15 +38,13 @@ class InspectingTracker(BlameTracker):
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
         """Inspect an op that may be to blame."""
-        if call.written or len(self.inspected) >= MOST_INSPECTED:
+        is_from_before = blame.number == OUTSIDE and blame.of is not None
+        if call.written or is_from_before or len(self.inspected) >= MOST_INSPECTED:
             return
-        described_op = with_inputs(described(blame), call, self._name_of)
-        found = replace(described_op, needs=needs(call))
+        inspection = OpInspection(blame, self._name_of)
+        inspection.before(call)
+        inspection.after(call, bad)
         if blame.of is not None:
             op, line = self._lines.get(call.place.number, (None, None))
-            found = replace(found, forward_op=op, forward_line=line)
-        floats = [tensor for tensor in bad if tensor.is_floating_point()]
-        if floats:
-            found = with_output(found, operand(floats[0], self._name_of(floats[0])))
-        tensor = None if blame.tensor is None else name_of_bad(call, found.inputs, blame.tensor)
-        self.inspected[call.number] = (found, tensor)
+            inspection.bad = replace(inspection.bad, forward_op=op, forward_line=line)
+        self.inspected[call.number] = inspection

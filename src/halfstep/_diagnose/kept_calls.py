@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any, TypeGuard
 
 import torch
@@ -22,7 +21,7 @@ from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import Region, Settings
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._common.random_states import RandomStates
-from halfstep._diagnose.user_code import CALLED_AGAIN, line_at
+from halfstep._diagnose.user_code import CALLED_AGAIN, Place
 from halfstep._pytorch import modes
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import GradScaler
@@ -85,7 +84,7 @@ class KeptCall:
     Attributes:
         number: Its place in the order of all calls.
         function: What was called; ``GradScaler.scale`` for any scaler.
-        at: The code of the function that made it, and the number of its line.
+        at: Where it was made.
         args: The arguments, with placeholders for tensors.
         of: The calls whose results it uses, or that wrote to them.
         given: The other tensors.
@@ -101,7 +100,7 @@ class KeptCall:
 
     number: int
     function: Callable[..., Any]
-    at: tuple[CodeType, int] | None
+    at: Place | None
     args: Any = ()
     kwargs: Any = None
     of: tuple[KeptCall, ...] = ()
@@ -264,7 +263,7 @@ def _again(
     call: KeptCall, made: dict[KeptCall, list[Tensor]], scaler: GradScaler | None
 ) -> list[Tensor]:
     """Repeat one call with its autocast and its random numbers; return its tensors."""
-    line = call.at and line_at(*call.at)  # noqa: F841 - read from here, see CALLED_AGAIN
+    at = call.at  # noqa: F841 - read from here, see CALLED_AGAIN
     if call.random is not None:
         call.random.restore()
     for buffer, values in call.buffers:

@@ -73,6 +73,16 @@ class Replayer:
         """The time since this object was made."""
         return time.perf_counter() - self._begun
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose state is kept from the beginning of a replay."""
+        found = [self._outermost, *(o for o in self._owners if isinstance(o, nn.Module))]
+        return [module for module in found if module is not None]
+
+    def num_ops(self) -> int:
+        """Return the number of ops that have run in the present replay."""
+        return 0 if self._mode is None else self._mode.num_ops
+
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> AbstractContextManager[None]:
         """Observe the rule of an op, if it runs in a replay."""
         return nullcontext() if self._mode is None else self._mode.observe(op, rule, policy)

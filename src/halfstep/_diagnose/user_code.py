@@ -7,16 +7,18 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Line
-from halfstep._pytorch import autograd, storages
+from halfstep._pytorch import autograd, modules, storages
 
 _OURS = (
     f"{Path(torch.__file__).parent}/",
@@ -28,7 +30,49 @@ _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 
 CALLED_AGAIN: set[CodeType] = set()
-"""The code of functions that repeat a call of the user's; their local ``line`` is its line."""
+"""The code of functions that repeat a call of the user's; their local ``at`` is its place."""
+
+
+class Spot(NamedTuple):
+    """Expression of a call in the user's code.
+
+    Attributes:
+        line: The line.
+        span: The first and last line, and the first and last column in bytes, of the expression;
+            None where Python does not know them.
+        modules: The names by which its function knows Python modules and classes.
+        numbers: Those by which it knows Python numbers.
+    """
+
+    line: Line
+    span: tuple[int, int, int, int] | None = None
+    modules: frozenset[str] = frozenset({"torch", "F", "nn", "functional", "math"})
+    numbers: frozenset[str] = frozenset()
+
+
+class Place(NamedTuple):
+    """Instruction of the user's code, and the global names of its function."""
+
+    code: CodeType
+    instruction: int
+    names: dict[str, Any]
+
+    @property
+    def line(self) -> Line:
+        """The line with its text."""
+        number = _span_of(self.code, self.instruction)[0]
+        return line_at(self.code, self.code.co_firstlineno if number is None else number)
+
+    def is_at(self, other: Place) -> bool:
+        """Return whether both are the same instruction, of code that may be compiled anew."""
+        one, two = self.code, other.code
+        is_same = one is two or (one.co_filename == two.co_filename and one == two)
+        return is_same and self.instruction == other.instruction
+
+
+@functools.lru_cache(4096)
+def _span_of(code: CodeType, instruction: int) -> tuple[int | None, ...]:
+    return next(islice(code.co_positions(), instruction // 2, None), (None,) * 4)
 
 
 def user_line() -> Line | None:
@@ -36,23 +80,43 @@ def user_line() -> Line | None:
 
     None in a backward pass that has called no code of the user's.
     """
-    for frame in _frames():
-        if frame.f_code is autograd.ENGINE_CODE:
-            return None
-        if frame.f_code in CALLED_AGAIN:
-            line: Line | None = frame.f_locals["line"]
-            return line
-        if is_users(frame.f_code.co_filename):
-            return line_at(frame.f_code, frame.f_lineno)
-    return None
+    place = user_place()
+    return None if place is None else place.line
 
 
-def user_place() -> tuple[CodeType, int] | None:
-    """Return the code and the number of the line of :func:`user_line`, without its text."""
+def user_place() -> Place | None:
+    """Return the instruction of the user's code that runs, as :func:`user_line` finds it."""
+    frame = _user_frame()
+    if frame is None:
+        return None
+    if frame.f_code in CALLED_AGAIN:
+        at: Place | None = frame.f_locals["at"]
+        return at
+    return Place(frame.f_code, frame.f_lasti, frame.f_globals)
+
+
+def user_spot() -> Spot | None:
+    """Return the expression of the user's code that runs."""
+    frame, place = _user_frame(), user_place()
+    if frame is None or place is None:
+        return None
+    names = place.names if frame.f_code in CALLED_AGAIN else {**place.names, **frame.f_locals}
+    span = _span_of(place.code, place.instruction)
+    if None in span:
+        return Spot(place.line)
+    modules = (n for n in place.code.co_names if isinstance(names.get(n), (ModuleType, type)))
+    numbers = (name for name, value in names.items() if isinstance(value, (int, float)))
+    return Spot(place.line, span, frozenset(modules), frozenset(numbers))  # type: ignore[arg-type]
+
+
+def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return frame.f_code, frame.f_lineno
+        code = frame.f_code
+        if code is autograd.ENGINE_CODE:
+            return None
+        if code in CALLED_AGAIN or is_users(code.co_filename):
+            return frame
         frame = frame.f_back
     return None
 
@@ -70,8 +134,19 @@ def whole_model(module: nn.Module) -> nn.Module:
     return whole
 
 
+def torch_module() -> str:
+    """Return the class of PyTorch's module that is between here and the user's code, or empty."""
+    for frame in _frames():
+        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
+            return ""
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+    return ""
+
+
 def line_at(code: CodeType, number: int) -> Line:
-    """Return a line with its text."""
+    """Return a line of a function."""
     text = linecache.getline(code.co_filename, number).strip()
     return Line(code.co_filename, number, code.co_name, text)
 
@@ -82,12 +157,29 @@ def called_by_user(tensor: Tensor) -> str | None:
     for frame in _frames():
         if not is_users(frame.f_code.co_filename):
             continue
-        for name, value in frame.f_locals.items():
+        names = frame.f_code.co_names
+        known = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
+        for name, value in {**known, **frame.f_locals}.items():
             path = _path_to(tensor, name, value)
             if path is not None:
                 file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
                 found = f"{path} in {function} ({file}:{frame.f_lineno})"
     return found
+
+
+def is_of_batch(tensor: Tensor) -> bool:
+    """Return whether a tensor is handed to a module, or to a loss function of PyTorch."""
+    for frame in _frames():
+        is_loss = frame.f_code.co_name.endswith(("_loss", "cross_entropy", "_with_logits"))
+        if is_loss and frame.f_code.co_filename == torch.nn.functional.__file__:
+            given: Any = list(frame.f_locals.values())
+        elif frame.f_code is modules.CALL_CODE:
+            given = (frame.f_locals["args"], frame.f_locals["kwargs"])
+        else:
+            continue
+        if any(_is_part_of(tensor, each) for each in tensors_in([given])):
+            return not isinstance(tensor, nn.Parameter)
+    return False
 
 
 @functools.cache
@@ -113,6 +205,12 @@ def _path_to(tensor: Tensor, name: str, value: Any) -> str | None:
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple)) and len(value) <= 64:
         parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
+    elif isinstance(value, nn.Module):
+        named = (*value.named_parameters(), *value.named_buffers())
+        parts = [(f"{name}.{path}", part) for path, part in named]
+    elif type(value).__module__ in sys.modules and hasattr(value, "__dict__"):
+        is_plain = not isinstance(value, (type, ModuleType, FunctionType))
+        parts = [(f"{name}.{key}", part) for key, part in vars(value).items()] if is_plain else []
     else:
         return None
     for path, part in parts:

@@ -9,18 +9,25 @@ from halfstep._diagnose import cure_search
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
 from halfstep._diagnose.cure_search import CureTrial
 from halfstep._diagnose.diagnosis import BadOp, Cure, Verdict
+from halfstep._diagnose.half_models import all_in_float32, half_of
 from halfstep._diagnose.replay import Replayer
+from halfstep._diagnose.user_calls import UserCall
 from halfstep._diagnose.variant import Variant
 
 Judgement = tuple[Verdict, Cure | None]
 
 
-def judge(replayer: Replayer, found: Scan, blame: Blame, bad: BadOp) -> Judgement:
+def judge(
+    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
+) -> Judgement:
     """Return the verdict on a step, and its cure, from replays of it."""
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
+    is_half = not run.entered and half_of(replayer.modules) is not None
     if run.entered:
         wide = scan(replayer, Variant(torch.float32, scale=run.scale))
+    elif is_half:
+        wide = scan(replayer, Variant(scale=run.scale), all_in_float32(replayer.modules))
     is_wide_finite = wide is not None and wide.is_finite
     may_be_scale = found.is_scaling or (
         blame.phase == "backward" and (is_wide_finite or wide is None)
@@ -31,8 +38,8 @@ def judge(replayer: Replayer, found: Scan, blame: Blame, bad: BadOp) -> Judgemen
         if smaller is not None:
             return "scale", cure_search.of_scale(smaller, is_finite=True)
     if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
-        return "range", cure_search.of_range(trial, blame, bad)
-    return "maths", cure_search.of_maths(bad, trial)
+        return "range", cure_search.of_range(trial, blame, bad, call)
+    return "maths", cure_search.of_maths(trial, blame, call)
 
 
 def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
@@ -74,7 +81,7 @@ def judge_alone(
     if blame.number == OUTSIDE:
         return "data", None
     if not bad.is_beyond_its_dtype:
-        return "maths", cure_search.of_maths(bad)
+        return "maths", cure_search.of_op(bad)
     assert bad.needs is not None
     assert bad.limit is not None
     if bad.phase == "backward" and scale is not None:
@@ -84,7 +91,7 @@ def judge_alone(
     return "range", cure_search.narrowest_rule(blame, model)
 
 
-def judge_data(bad: BadOp, tensor: str | None) -> Judgement:
+def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
     """Return the verdict on a tensor that was bad before the step, and its cure."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
@@ -93,6 +100,8 @@ def judge_data(bad: BadOp, tensor: str | None) -> Judgement:
             f"load a checkpoint from before {tensor} went bad; "
             f"{tensor}.isfinite() shows which entries"
         )
-    else:
+    elif is_of_batch:
         text = f"leave this batch out: {tensor} is not finite; check where it is made"
+    else:
+        text = f"look where {tensor} comes from: it was not finite before the step began"
     return "data", Cure("data", text)

@@ -41,7 +41,7 @@ from halfstep._diagnose.kept_calls import (
 )
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.replay import Replayer, replaying
-from halfstep._diagnose.user_code import line_at, user_line
+from halfstep._diagnose.user_code import user_line
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.measure import NAN, badness, is_finite
 from halfstep._pytorch import amp, modes, optim
@@ -439,7 +439,7 @@ class Watch:
         """Return what is known of a step that cannot be replayed."""
         notes = [SEE_MORE]
         if first is not None:
-            where = "" if first.call.at is None else f" at {line_text(line_at(*first.call.at))}"
+            where = "" if first.call.at is None else f" at {line_text(first.call.at.line)}"
             name = getattr(first.call.function, "__name__", type(first.call.function).__name__)
             notes.insert(0, f"the first value seen that is not finite: what {name} returned{where}")
         return Diagnosis("unknown", notes=tuple(notes))

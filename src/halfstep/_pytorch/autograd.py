@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -76,6 +77,23 @@ def has_hooks_after_accumulation(leaf: torch.Tensor) -> bool:
 
 # What every backward pass begins in; what it calls in Python lies above that on the stack.
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+
+
+@contextmanager
+def engine_in(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Run the engine of every backward pass of the block in a context made for it."""
+    owner: Any = torch.autograd
+    original = owner._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    owner._engine_run_backward = run
+    try:
+        yield
+    finally:
+        owner._engine_run_backward = original
 
 
 def saves_as_always() -> bool:

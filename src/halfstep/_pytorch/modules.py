@@ -16,3 +16,7 @@ def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the dictionary that holds the buffers of a module itself."""
     return module._buffers
+
+
+# What the call of a module runs in; its locals `args` and `kwargs` are what the module is given.
+CALL_CODE = torch.nn.Module._call_impl.__code__

@@ -1,0 +1,251 @@
+"""Edits of calls that keep PyTorch's functions away from values where they are not defined.
+
+An edit is an expression in which ``{}`` stands for what was there: an argument, or the call itself.
+A replay evaluates the very expression that is told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Expression = Callable[[Any, float], str | None]
+"""Returns the expression for a value and a small number, None if it does not fit the value."""
+
+CALL = "call"
+"""The slot of the call itself."""
+
+
+class Edit(NamedTuple):
+    """Edit of a call.
+
+    Attributes:
+        slots: What is edited: arguments by their position, a keyword, or :data:`CALL`.
+        expression: What is put there.
+        factor: Multiplies the small number.
+        told: What is to stand in the source instead, where a module of PyTorch makes the call.
+    """
+
+    slots: tuple[int | str, ...]
+    expression: Expression
+    factor: float = 1.0
+    told: str = ""
+
+    def text(self, value: Any) -> str | None:
+        """Return the expression for a value; None if it does not fit."""
+        dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+        eps = (1e-3 if dtype is torch.float16 else 1e-6) * self.factor
+        return self.expression(value, eps)
+
+
+def evaluated(text: str, value: Any) -> Any:
+    """Return the value of an expression."""
+    return eval(text.format("value"), {"torch": torch, "value": value})
+
+
+# --- expressions ----------------------------------------------------------------------------------
+
+_FAR = "10000.0"
+"""Larger than any score; all formats can hold it, and exp(-10000) is 0 in all of them."""
+
+
+def _limited(low: str | None, high: str | None) -> Expression:
+    """Keep values within limits; ``eps`` and ``edge`` (1 - eps) are names in them."""
+
+    def expression(value: Any, eps: float) -> str | None:
+        below, above = (_bound(each, eps) for each in (low, high))
+        if isinstance(value, Tensor):
+            if value.is_complex():
+                return None
+            if not value.is_floating_point():
+                return "{}.clamp_min(1)" if low == "eps" else None
+            if above is None:
+                return f"{{}}.clamp_min({below})"
+            return f"{{}}.clamp_max({above})" if below is None else f"{{}}.clamp({below}, {above})"
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        if math.isinf(value):
+            return above if value > 0 else below
+        return f"max({{}}, {1 if isinstance(value, int) else below})" if low == "eps" else None
+
+    return expression
+
+
+def _bound(bound: str | None, eps: float) -> str | None:
+    names = {"eps": eps, "edge": 1 - eps, "-edge": eps - 1, "1+eps": 1 + eps}
+    return None if bound is None else f"{names[bound]:.10g}" if bound in names else bound
+
+
+def _exponent(share: float) -> Expression:
+    """Keep an exponent well below the limit of its dtype, since a sum may follow."""
+
+    def expression(value: Any, eps: float) -> str | None:
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return None
+        return f"{{}}.clamp_max({math.floor(share * math.log(torch.finfo(value.dtype).max))})"
+
+    return expression
+
+
+def _raised(value: Any, eps: float) -> str | None:
+    is_number = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return f"{{}} + {eps:g}" if is_number else None
+
+
+def _lower_limit(value: Any, eps: float) -> str | None:
+    """Keep a sum of masks within its dtype."""
+    if not (isinstance(value, Tensor) and value.is_floating_point()):
+        return None
+    return f"{{}}.clamp_min(torch.finfo({value.dtype}).min)"
+
+
+def _zero_for_nan(value: Any, eps: float) -> str | None:
+    if not isinstance(value, Tensor) or bool(value.isinf().any()):
+        return None  # nothing is empty there
+    return "{}.nan_to_num()"
+
+
+def _in_float32(value: Any, eps: float) -> str | None:
+    is_low = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return "{}.float()" if is_low else None
+
+
+def _is(text: str) -> Expression:
+    return lambda value, eps: text
+
+
+def _small(value: Any, eps: float) -> str:
+    return f"{eps:g}"
+
+
+def _regular(value: Any, eps: float) -> str | None:
+    """Add to the diagonal of a matrix."""
+    return _plus_diagonal(value, f"{eps:g} * torch.eye({{n}}{{where}})")
+
+
+def _distinct(value: Any, eps: float) -> str | None:
+    """Add different numbers to the diagonal of a matrix, so that no two eigenvalues are alike."""
+    spread = f"torch.linspace({eps:g}, {1e3 * eps:g}, {{n}}{{where}})"
+    return _plus_diagonal(value, f"torch.eye({{m}}, {{n}}{{where}}) * {spread}")
+
+
+def _plus_diagonal(value: Any, diagonal: str) -> str | None:
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return None
+    where = "" if value.device.type == "cpu" else f', device="{value.device}"'
+    return "{} + " + diagonal.format(m=value.shape[-2], n=value.shape[-1], where=where)
+
+
+_SOME_KEY = "{0} & ~{0}.all(-1, keepdim=True)"
+
+
+def _some_key(value: Any, eps: float) -> str | None:
+    """Let a row that is fully masked (True) see all keys."""
+    if isinstance(value, Tensor) and value.dtype is torch.bool:
+        return _SOME_KEY
+    return _limited(f"-{_FAR}", None)(value, eps)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+_LEAST = (Edit((0,), _limited("eps", None)), Edit((0,), _limited("eps", None), 1e3))
+_LARGER = (Edit((0,), _raised), Edit((0,), _raised, 1e2))
+_DIVISORS = [
+    Edit((1,), expression, factor)
+    for factor in (1, 1e3)
+    for expression in (_limited("eps", None), _raised)
+]
+_SCORES = (Edit((0,), _limited(f"-{_FAR}", None)),)
+_EPS = tuple(Edit(("eps",), _small, factor) for factor in (1, 1e2))
+_FINITE = tuple(
+    Edit(slots, _limited(f"-{size}", size))
+    for size in (_FAR, "10.0")
+    for slots in ((0,), (1,), (0, 1))
+)
+_EMPTY = (Edit((CALL,), _zero_for_nan),)
+_REGULAR = tuple(Edit((0,), _regular, factor) for factor in (1, 1e3, 1e5))
+_DISTINCT = tuple(Edit((0,), _distinct, factor) for factor in (1, 1e2))
+_EXPONENT = (Edit((0,), _exponent(0.9)), Edit((0,), _exponent(0.25)))
+_INSIDE = (Edit((0,), _limited("-edge", "edge")), Edit((0,), _limited("-edge", "edge"), 1e2))
+
+_TABLE: dict[str, tuple[Edit, ...]] = {
+    "log log2 log10 lgamma digamma mvlgamma entr": _LEAST,
+    "polygamma xlogy xlog1py": (Edit((1,), _limited("eps", None)), *_LEAST),
+    "log1p": (Edit((0,), _limited("-edge", None)), Edit((0,), _limited("-edge", None), 1e2)),
+    "div true_divide divide": (*_DIVISORS, *_FINITE),
+    "rdiv rtruediv reciprocal": (*_LEAST, *_LARGER),
+    "sqrt rsqrt": (*_LARGER, *_LEAST),
+    "pow float_power": (*_LEAST, *_LARGER, *_FINITE),
+    "rpow exp expm1 exp2": _EXPONENT,
+    "cosh sinh": (Edit((0,), _limited("-80", "80")), Edit((0,), _limited("-9", "9"))),
+    "matrix_exp": _FINITE,
+    "acos asin atanh arccos arcsin arctanh erfinv": _INSIDE,
+    "acosh arccosh": (Edit((0,), _limited("1+eps", None)), Edit((0,), _limited("1+eps", None), 10)),
+    "logit": _EPS,
+    "softmax log_softmax softmin safe_softmax logsumexp logcumsumexp": _SCORES,
+    "logaddexp logaddexp2": (*_SCORES, Edit((0, 1), _limited(f"-{_FAR}", None))),
+    "scaled_dot_product_attention": (Edit(("attn_mask",), _some_key), *_FINITE),
+    "multi_head_attention_forward": (
+        Edit(("key_padding_mask",), _some_key, told=_SOME_KEY),
+        Edit(("attn_mask",), _some_key, told=_SOME_KEY),
+    ),
+    "masked_fill index_fill": (Edit((2,), _limited(f"-{_FAR}", _FAR)),),
+    "where": (
+        Edit((1,), _limited(f"-{_FAR}", _FAR)),
+        Edit((2,), _limited(f"-{_FAR}", _FAR)),
+    ),
+    "full full_like new_full fill": (Edit((1,), _limited(f"-{_FAR}", _FAR)),),
+    "gumbel_softmax": (Edit(("tau",), _limited("eps", None), 1e3), *_SCORES),
+    "cross_entropy nll_loss": (*_EMPTY, *_SCORES, *_FINITE),
+    "kl_div": (*_SCORES, Edit((1,), _limited("eps", None))),
+    "binary_cross_entropy": (Edit((0,), _limited("eps", "edge")), *_EMPTY),
+    "poisson_nll_loss": (*_EXPONENT, *_LEAST),
+    "gaussian_nll_loss": (*_EPS, Edit((2,), _limited("eps", None))),
+    "ctc_loss": (Edit(("zero_infinity",), _is("True")),),
+    "normalize cosine_similarity pairwise_distance triplet_margin_loss cosine_embedding_loss "
+    "layer_norm batch_norm group_norm instance_norm rms_norm": (*_EPS, *_LARGER, *_FINITE),
+    "std var std_mean var_mean": (Edit(("correction",), _is("0")), *_LARGER),
+    "mean nanmean mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits": (
+        *_EMPTY,
+        *_FINITE,
+    ),
+    "atan2 arctan2": (Edit((1,), _raised), *_LARGER),
+    "hypot norm vector_norm cdist dist angle": _LARGER,
+    "matrix_norm nuclear_norm eigh eig svd svdvals": _DISTINCT,
+    "slogdet logdet det inv inverse pinv cholesky solve lu_factor qr": _REGULAR,
+    "einsum": tuple(Edit(slots, _limited(f"-{_FAR}", _FAR)) for slots in ((1,), (2,), (1, 2))),
+    "add": (Edit((CALL,), _lower_limit), *_FINITE),
+}
+_ROWS = {name: edits for names, edits in _TABLE.items() for name in names.split()}
+
+IN_FLOAT32 = (Edit((0,), _in_float32), Edit((1,), _in_float32), Edit((0, 1), _in_float32))
+"""Casts of arguments that are too narrow, where autocast has no say."""
+
+OF_RESULTS = (
+    Edit((CALL,), _limited("eps", None)),
+    Edit((CALL,), _limited("eps", None), 1e3),
+    Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
+)
+"""Limits of what an earlier call returns, where the bad one is not in the user's own source."""
+
+
+def row_name(function: str) -> str:
+    """Return the name of a function's row: ``div`` for ``div_``, ``slogdet`` for its full name."""
+    name = function.strip("_")
+    for prefix in ("linalg_", "special_"):
+        name = name.removeprefix(prefix)
+    return name
+
+
+def edits_of(function: str) -> Iterator[Edit]:
+    """Yield the edits of a function, those first that change least."""
+    yield from _ROWS.get(row_name(function), (*_FINITE, *_LARGER))
+
+
+def has_row(function: str) -> bool:
+    """Return whether there are edits made for a function."""
+    return row_name(function) in _ROWS

@@ -1,0 +1,322 @@
+"""Text of edits in the user's source: the statement with a call in it, as it would stand there."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep._diagnose.diagnosis import LineEdit
+from halfstep._diagnose.edits import CALL, row_name
+from halfstep._diagnose.user_code import Spot
+
+Slot = int | str
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Expression to put at a slot of a call.
+
+    Attributes:
+        spot: The place of the call.
+        function: The name of the function that was called there.
+        parameters: The names of its parameters, as far as they are known.
+        module: The class of the module of PyTorch that called it, empty if the user's code did.
+    """
+
+    spot: Spot
+    function: str
+    slot: Slot
+    expression: str
+    parameters: tuple[str, ...] = ()
+    module: str = ""
+
+
+def edited_lines(placed: list[Placed]) -> list[LineEdit] | None:
+    """Return the statements with edits, each once; None if a call is not identified in its file."""
+    by_file: dict[str, list[Placed]] = {}
+    for each in placed:
+        by_file.setdefault(each.spot.line.file, []).append(each)
+    found: list[LineEdit] = []
+    for file, edits in by_file.items():
+        lines = _edited_file(file, edits)
+        if lines is None:
+            return None
+        found += lines
+    return found
+
+
+def _edited_file(file: str, placed: list[Placed]) -> list[LineEdit] | None:
+    source = "".join(linecache.getlines(file))
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return None
+    text = _Source(file, source, tree)
+    for each in placed:
+        if not text.put(each):
+            return None
+    edits = list(text.edited())
+    return edits if _can_be_parsed(source, edits) else None
+
+
+def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
+    lines = source.splitlines()
+    for edit in reversed(edits):
+        lines[edit.first - 1 : edit.last] = edit.text.splitlines()
+    try:
+        ast.parse("\n".join(lines))
+    except SyntaxError:
+        return False
+    return True
+
+
+def with_dots(placed: list[Placed]) -> str:
+    """Return the text of edits of a call that is not identified: ``...`` for what was there."""
+    function = row_name(placed[0].function)
+    texts: dict[Slot, str] = {}
+    for each in placed:
+        texts[each.slot] = each.expression.format(texts.get(each.slot, "(...)"))
+    call = texts.pop(CALL, "{}")
+    last = max((slot for slot in texts if isinstance(slot, int)), default=0)
+    given = [texts.get(slot, "...") for slot in range(last + 1)]
+    given += [f"{slot}={text}" for slot, text in texts.items() if isinstance(slot, str)]
+    if function in _OPERATORS[ast.Div] and 1 in texts:
+        return call.format(f"(...) / ({texts[1]})")
+    return call.format(f"torch.{function}({', '.join(given)})")
+
+
+class _Source:
+    """Source of a file, with the texts that are put into it."""
+
+    def __init__(self, file: str, source: str, tree: ast.Module) -> None:
+        self._file = file
+        self._lines = [line.encode() for line in source.splitlines(keepends=True)]
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+        self._bytes, self._tree = source.encode(), tree
+        self._puts: list[tuple[int, int, int, int, bytes]] = []
+        """Position, rank and order among those at the same position, bytes replaced, text."""
+        self._statements: dict[tuple[int, int], None] = {}
+
+    def put(self, placed: Placed) -> bool:
+        """Put an expression at its slot; return whether that was found."""
+        node = self._node(placed.spot, placed.function)
+        if node is None:
+            return False
+        if placed.slot == CALL:
+            return self._wrap(node, placed.expression)
+        slot = placed.slot
+        if isinstance(slot, int):
+            target = _argument(node, slot, placed)
+            return target is not None and self._wrap(target, placed.expression)
+        return isinstance(node, ast.Call) and self._put_keyword(node, slot, placed)
+
+    def edited(self) -> Iterator[LineEdit]:
+        """Yield the statements with what was put into them."""
+        for first, last in sorted(self._statements):
+            start, end = self._starts[first - 1], self._starts[last]
+            text = self._bytes[start:end]
+            for position, _, _, length, new in sorted(self._puts, reverse=True):
+                if start <= position <= end:
+                    at = position - start
+                    text = text[:at] + new + text[at + length :]
+            yield LineEdit(self._file, first, last, text.decode().rstrip("\n"))
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _node(self, spot: Spot, function: str) -> ast.expr | ast.AugAssign | None:
+        nodes = [node for node in ast.walk(self._tree) if isinstance(node, _CALLS)]
+        if spot.span is None:
+            here = [n for n in nodes if n.lineno == spot.line.number and _is_of(n, function)]
+            return here[0] if len(here) == 1 else None
+        first, last, start, end = spot.span
+        ends = [n for n in nodes if (n.end_lineno, n.end_col_offset) == (last, end)]
+        exact = [n for n in ends if (n.lineno, n.col_offset) == (first, start)]
+        # The position of a method in a chain over several lines begins at its name.
+        calls = [n for n in ends if isinstance(n, ast.Call)]
+        return next(iter((*exact, *calls)), None)
+
+    def _constructor(self, module: str) -> ast.Call | None:
+        """Return the call that makes the only module of a class in the file."""
+        found = [
+            node
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Call) and _last_name(node.func) == module
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + column
+
+    # --- texts ------------------------------------------------------------------------------------
+
+    def _put_keyword(self, call: ast.Call, name: str, placed: Placed) -> bool:
+        value = _keyword(call, name, placed)
+        if value is None and placed.module:
+            call = self._constructor(placed.module) or call
+            value = _keyword(call, name, placed)
+        if value is not None:
+            return self._wrap(value, placed.expression)
+        if "{" in placed.expression:
+            return False  # it changes what was given
+        end = self._offset(call.end_lineno or 0, call.end_col_offset or 0) - 1
+        comma = "" if self._bytes[:end].rstrip().endswith((b"(", b",")) else ", "
+        self._put_at(end, 1, f"{comma}{name}={placed.expression}")
+        return self._note(call)
+
+    def _wrap(self, node: ast.expr | ast.AugAssign, expression: str) -> bool:
+        """Put an expression around a node, or in its place."""
+        if not isinstance(node, ast.expr):
+            return False
+        start = self._offset(node.lineno, node.col_offset)
+        end = self._offset(node.end_lineno or 0, node.end_col_offset or 0)
+        if "{}" not in expression:
+            old = self._bytes[start:end].decode()
+            self._put_at(start, 0, expression.format(old), length=end - start)
+            return self._note(node)
+        before, after = expression.split("{}")
+        is_argument = self._is_argument(node)
+        is_grouped = not is_argument and self._is_in_parentheses(start, end)
+        if after.startswith("."):
+            if is_grouped:
+                end = self._bytes.index(b")", end) + 1
+            elif not isinstance(node, _ATOMS):
+                before, after = before + "(", ")" + after
+        elif after.startswith(" "):
+            if not isinstance(node, (*_ATOMS, ast.Constant, ast.BinOp, ast.UnaryOp)):
+                before, after = before + "(", ")" + after
+            if not is_argument and not is_grouped:
+                before, after = "(" + before, after + ")"
+        number = len(self._puts)
+        self._put_at(start, 1, before, order=-number)
+        self._put_at(end, 0, after, order=number)
+        return self._note(node)
+
+    def _is_argument(self, node: ast.expr) -> bool:
+        calls = (each for each in ast.walk(self._tree) if isinstance(each, ast.Call))
+        return any(
+            node in (*call.args, *(keyword.value for keyword in call.keywords)) for call in calls
+        )
+
+    def _is_in_parentheses(self, start: int, end: int) -> bool:
+        before, after = self._bytes[:start].rstrip(), self._bytes[end:].lstrip()
+        return before.endswith(b"(") and after.startswith(b")")
+
+    def _put_at(
+        self, position: int, rank: int, text: str, *, order: int = 0, length: int = 0
+    ) -> None:
+        """Put a text at a position; what ends a node (rank 0) stands before what begins one."""
+        self._puts.append((position, rank, order, length, text.encode()))
+
+    def _note(self, node: ast.AST) -> bool:
+        """Note the innermost statement around a node."""
+        found: ast.stmt | None = None
+        for each in ast.walk(self._tree):
+            if isinstance(each, ast.stmt) and node in _own_nodes(each):
+                found = each
+        if found is None:
+            return False
+        inner = [each for each in _own_nodes(found) if hasattr(each, "end_lineno")]
+        ends = inner if hasattr(found, "body") else [found]  # of `with`, `for` and `def`: the head
+        first, last = found.lineno, max(each.end_lineno for each in ends)
+        self._statements[(first, last)] = None
+        return True
+
+
+_CALLS = (ast.Call, ast.BinOp, ast.UnaryOp, ast.AugAssign)
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)
+_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
+    ast.Div: ("div", "true_divide", "rdiv", "rtruediv", "reciprocal"),
+    ast.Pow: ("pow", "rpow"),
+    ast.Mult: ("mul", "rmul"),
+    ast.Add: ("add", "radd"),
+    ast.Sub: ("sub", "rsub"),
+    ast.MatMult: ("matmul", "rmatmul", "mm", "bmm", "addmm"),
+}
+
+
+def _own_nodes(statement: ast.stmt) -> list[ast.AST]:
+    """Return the nodes of a statement, without those of the statements inside it."""
+    found: list[ast.AST] = []
+    todo: list[ast.AST] = [statement]
+    while todo:
+        node = todo.pop()
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, (ast.stmt, ast.ExceptHandler)):
+                found.append(child)
+                todo.append(child)
+    return found
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _is_of(node: ast.AST, function: str) -> bool:
+    """Return whether a node may be a call of a function."""
+    if isinstance(node, ast.Call):
+        return row_name(_last_name(node.func)) == row_name(function)
+    if isinstance(node, (ast.BinOp, ast.AugAssign)):
+        return row_name(function) in _OPERATORS.get(type(node.op), ())
+    return False
+
+
+def _is_method(call: ast.Call, placed: Placed) -> bool:
+    """Return whether a call is that of a method of its first argument."""
+    if not isinstance(call.func, ast.Attribute) or placed.module:
+        return False
+    root: ast.expr = call.func.value
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    return not (isinstance(root, ast.Name) and root.id in placed.spot.modules)
+
+
+def _keyword(call: ast.Call, name: str, placed: Placed) -> ast.expr | None:
+    """Return the value that a call gives to a parameter, None if it gives none."""
+    is_name = str.endswith if placed.module else str.__eq__  # src_key_padding_mask, for one
+    for each in call.keywords:
+        if is_name(each.arg or "", name):
+            return each.value
+    if placed.module or name not in placed.parameters:
+        return None
+    index = placed.parameters.index(name) - _is_method(call, placed)
+    return call.args[index] if index < len(call.args) else None
+
+
+def _is_number(node: ast.expr, spot: Spot) -> bool:
+    """Return whether a node is a Python number, so that the other operand was asked."""
+    return isinstance(node, ast.Constant) or getattr(node, "id", None) in spot.numbers
+
+
+def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.expr | None:
+    """Return the node of an argument of a call, by its position."""
+    if isinstance(node, ast.UnaryOp):
+        return node.operand if slot == 0 else None
+    if isinstance(node, ast.AugAssign):
+        return node.value if slot == 1 else None
+    if isinstance(node, ast.BinOp):
+        is_reflected = placed.function.startswith(("__r", "rsub", "reciprocal")) or (
+            isinstance(node.op, (ast.Add, ast.Mult)) and _is_number(node.left, placed.spot)
+        )
+        return (node.left, node.right)[slot ^ is_reflected] if slot in (0, 1) else None
+    if not isinstance(node, ast.Call):
+        return None
+    if not placed.module and not _is_of(node, placed.function):
+        return None
+    if _is_method(node, placed):
+        if slot == 0:
+            assert isinstance(node.func, ast.Attribute)
+            return node.func.value
+        slot -= 1
+    if slot < len(node.args):
+        found = node.args[slot]
+        return None if any(isinstance(arg, ast.Starred) for arg in node.args) else found
+    offset = slot + _is_method(node, placed)
+    names = placed.parameters[offset : offset + 1] or _USUAL[offset : offset + 1]
+    return next((each.value for each in node.keywords if each.arg in names), None)
+
+
+_USUAL = ("input", "other")

@@ -1,0 +1,168 @@
+"""The texts of cures: what is told is the statement as it is to stand in the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.diagnose.kinds.judged import run
+from torch import nn
+
+import halfstep
+from halfstep._diagnose.diagnosis import Diagnosis
+
+HEAD = """\
+import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+import halfstep
+
+zero = torch.zeros(4, requires_grad=True)
+rows = torch.zeros(3, 4, requires_grad=True)
+"""
+
+
+def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    source = f"{HEAD}{head}\ndef step():\n{lines}\n    loss.backward()\n"
+    found: Diagnosis = halfstep.diagnose(run(source, folder / "a.py")["step"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("statement", "edited"),
+    [
+        ("loss = torch.log(zero).sum()", "loss = torch.log(zero.clamp_min(1e-06)).sum()"),
+        ("loss = zero.log().sum()", "loss = zero.clamp_min(1e-06).log().sum()"),
+        ("loss = (zero * 2).log().sum()", "loss = (zero * 2).clamp_min(1e-06).log().sum()"),
+        ("loss = torch.log(zero * 2).sum()", "loss = torch.log((zero * 2).clamp_min(1e-06)).sum()"),
+        ("loss = (1 / zero).sum()", "loss = (1 / zero.clamp_min(1e-06)).sum()"),
+        ("loss = (zero / zero).sum()", "loss = (zero / zero.clamp_min(1e-06)).sum()"),
+        ("loss = zero.sum() / 0", "loss = zero.sum() / max(0, 1)"),
+        ("loss = torch.sqrt(zero).sum()", "loss = torch.sqrt(zero + 1e-06).sum()"),
+        ("loss = (zero - 0).sqrt().sum()", "loss = (zero - 0 + 1e-06).sqrt().sum()"),
+        ("loss = zero.sqrt().sum()  # why", "loss = (zero + 1e-06).sqrt().sum()  # why"),
+        (
+            "loss = F.normalize(rows, dim=1, eps=0).sum()",
+            "loss = F.normalize(rows, dim=1, eps=1e-06).sum()",
+        ),
+        ("loss = rows[:1].std(0).sum()", "loss = rows[:1].std(0, correction=0).sum()"),
+        ("loss = torch.logit(zero).sum()", "loss = torch.logit(zero, eps=1e-06).sum()"),
+        ("loss = rows[rows > 1].mean()", "loss = rows[rows > 1].mean().nan_to_num()"),
+        (
+            "loss = torch.where(zero > 0, zero.log(), zero).sum()",
+            "loss = torch.where(zero > 0, zero.clamp_min(1e-06).log(), zero).sum()",
+        ),
+        (
+            "loss = (zero.log() + zero.sqrt()).sum()",
+            "loss = (zero.clamp_min(1e-06).log() + (zero + 1e-06).sqrt()).sum()",
+        ),
+        (
+            "loss = (\n    zero\n    .log()\n    .sum()\n)",
+            "loss = (\n    zero.clamp_min(1e-06)\n    .log()\n    .sum()\n)",
+        ),
+    ],
+)
+def test_the_text_is_the_statement_as_it_is_to_stand(
+    statement: str, edited: str, tmp_path: Path
+) -> None:
+    found = diagnosed(statement, tmp_path)
+    assert found.cure is not None
+    assert (found.cure.text, found.cure.is_finite) == (edited, True)
+    lines = (tmp_path / "a.py").read_text().splitlines()
+    (edit,) = found.cure.edits
+    before = "\n".join(line.removeprefix("    ") for line in lines[edit.first - 1 : edit.last])
+    assert before == statement
+    assert Diagnosis.from_json(found.to_json()) == found
+    assert f"in place of {tmp_path / 'a.py'}:{edit.first}:" in str(found)
+
+
+def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
+    head = "norm = nn.LayerNorm(4, eps=0.0)\nloss_of = nn.CTCLoss()\n"
+    found = diagnosed("loss = norm(rows).sum()", tmp_path, head)
+    assert found.cure is not None
+    assert found.cure.text == "norm = nn.LayerNorm(4, eps=1e-06)"
+    sizes = "torch.tensor([2]), torch.tensor([3])"
+    line = f"loss = loss_of(rows[:2, None].log_softmax(-1), torch.tensor([[1, 2, 3]]), {sizes})"
+    found = diagnosed(line, tmp_path, head)
+    assert found.cure is not None
+    assert found.cure.text == "loss_of = nn.CTCLoss(zero_infinity=True)"
+
+
+def test_a_backward_in_python_is_edited_itself(tmp_path: Path) -> None:
+    head = """
+class Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, = ctx.saved_tensors
+        return gradient / x
+"""
+    found = diagnosed("loss = Half.apply(zero).sum()", tmp_path, head)
+    assert found.cure is not None
+    assert found.cure.text == "return gradient / x.clamp_min(1e-06)"
+    assert found.cure.is_finite
+
+
+def test_without_a_source_dots_stand_for_what_was_there() -> None:
+    names: dict[str, Any] = {"torch": torch, "zero": torch.zeros(3, requires_grad=True)}
+    exec("def step():\n    torch.log(zero).sum().backward()\n", names)
+    found = halfstep.diagnose(names["step"])
+    assert found.cure is not None
+    assert (found.cure.text, found.cure.edits) == ("torch.log((...).clamp_min(1e-06))", ())
+    assert found.cure.is_finite
+
+
+def test_what_pytorch_refuses_is_not_offered(tmp_path: Path) -> None:
+    found = diagnosed("loss = (1 / torch.complex(zero, zero)).abs().sum()", tmp_path)
+    assert found.cure is None or ("clamp" not in found.cure.text and found.cure.is_finite)
+
+
+def test_targets_that_are_all_ignored_are_told(tmp_path: Path) -> None:
+    found = diagnosed("loss = F.cross_entropy(rows, torch.full((3,), -100))", tmp_path)
+    text = str(found)
+    assert "all 3 targets are -100, which is ignore_index" in text
+    assert "int64[3]: all 3 are -100" in text
+
+
+def test_an_eps_that_is_zero_in_the_dtype_is_told() -> None:
+    layer = nn.Linear(3, 3, bias=False).half()
+    x = torch.zeros(2, 3).half()
+
+    def step() -> None:
+        h = layer(x)
+        (h / (h.abs().sum(-1, keepdim=True) + 1e-12)).float().sum().backward()
+
+    found = halfstep.diagnose(step)
+    assert found.verdict == "range"
+    assert any(note.startswith("1e-12 is 0 in float16") for note in found.notes)
+
+
+def test_the_lines_around_are_shown(tmp_path: Path) -> None:
+    text = str(diagnosed("x = zero + 0\nloss = x.log().sum()\ny = loss\nz = y", tmp_path))
+    assert ">   12  " in text
+    shown = [line.strip() for line in text.splitlines() if "    " in line]
+    assert any(line.endswith("x = zero + 0") for line in shown)
+    assert any(line.endswith("z = y") for line in shown)
+
+
+def test_a_teacher_is_named_and_no_batch_is_left_out() -> None:
+    student, teacher, x = nn.Linear(3, 2), nn.Linear(3, 2), torch.randn(4, 3)
+    nn.init.constant_(teacher.weight, float("nan"))
+
+    def step() -> None:
+        (student(x) - teacher(x).detach()).square().mean().backward()
+
+    found = halfstep.diagnose(step, model=student)
+    assert found.verdict == "data"
+    assert found.tensor is not None
+    assert found.tensor.startswith("teacher.weight in ")
+    assert found.cure is not None
+    assert "leave this batch out" not in found.cure.text

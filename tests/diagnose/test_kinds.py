@@ -1,0 +1,36 @@
+"""A variant of every kind of faulty program: named, judged, and cured by what is told to paste.
+
+``HALFSTEP_FUZZ=1`` looks at five variants of each.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from tests.diagnose.kinds import KINDS, programs
+from tests.diagnose.kinds.judged import is_finite, judge, run
+from tests.diagnose.kinds.program import step_script
+from tests.diagnose.kinds.table import wrong
+
+VARIANTS = 5 if "HALFSTEP_FUZZ" in os.environ else 1
+
+pytestmark = pytest.mark.filterwarnings("ignore:std..:UserWarning", "ignore:var..:UserWarning")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fault_is_named_and_its_cure_can_be_pasted(kind: str, tmp_path: Path) -> None:
+    for program in islice(programs(kind), VARIANTS):
+        case = judge(program, tmp_path)
+        assert not wrong(case), f"{program}: {wrong(case)}\n{case.said}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_is_finite_without_its_fault_and_not_with_it(kind: str, tmp_path: Path) -> None:
+    for program in islice(programs(kind, seed=1), VARIANTS):
+        for is_bad in (False, True):
+            names = run(step_script(program, bad=is_bad), tmp_path / f"{is_bad}.py")
+            is_fault = is_bad and not program.is_harmless
+            assert is_finite(names["step"], names["model"]) != is_fault, program
