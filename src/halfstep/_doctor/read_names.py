@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -157,13 +157,17 @@ class FileNames:
             if isinstance(scope.node, ast.Module):
                 continue
             uses = calls.get(scope.node, [])
-            known = _passed(scope.node, *uses[0]) if len(uses) == 1 else {}
+            known: dict[str, Written] = {}
+            if len(uses) == 1:
+                call, caller = uses[0]
+                passed = passed_to(scope.node, call)
+                known = {name: (value, caller) for name, value in passed.items()}
             for arg in ast.iter_child_nodes(scope.node.args):
                 if isinstance(arg, ast.arg):
                     scope.bindings.setdefault(arg.arg, []).append(known.get(arg.arg))
 
 
-def _passed(function: Function, call: ast.Call, scope: NameScope) -> Mapping[str, Written]:
+def passed_to(function: Function, call: ast.Call) -> dict[str, ast.expr]:
     """Return the argument of each parameter in a call, as far as the source shows it."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         return {}
@@ -171,8 +175,7 @@ def _passed(function: Function, call: ast.Call, scope: NameScope) -> Mapping[str
     if positional[:1] == ["self"]:
         positional = positional[1:]
     passed = dict(zip(positional, call.args, strict=False))
-    passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    return {name: (value, scope) for name, value in passed.items()}
+    return passed | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def words_of(node: ast.AST) -> Iterator[str]:
