@@ -27,6 +27,9 @@ _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
 """Names of functions of other files that may run a backward pass, or step."""
 _RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re.I)
 _OBJECTS = re.compile(r"opt|scaler|loss|cost|err|objective", re.I)
+_METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
+_STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
+"""Names of functions that run once for each step."""
 _KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
 _ADDING = ("sum", "torch.stack", "torch.cat", "torch.mean", "torch.sum", "torch.add", "max", "min")
 _Calls: TypeAlias = "frozenset[tuple[str, str, int]]"
@@ -57,7 +60,7 @@ def findings(program: Program) -> Iterator[Finding]:
     """Yield problems with the calls of an iteration."""
     for root in program.roots:
         if any(program.is_backward(site) or site.method == "step" for site in root.sites):
-            calls = _Simulation(program)
+            calls = _Simulation(program, root)
             Walk(program.meaning, calls).sites(root.node, Iteration())
             yield from {(each.id, each.line): each for each in calls.found}.values()
         yield from _schedules(program, root)
@@ -68,8 +71,9 @@ def findings(program: Program) -> Iterator[Finding]:
 class _Simulation:
     """Follows the calls on each path."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, root: Root) -> None:
         self.program = program
+        self.is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
         self.found: list[Finding] = []
         self._kinds: dict[ast.Call, str] = {}
 
@@ -92,7 +96,7 @@ class _Simulation:
 
     def _kind(self, site: Site, walk: Walk) -> str:
         program = self.program
-        if site.method in ("backward", "step", "zero_grad", "unscale_", "update", "get_scale"):
+        if site.method in _METHODS:
             return "method"
         if program.is_clip(site):
             return "clip"
@@ -209,11 +213,13 @@ class _Simulation:
         found = names.get(key)
         if isinstance(found, int):
             return found
+        if "[*]" in key:
+            return _UNKNOWN
         if isinstance(node, ast.Attribute):
             is_of_other = isinstance(node.value, ast.Name) and node.value.id != "self"
             return self.value(node.value, scope, names, walk) if is_of_other else _UNKNOWN
-        bound = scope.bindings.get(node.id, [])
-        return 0 if bound and all(each is not None for each in bound) else _UNKNOWN
+        is_local = node.id in scope.bindings and node.id not in scope.parameters
+        return 0 if is_local else _UNKNOWN
 
     def _returned(self, call: ast.Call, scope: NameScope, names: Names, walk: Walk) -> int:
         """Return the same for the result of a call."""
@@ -277,10 +283,21 @@ class _Simulation:
                 return self._step(now, site, key, walk.key(given, site.scope, names))
             case "update":
                 return self._update(now, site, key)
+            case "scale" if isinstance(site.statement, ast.Expr):
+                self._check_use(site)
+                return now
             case "scale" | "is_enabled" | "state_dict" | "load_state_dict" | "get_scale":
                 is_read = site.method == "get_scale"
                 return replace(now, is_uncertain=now.is_uncertain or is_read)
         return replace(now, is_uncertain=True)
+
+    def _check_use(self, site: Site) -> None:
+        """Report a scaled loss that is thrown away, where the loss itself is differentiated."""
+        assert isinstance(site.statement, ast.Expr)
+        loss, names = _of(argument(site.call, "outputs", 0)), {"scaler": _of(site.owner)}
+        backward = (each for each in self.program.sites if self.program.is_backward(each))
+        if site.statement.value is site.call and any(_of(each.owner) == loss for each in backward):
+            self._report("loss-not-scaled", site.line, optimizer="optimizer", loss=loss, **names)
 
     def _unscale(self, now: Iteration, site: Site, scaler: str, optimizer: str) -> Iteration:
         pair = scaler, optimizer
@@ -303,8 +320,10 @@ class _Simulation:
             self._report("update-missing", site.line, **_names(site))
         elif is_certain and is_one:
             self._check_step(now, site, scaler, optimizer)
+        around = _loops(site)
         for key, loops, line in now.made:
-            if key == scaler and loops == _loops(site) and loops:
+            is_same = loops[: len(around)] == around and (bool(around) or self.is_step)
+            if key == scaler and is_same:
                 self._report("scaler-in-loop", line, **_names(site))
         stepped = now.stepped | {(scaler, optimizer, site.line)}
         return replace(now, stepped=stepped, is_used=True, zeroed=frozenset(), clipped=0)
@@ -317,10 +336,21 @@ class _Simulation:
             self._report("update-before-step", updated[0], **names)
         elif zeroed and not now.is_used:
             self._dropped(now, site, zeroed[0], names["optimizer"])
-        elif 0 in now.losses and not now.is_used:
+        elif not now.is_used and (0 in now.losses or (max(now.losses) < 0 and self._is_idle(site))):
             self._report("loss-not-scaled", now.line, loss=now.loss, **names)
         elif now.clipped:
             self._report("clip-before-unscale", now.clipped, **names)
+
+    def _is_idle(self, site: Site) -> bool:
+        """Return whether a scaler that is made in this file scales nothing in it."""
+        made = self.program.meaning.scaler(site.owner, site.scope)
+        scales = (each for each in self.program.sites if each.method == "scale")
+        return (
+            made is not None
+            and bool(made.line)
+            and not _is_inherited(self.program.tree, site)
+            and not any(self._is_scaler(s.owner, s.scope, dotted(s.owner)) for s in scales)
+        )
 
     def _dropped(self, now: Iteration, site: Site, line: int, optimizer: str) -> None:
         self._report("gradients-dropped", line, first=now.line, step=site.line, optimizer=optimizer)
@@ -389,8 +419,11 @@ class _Simulation:
         if site.method in ("div_", "mul_"):
             return "grad" in ast.unparse(site.owner)
         name = dotted(site.call.func).rpartition(".")[2]
-        return bool(_OPAQUE.search(name)) and not self.program.meaning.is_scheduler(
-            site.owner, site.scope
+        is_hook = name.lower().startswith(("before_", "after_", "on_"))
+        return (
+            bool(_OPAQUE.search(name))
+            and not is_hook
+            and not self.program.meaning.is_scheduler(site.owner, site.scope)
         )
 
     # --- findings ---------------------------------------------------------------------------------

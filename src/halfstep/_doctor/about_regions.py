@@ -151,8 +151,10 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     found = [site.autocast for site in program.sites if site.has_grad and site.autocast]
     if not found or any(autocast.dtype != "bfloat16" for autocast in found):
         return
+    switches = {autocast.switch for autocast in found if not re.search("16|half", autocast.switch)}
     for name, scaler in program.scalers.items():
-        if scaler.enabled and not scaler.is_guard:
+        is_on = scaler.enabled or (scaler.enabled is None and scaler.switch in switches)
+        if is_on and not scaler.is_guard:
             yield Finding(
                 "scaler-with-bf16",
                 f"`{name}` scales losses of a training in bfloat16, which has the range of "
@@ -174,12 +176,16 @@ def _other_device(program: Program) -> Iterator[Finding]:
         for around in [site.inside[site.autocast_at]]
         if around.autocast is not None
     }
-    moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
-    devices = set().union(*moves)
     types = {autocast.device for autocast in autocasts.values()}
-    if len(types) != 1 or not devices or not all(moves):
+    if len(types) != 1:
         return
     lowered = types.pop()
+    moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
+    if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
+        moves = [{"cuda"}]
+    devices = set().union(*moves)
+    if not devices or not all(moves):
+        return
     # `autocast("cuda")` switches itself off where there is no GPU.
     if not lowered or (lowered in devices and (lowered == "cuda" or len(devices) == 1)):
         return

@@ -24,6 +24,13 @@ class NameScope:
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the parameters; none of a file."""
+        if isinstance(self.node, ast.Module):
+            return set()
+        return {arg.arg for arg in ast.iter_child_nodes(self.node.args) if isinstance(arg, ast.arg)}
+
     def lookup(self, name: str) -> list[Written | None]:
         """Return the possible bindings of a name that is used here."""
         return next((s.bindings[name] for s in self._outward() if name in s.bindings), [])

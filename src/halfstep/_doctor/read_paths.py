@@ -125,20 +125,28 @@ class Walk:
         return "" if found is None else self._frames.get(found, "")
 
     def _bind(
-        self, target: ast.expr, value: ast.expr | None, scope: NameScope, path: Path, element: str
+        self,
+        target: ast.expr,
+        value: ast.expr | None,
+        scope: NameScope,
+        path: Path,
+        element: str | int,
     ) -> Path:
         """Bind a target to a value, or to an element of the sequence with a key."""
+        assert self._follower is not None
         if isinstance(target, ast.Tuple | ast.List):
             parts: Sequence[ast.expr | None] = [None] * len(target.elts)
             if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
                 parts = value.elts
+            elif value is not None:  # all parts of a scaled result are taken for scaled
+                element = self._follower.value(value, scope, path.names, self)
             for at, (part, of) in enumerate(zip(target.elts, parts, strict=True)):
-                path = self._bind(part, of, scope, path, element and f"{element}.{at}")
+                inner = f"{element}.{at}" if element and isinstance(element, str) else element
+                path = self._bind(part, of, scope, path, inner)
             return path
-        assert self._follower is not None
         names = dict(path.names)
         own = self._own_key(target, scope, names)
-        stands_for: str | int = element
+        stands_for = element
         if value is not None:
             stands_for = self._follower.value(value, scope, names, self)
             if not stands_for and isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
@@ -188,7 +196,8 @@ class Walk:
     def _statement(
         self, statement: ast.stmt, scope: NameScope, inside: Inside, paths: list[Path]
     ) -> list[Path]:
-        if self._follower is not None and not self._matters(statement, scope, _ENDS):
+        binds = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        if self._follower is not None and not (binds or self._matters(statement, scope, _ENDS)):
             return paths
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -224,8 +233,6 @@ class Walk:
 
     def _matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
         """Return whether something in a statement or a function can change a path."""
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            return True
         found = self._mattering.get(node)
         if found is None:
             self._mattering[node] = False  # while functions that call each other are looked at
@@ -247,7 +254,8 @@ class Walk:
     def _simple(
         self, statement: ast.stmt, scope: NameScope, inside: Inside, paths: list[Path]
     ) -> list[Path]:
-        paths = self._calls(statement, statement, scope, inside, paths)
+        if self._follower is None or self._matters(statement, scope, _ENDS):
+            paths = self._calls(statement, statement, scope, inside, paths)
         bound: list[tuple[ast.expr, ast.expr]]
         match statement:
             case ast.Assign(targets=targets, value=assigned):

@@ -12,8 +12,16 @@ from halfstep._doctor.read_paths import Walk
 from halfstep._doctor.read_sites import Site
 from halfstep._doctor.read_values import Meaning, SourceScaler, Values
 
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_grad_norm")
-_CLIP_OWNERS = ("accelerator", "fabric", "strategy", "engine", "trainer")
+_CLIP_OWNERS = (
+    "self",
+    "optimizer",
+    "optim",
+    "accelerator",
+    "fabric",
+    "strategy",
+    "engine",
+    "trainer",
+)
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,7 @@ class Program:
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients as they are."""
         name = self.values.qualified(site.call.func, site.scope).rpartition(".")[2]
-        if (name or site.method or dotted(site.call.func)) not in _CLIPS:
+        if not (name or site.method or dotted(site.call.func)).startswith("clip_grad"):
             return False
         owner = dotted(site.owner).rpartition(".")[2].lower()
         return not owner.endswith(_CLIP_OWNERS) and not self.meaning.is_scaler(

@@ -167,6 +167,7 @@ class SourceAutocast:
     enabled: bool | None  # None if it is not certain
     is_torch: bool  # PyTorch's, whose casts of weights end with it
     device: str = ""  # "cuda", "cpu"; empty if it is not certain
+    switch: str = ""  # the source of ``enabled``
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ class SourceScaler:
     enabled: bool | None  # None if it is not certain
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
     line: int = 0  # that makes it; 0 if it is made elsewhere
+    switch: str = ""  # the source of ``enabled``
 
 
 _T = TypeVar("_T")
@@ -281,7 +283,11 @@ class Meaning:
             lower = self.values.dtype(dtype, scope)
         is_torch, is_known = name.startswith("torch."), device in ("cuda", "cpu")
         return SourceAutocast(
-            lower, self._flag(enabled, scope), is_torch, device if is_known else ""
+            lower,
+            self._flag(enabled, scope),
+            is_torch,
+            device if is_known else "",
+            "" if enabled is None else ast.unparse(enabled),
         )
 
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
@@ -294,8 +300,10 @@ class Meaning:
         position = 4 if ".cuda.amp." in name or ".cpu.amp." in name else 5
         rule = argument(node, "rule")
         is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
-        enabled = self._flag(argument(node, "enabled", position), scope)
-        return SourceScaler(name.startswith("torch."), enabled, is_static, node.lineno)
+        given = argument(node, "enabled", position)
+        switch = "" if given is None else ast.unparse(given)
+        enabled = self._flag(given, scope)
+        return SourceScaler(name.startswith("torch."), enabled, is_static, node.lineno, switch)
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""
