@@ -26,7 +26,8 @@ _AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
 """Names of functions of other files that may run a backward pass, or step."""
 _RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re.I)
-_OBJECTS = re.compile(r"opt|scaler|loss|cost|err|objective", re.I)
+_OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)
+_LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """Names of functions that run once for each step."""
@@ -45,6 +46,7 @@ class Iteration:
     line: int = 0  # of a backward pass, of one that is not scaled if there is any
     loss: str = ""  # of this pass
     is_used: bool = False  # a step has used the gradients
+    is_dropped: bool = False  # zero_grad came after the backward pass
     is_uncertain: bool = False  # a call that is not known may have changed them
     unscaled: _Calls = frozenset()  # since update
     is_unscaled: bool = False  # since the last backward pass
@@ -105,8 +107,12 @@ class _Simulation:
         return "other" if walk.followed(site) is None and self._may_change(site) else ""
 
     def is_object(self, key: str) -> bool:
-        """Return whether a key may be of an optimizer, a scaler or a loss."""
-        return bool(_OBJECTS.search(key))
+        """Return whether a key is that of an optimizer or a scaler."""
+        return bool(_OBJECTS.search(key)) and "(" not in key
+
+    def is_loss(self, key: str) -> bool:
+        """Return whether a name is that of a loss."""
+        return bool(_LOSSES.search(key))
 
     def after_call(self, site: Site, path: Path, walk: Walk) -> Hashable:
         """Return the state after a call."""
@@ -147,6 +153,11 @@ class _Simulation:
             stepped=frozenset(pair for pair in state.stepped if key not in pair),
             zeroed=frozenset(pair for pair in state.zeroed if key not in pair),
         )
+
+    def after_failure(self, state: Hashable) -> Hashable:
+        """Return the state after an exception was caught: gradients may be of any kind."""
+        assert isinstance(state, Iteration)
+        return replace(state, is_uncertain=True, zeroed=frozenset())
 
     def condition(self, test: str) -> tuple[str, int]:
         """Return one name for all conditions that say whether the loss is scaled."""
@@ -197,7 +208,9 @@ class _Simulation:
             case ast.BinOp(left=left, right=right):
                 if "scale" in ast.unparse(node).lower().replace("scaler.scale(", ""):
                     return _UNKNOWN
-                return _added([of(left), of(right)])
+                factors = [of(e) for e in (left, right) if not isinstance(e, ast.Constant)]
+                # A known loss times anything is not scaled; an unknown one may be.
+                return _added([0] if 0 in factors and max(factors) <= 0 else factors)
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
                 return _added([of(part) for part in parts])
             case ast.IfExp(body=body, orelse=orelse):
@@ -262,7 +275,7 @@ class _Simulation:
         fresh = Iteration(
             unscaled=now.unscaled, stepped=now.stepped, has_clip=now.has_clip, made=now.made
         )
-        if not now.is_used:
+        if now.losses and not (now.is_used or now.is_dropped):
             fresh = replace(fresh, losses=now.losses, is_uncertain=now.is_uncertain)
             fresh = replace(fresh, clipped=now.clipped)
         fresh = replace(fresh, losses=fresh.losses | {scaled}, scaler=scaler)
@@ -308,6 +321,7 @@ class _Simulation:
         if is_one and (lines or is_stepped) and not (is_stepped and site.line in lines):
             first = "step" if is_stepped else "unscale_"
             self._report("unscale-twice", site.line, first=first, **_names(site))
+        now = replace(now, updated=frozenset())  # gradients of a pass without a visible backward
         return replace(now, unscaled=now.unscaled | {(*pair, site.line)}, is_unscaled=True)
 
     def _step(self, now: Iteration, site: Site, scaler: str, optimizer: str) -> Iteration:
@@ -336,7 +350,9 @@ class _Simulation:
             self._report("update-before-step", updated[0], **names)
         elif zeroed and not now.is_used:
             self._dropped(now, site, zeroed[0], names["optimizer"])
-        elif not now.is_used and (0 in now.losses or (max(now.losses) < 0 and self._is_idle(site))):
+        elif not (now.is_used or now.is_dropped) and (
+            0 in now.losses or (max(now.losses) < 0 and self._is_idle(site))
+        ):
             self._report("loss-not-scaled", now.line, loss=now.loss, **names)
         elif now.clipped:
             self._report("clip-before-unscale", now.clipped, **names)
@@ -395,7 +411,8 @@ class _Simulation:
         if now.is_used or not now.losses:
             return now
         optimizers = {key} if _is_optimizer_name(key) else self.program.optimizers_of(site.owner)
-        return replace(now, zeroed=now.zeroed | {(each, site.line) for each in optimizers})
+        zeroed = now.zeroed | {(each, site.line) for each in optimizers}
+        return replace(now, zeroed=zeroed, is_dropped=True)
 
     def _made(self, now: Iteration, site: Site, names: Names, walk: Walk) -> Iteration:
         match site.statement:
@@ -418,6 +435,8 @@ class _Simulation:
             return True
         if site.method in ("div_", "mul_"):
             return "grad" in ast.unparse(site.owner)
+        if site.method in ("train", "eval"):
+            return False
         name = dotted(site.call.func).rpartition(".")[2]
         is_hook = name.lower().startswith(("before_", "after_", "on_"))
         return (

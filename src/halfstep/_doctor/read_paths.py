@@ -57,11 +57,17 @@ class Follower(Protocol):
     def is_object(self, key: str) -> bool:
         """Return whether the object with a key is one to follow."""
 
+    def is_loss(self, key: str) -> bool:
+        """Return whether a name is typical for a value whose number matters."""
+
     def after_call(self, site: Site, path: Path, walk: Walk) -> Hashable:
         """Return the state after a relevant call."""
 
     def after_assignment(self, key: str, value: ast.expr | None, state: Hashable) -> Hashable:
         """Return the state after a variable got a new value."""
+
+    def after_failure(self, state: Hashable) -> Hashable:
+        """Return the state after an exception was caught."""
 
     def value(self, node: ast.expr, scope: NameScope, names: Names, walk: Walk) -> int:
         """Return a number for a value; 0 for an ordinary one."""
@@ -149,13 +155,14 @@ class Walk:
         stands_for = element
         if value is not None:
             stands_for = self._follower.value(value, scope, names, self)
-            if not stands_for and isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
-                stands_for = self.key(value, scope, names)
+            key = self.key(value, scope, names)
+            if stands_for <= 0 and self._follower.is_object(key):
+                stands_for = key
         names.pop(own, None)
         is_object = isinstance(stands_for, int) or self._follower.is_object(stands_for)
         if stands_for and stands_for != own and is_object:
             names[own] = stands_for
-        elif isinstance(target, ast.Attribute) and self._follower.is_object(target.attr):
+        elif isinstance(target, ast.Attribute) and self._follower.is_loss(target.attr):
             names[own] = 0
         facts = path.facts
         if facts and dotted(target):
@@ -222,6 +229,9 @@ class Walk:
                 done = self._block(body, scope, inside, paths)
                 failed = merged([*paths, *done])
                 caught = self._cases("try", statement, handlers, scope, inside, failed)
+                if self._follower is not None:
+                    after = self._follower.after_failure
+                    caught = [replace(path, state=after(path.state)) for path in caught]
                 done = self._block(orelse, scope, inside, done)
                 return self._block(final, scope, inside, merged([*done, *caught]))
             case ast.Match(subject=subject, cases=cases):
@@ -243,7 +253,8 @@ class Walk:
     def _is_part(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...]) -> bool:
         assert self._follower is not None
         if isinstance(node, ast.Name):
-            return isinstance(node.ctx, ast.Store) and self._follower.is_object(node.id)
+            is_known = self._follower.is_object(node.id) or self._follower.is_loss(node.id)
+            return isinstance(node.ctx, ast.Store) and is_known
         if isinstance(node, ast.Call):
             function = self._names.called(node, scope)
             if function is not None:
@@ -447,7 +458,7 @@ class Walk:
         inside: Inside,
         paths: list[Path],
     ) -> list[Path]:
-        self._visits += 1
+        self._visits += 1 + len(paths) // 4
         if self._visits > MOST_SITES:
             return paths
         site = self._sites.setdefault((node, inside), Site(node, scope, statement, inside))
@@ -483,7 +494,7 @@ class Walk:
         assert self._follower is not None
         number = self._follower.value(value, scope, path.names, self)
         own = self.key(value, scope, path.names)
-        is_object = not number and self._follower.is_object(own)
+        is_object = number <= 0 and self._follower.is_object(own)
         return replace(path, names={**path.names, key: own if is_object else number})
 
     def _returned(self, frame: str, call: ast.Call, path: Path) -> Path:
