@@ -9,7 +9,7 @@ from halfstep._doctor.finding import CATALOG, Checkup, Finding
 
 BAD = Finding("clip-before-unscale", "seen", "cure", "a = 1\nb = 2", ("model",), "b.py", 7)
 EARLIER = Finding("scaler-bypassed", "seen", "cure", file="b.py", line=3)
-WARNING = Finding("sum-loss", "seen", "cure", file="a.py", line=1)
+WARNING = Finding("device-differs", "seen", "cure", file="a.py", line=1)
 NOTICE = Finding("torch-scaler", "seen", "cure")
 
 
@@ -20,8 +20,10 @@ def test_a_finding_knows_how_bad_it_is_and_where_it_is_explained() -> None:
 
 
 def test_an_unknown_id_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"'sum-los' is not the id of a finding: .*sum-loss"):
-        Finding("sum-los", "", "")
+    with pytest.raises(
+        ValueError, match=r"'device-differ' is not the id of a finding: .*device-differs"
+    ):
+        Finding("device-differ", "", "")
 
 
 def test_every_severity_of_the_catalog_is_one() -> None:
@@ -41,7 +43,7 @@ def test_a_checkup_is_a_sequence_with_the_worst_first_each_once() -> None:
     assert list(checkup) == [EARLIER, BAD, WARNING, NOTICE]
     assert (len(checkup), checkup[0], checkup[-1]) == (4, EARLIER, NOTICE)
     assert list(checkup[1:3]) == [BAD, WARNING]
-    assert repr(checkup[2:]) == "Checkup(sum-loss, torch-scaler)"
+    assert repr(checkup[2:]) == "Checkup(device-differs, torch-scaler)"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,6 @@ def test_the_text_has_place_id_cure_code_and_docs() -> None:
 
 
 def test_what_a_terminal_would_obey_is_not_printed() -> None:
-    finding = Finding("sum-loss", "a\x1b[2Jb\nc", "d\re", file="f.py", line=1)
+    finding = Finding("device-differs", "a\x1b[2Jb\nc", "d\re", file="f.py", line=1)
     assert "\x1b" not in str(finding)
     assert len(str(finding).splitlines()) == 2

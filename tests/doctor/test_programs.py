@@ -33,8 +33,6 @@ MISTAKES = {
     "bfloat16": "scaler-with-bf16",
     "no scaler": "fp16-without-scaler",
     "half": "half-parameters",
-    "moved late": "optimizer-before-move",
-    "sum": "sum-loss",
 }
 
 
@@ -67,14 +65,11 @@ def write(form: Form, mistake: str) -> str:
     move = f"{model}.to(device)"
     make_optimizer = f"{optimizer} = torch.optim.SGD({model}.parameters(), lr=0.1)"
     build = [f"{model} = Net()", move, make_optimizer]
-    if mistake == "moved late":
-        build = [f"{model} = Net()", make_optimizer, move]
     if mistake == "half":
         build.insert(2, f"{model}.half()")
     build += [f"{scaler} = {make_scaler}"] if scales else []
 
-    reduction = ", reduction='sum'" if mistake == "sum" else ""
-    forward = [with_autocast, f"    loss = F.mse_loss({model}(x), y{reduction})"]
+    forward = [with_autocast, f"    loss = F.mse_loss({model}(x), y)"]
     backward = f"{scaler}.scale(loss).backward()" if scales else "loss.backward()"
     forward.append(f"    {backward}" if mistake == "backward inside" else backward)
 

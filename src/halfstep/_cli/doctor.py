@@ -23,7 +23,7 @@ DESCRIPTION = (
 EPILOG = """\
 Exit code 0 if nothing bad and no warning is found, 1 if there is, 2 if a file cannot be read.
 Scripts are read, not run. A comment in the line of a finding takes it back:
-# halfstep: allow sum-loss. docs/doctor.md has a section on each finding.
+# halfstep: allow update-missing. docs/doctor.md has a section on each finding.
 
 examples:
   halfstep doctor                          what this machine is fast at, and PyTorch's switches

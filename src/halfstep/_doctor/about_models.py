@@ -1,4 +1,4 @@
-"""Checks of models and optimizers in source: lowered parameters, and moves in the wrong order."""
+"""Checks of models and optimizers in source: parameters that were lowered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.read_names import NameScope, dotted
-from halfstep._doctor.read_program import Program, Root, Site
+from halfstep._doctor.read_program import Program, Root
+from halfstep._doctor.read_sites import Site
 
 _MOVES = ("to", "cuda", "cpu", "xpu", "npu", "to_empty")
 _LOWERS = {"half": "float16", "bfloat16": "bfloat16"}
@@ -34,7 +35,6 @@ class _Built:
     """An optimizer made from the parameters of a model."""
 
     site: Site
-    later: tuple[Site, ...]
     model: str
     name: str
 
@@ -44,17 +44,16 @@ def findings(program: Program) -> Iterator[Finding]:
     for root in program.roots:
         for built in _optimizers(program, root):
             yield from _lowered(program, root, built)
-            yield from _moved(program, root, built)
 
 
 def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
-    for at, site in enumerate(root.sites):
+    for site in root.sites:
         if not program.meaning.makes_optimizer(site.call, site.scope):
             continue
         name = _target(site.statement)
         for node in (*site.call.args, *(keyword.value for keyword in site.call.keywords)):
             for model in _models(program, node, site.scope):
-                yield _Built(site, root.sites[at + 1 :], model, name or "the optimizer")
+                yield _Built(site, model, name or "the optimizer")
 
 
 def _models(program: Program, node: ast.expr, scope: NameScope) -> Iterator[str]:
@@ -115,36 +114,6 @@ def _lowers_to(program: Program, site: Site) -> str | None:
     if not dtypes:
         return None
     return dtypes[0] if dtypes[0] in _LOWERS.values() else ""
-
-
-def _moved(program: Program, root: Root, built: _Built) -> Iterator[Finding]:
-    for at, site in enumerate(built.later, 1):
-        is_move = site.method in _MOVES and _lowers_to(program, site) is None
-        is_of_name = not isinstance(site.owner, ast.Call)  # else it is a new model
-        is_once = len(site.around("loop")) <= len(built.site.around("loop"))
-        if not (is_move and is_of_name and is_once and _model(site) == built.model):
-            continue
-        steps = (
-            each
-            for each in built.later[at:]
-            if program.is_scaler_step(each) or program.is_optimizer_step(each)
-        )
-        # Another method trains the model made in __init__.
-        is_made_for_later = getattr(root.node, "name", "") == "__init__"
-        is_trained = is_made_for_later or any(not step.excludes(site) for step in steps)
-        if is_trained and _is_same_run(site, built):
-            yield Finding(
-                "optimizer-before-move",
-                f"`{ast.unparse(site.call)}` comes after `{built.name}` was made of "
-                f"`{built.model}.parameters()` (line {built.site.line}): where the move replaces "
-                "parameters (XLA, meta, wrappers) it trains the old ones, and state that it has "
-                "already loaded stays on the old device",
-                "move the model first, then make the optimizer",
-                f"{ast.unparse(site.call)}\n{ast.unparse(built.site.statement)}",
-                (built.name, built.model),
-                line=site.line,
-            )
-            return
 
 
 def _model(site: Site) -> str:

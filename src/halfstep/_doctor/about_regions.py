@@ -7,11 +7,16 @@ import re
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.read_program import Around, Program, Site
+from halfstep._doctor.read_names import dotted
+from halfstep._doctor.read_program import Program, Root
+from halfstep._doctor.read_sites import Around, Site
 
 SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """Matches names that are typical for code that scales a loss."""
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
+
+_MODEL = re.compile(r"(^|_)(model|net|unet|network|generator|discriminator)$|^net[A-Z_]")
+"""Matches names that are typical for a model."""
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
@@ -22,6 +27,9 @@ def findings(program: Program) -> Iterator[Finding]:
     yield from _casts_in_loops(program)
     yield from _without_scaler(program)
     yield from _scaler_with_bf16(program)
+    yield from _other_device(program)
+    for root in program.roots:
+        yield from _without_forward(program, root)
 
 
 def _backward_inside(program: Program) -> Iterator[Finding]:
@@ -143,8 +151,10 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
     found = [site.autocast for site in program.sites if site.has_grad and site.autocast]
     if not found or any(autocast.dtype != "bfloat16" for autocast in found):
         return
+    switches = {autocast.switch for autocast in found if not re.search("16|half", autocast.switch)}
     for name, scaler in program.scalers.items():
-        if scaler.enabled and not scaler.is_guard:
+        is_on = scaler.enabled or (scaler.enabled is None and scaler.switch in switches)
+        if is_on and not scaler.is_guard:
             yield Finding(
                 "scaler-with-bf16",
                 f"`{name}` scales losses of a training in bfloat16, which has the range of "
@@ -155,3 +165,93 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 (name,),
                 line=scaler.line or min(site.line for site in program.sites if site.autocast),
             )
+
+
+def _other_device(program: Program) -> Iterator[Finding]:
+    """Yield autocasts for another device than the one that the models are moved to."""
+    autocasts = {
+        around.line: around.autocast
+        for site in program.sites
+        if site.autocast and site.has_grad
+        for around in [site.inside[site.autocast_at]]
+        if around.autocast is not None
+    }
+    types = {autocast.device for autocast in autocasts.values()}
+    if len(types) != 1:
+        return
+    lowered = types.pop()
+    moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
+    if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
+        moves = [{"cuda"}]
+    devices = set().union(*moves)
+    if not devices or not all(moves):
+        return
+    # `autocast("cuda")` switches itself off where there is no GPU.
+    if not lowered or (lowered in devices and (lowered == "cuda" or len(devices) == 1)):
+        return
+    model_at = " or ".join(sorted(devices - {lowered}))
+    for line in autocasts:
+        yield Finding(
+            "device-differs",
+            f"autocast lowers what runs on {lowered}, and the model is moved to {model_at}: the "
+            "forward pass runs in float32",
+            "give autocast the device type of the model",
+            f'with autocast("{model_at.partition(" ")[0]}"):\n    ...',
+            line=line,
+        )
+
+
+def _moved_to(program: Program, site: Site) -> set[str] | None:
+    """Return the devices that a model may be moved to, empty if unknown; None for other calls."""
+    target = site.statement.targets[0] if isinstance(site.statement, ast.Assign) else site.owner
+    if site.method not in ("to", "cuda") or not _is_model(target):
+        return None
+    if site.method == "cuda":
+        return {"cuda"}
+    if not site.call.args or program.values.dtype(site.call.args[0], site.scope):
+        return None
+    return program.values.devices(site.call.args[0], site.scope)
+
+
+def _is_model(node: ast.expr) -> bool:
+    return bool(_MODEL.search(dotted(node).removesuffix(".module").rpartition(".")[2]))
+
+
+def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
+    """Yield autocasts beside a forward pass, where the loss is scaled."""
+    own = [site for site in root.sites if site.has_grad]
+    forwards = [site for site in own if _is_model(site.call.func)]
+    regions = {
+        site.inside[site.autocast_at].line: site.inside[site.autocast_at].node
+        for site in own
+        if site.autocast is not None
+    }
+    is_scaled = any(program.scaled_by(site) for site in own)
+    if not (is_scaled and forwards and regions) or any(site.autocast for site in forwards):
+        return
+    inside = [site for site in own if site.autocast is not None]
+    if any(site.autocast_at >= 0 and _may_run_model(site) for site in inside):
+        return
+    loops = {tuple(site.around("loop")) for site in inside}
+    model = next((each for each in forwards if tuple(each.around("loop")) in loops), None)
+    if model is None:
+        return
+    name = dotted(model.call.func)
+    line = min(regions)
+    yield Finding(
+        "autocast-without-forward",
+        f"autocast is around other calls, and `{name}(...)` in line {model.line} is outside: the "
+        "model runs in float32, as slow as before, and only its results are lowered",
+        "put the forward pass and the loss into autocast",
+        f"with autocast(...):\n    output = {name}(...)\n    loss = ...",
+        (name,),
+        line=line,
+    )
+
+
+def _may_run_model(site: Site) -> bool:
+    """Return whether a call may run a model: it is given one, or is a method of an object."""
+    parts = [*site.call.args, *(keyword.value for keyword in site.call.keywords)]
+    named = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.expr)]
+    is_method = dotted(site.owner) == "self" and not site.method.endswith(("loss", "criterion"))
+    return any(map(_is_model, [*named, site.owner])) or is_method

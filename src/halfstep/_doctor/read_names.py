@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,6 +23,13 @@ class NameScope:
     class_name: str = ""  # of the class around the function
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> set[str]:
+        """The names of the parameters; none of a file."""
+        if isinstance(self.node, ast.Module):
+            return set()
+        return {arg.arg for arg in ast.iter_child_nodes(self.node.args) if isinstance(arg, ast.arg)}
 
     def lookup(self, name: str) -> list[Written | None]:
         """Return the possible bindings of a name that is used here."""
@@ -157,13 +164,17 @@ class FileNames:
             if isinstance(scope.node, ast.Module):
                 continue
             uses = calls.get(scope.node, [])
-            known = _passed(scope.node, *uses[0]) if len(uses) == 1 else {}
+            known: dict[str, Written] = {}
+            if len(uses) == 1:
+                call, caller = uses[0]
+                passed = passed_to(scope.node, call)
+                known = {name: (value, caller) for name, value in passed.items()}
             for arg in ast.iter_child_nodes(scope.node.args):
                 if isinstance(arg, ast.arg):
                     scope.bindings.setdefault(arg.arg, []).append(known.get(arg.arg))
 
 
-def _passed(function: Function, call: ast.Call, scope: NameScope) -> Mapping[str, Written]:
+def passed_to(function: Function, call: ast.Call) -> dict[str, ast.expr]:
     """Return the argument of each parameter in a call, as far as the source shows it."""
     if any(isinstance(arg, ast.Starred) for arg in call.args):
         return {}
@@ -171,8 +182,7 @@ def _passed(function: Function, call: ast.Call, scope: NameScope) -> Mapping[str
     if positional[:1] == ["self"]:
         positional = positional[1:]
     passed = dict(zip(positional, call.args, strict=False))
-    passed |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    return {name: (value, scope) for name, value in passed.items()}
+    return passed | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def words_of(node: ast.AST) -> Iterator[str]:

@@ -102,6 +102,23 @@ class Values:
             found = getattr(torch, name, None)
         return dtype_name(found) if isinstance(found, torch.dtype) else ""
 
+    def devices(self, node: ast.expr, scope: NameScope) -> set[str]:
+        """Return the types of the devices that an expression may stand for; empty for unknown."""
+        found: set[str] = set()
+        for each in self.candidates(node, scope):
+            match each:
+                case ast.Constant(value=str(name)), _:
+                    found.add(name.partition(":")[0])
+                case ast.JoinedStr(values=[ast.Constant(value=str(name)), *_]), _:
+                    found.add(name.partition(":")[0])
+                case ast.Call(args=[inner, *_]) as call, within if dotted(call.func).endswith(
+                    "device"
+                ):
+                    found |= self.devices(inner, within) or {""}
+                case _:
+                    found.add("")
+        return set() if "" in found else found
+
     def constant(self, node: ast.expr, scope: NameScope) -> Any:
         """Return the value of a literal; None if uncertain."""
         first, *others = [
@@ -149,6 +166,8 @@ class SourceAutocast:
     dtype: str  # "float16", "bfloat16"; empty if it is not certain
     enabled: bool | None  # None if it is not certain
     is_torch: bool  # PyTorch's, whose casts of weights end with it
+    device: str = ""  # "cuda", "cpu"; empty if it is not certain
+    switch: str = ""  # the source of ``enabled``
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,7 @@ class SourceScaler:
     enabled: bool | None  # None if it is not certain
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
     line: int = 0  # that makes it; 0 if it is made elsewhere
+    switch: str = ""  # the source of ``enabled``
 
 
 _T = TypeVar("_T")
@@ -196,6 +216,11 @@ class Meaning:
         name = self.values.qualified(call.func, scope)
         is_class = name.rpartition(".")[2][:1].isupper()
         return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
+
+    def makes_scaler(self, call: ast.Call, scope: NameScope) -> bool:
+        """Return whether a call makes a scaler that is not switched off."""
+        made = self._scaler_as_written(call, scope)
+        return made is not None and made.enabled is not False
 
     def is_scheduler(self, node: ast.expr, scope: NameScope) -> bool:
         """Return whether ``node`` is a schedule of learning rates, or has the name of one."""
@@ -251,12 +276,19 @@ class Meaning:
         enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
         device_type = None if device else argument(node, "device_type", 0)
         if device_type is not None:
-            device = str(self.values.constant(device_type, scope))
+            device = str(self.values.constant(device_type, scope)).partition(":")[0]
         if dtype is None or (isinstance(dtype, ast.Constant) and dtype.value is None):
             lower = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
         else:
             lower = self.values.dtype(dtype, scope)
-        return SourceAutocast(lower, self._flag(enabled, scope), name.startswith("torch."))
+        is_torch, is_known = name.startswith("torch."), device in ("cuda", "cpu")
+        return SourceAutocast(
+            lower,
+            self._flag(enabled, scope),
+            is_torch,
+            device if is_known else "",
+            "" if enabled is None else ast.unparse(enabled),
+        )
 
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
         known = self.values.object(node)
@@ -268,8 +300,10 @@ class Meaning:
         position = 4 if ".cuda.amp." in name or ".cpu.amp." in name else 5
         rule = argument(node, "rule")
         is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
-        enabled = self._flag(argument(node, "enabled", position), scope)
-        return SourceScaler(name.startswith("torch."), enabled, is_static, node.lineno)
+        given = argument(node, "enabled", position)
+        switch = "" if given is None else ast.unparse(given)
+        enabled = self._flag(given, scope)
+        return SourceScaler(name.startswith("torch."), enabled, is_static, node.lineno, switch)
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""

@@ -1,0 +1,261 @@
+"""The order of the calls of an iteration: each mistake in several writings, and normal code."""
+
+import pytest
+
+from halfstep._doctor.source import check_source
+
+IMPORTS = (
+    "import torch\nimport torch.nn.functional as F\nfrom halfstep import GradScaler, autocast\n"
+)
+
+HALF = "torch.autocast('cuda', dtype=torch.float16)"
+LOOP = """\
+for i, (x, y) in enumerate(batches):
+    with autocast('cuda'):
+        loss = F.mse_loss(model(x), y)
+"""
+METHOD = """\
+class Trainer:
+    def __init__(self):
+        self.scaler = GradScaler()
+    def train_step(self, x):
+        self.optimizer.zero_grad()
+        with autocast('cuda'):
+            loss = self.model(x)
+"""
+HELPER = """\
+def step(s, o, loss):
+    s.scale(loss).backward()
+    {}
+for x in batches:
+    step(scaler, optimizer, model(x))
+"""
+
+
+def found(source: str) -> list[str]:
+    """Return ``id:line`` of what is bad or a warning, lines counted after the imports."""
+    offset = IMPORTS.count("\n")
+    findings = check_source(IMPORTS + source)
+    return [f"{each.id}:{each.line - offset}" for each in findings if each.severity != "notice"]
+
+
+def body(text: str, head: str = LOOP) -> str:
+    indent = "        " if head == METHOD else "    "
+    return head + "".join(f"{indent}{line}\n" for line in text.splitlines())
+
+
+SCALED = "scaler.scale(loss).backward()\n"
+STEP = "scaler.step(optimizer)\nscaler.update()\n"
+OWN = {"scaler": "self.scaler", "optimizer": "self.optimizer"}
+
+
+def own(text: str) -> str:
+    for name, attribute in OWN.items():
+        text = text.replace(name, attribute)
+    return body(text, METHOD)
+
+
+WRONG = [
+    (
+        "unscale-twice:6",
+        body(SCALED + "scaler.unscale_(optimizer)\nscaler.unscale_(optimizer)\n" + STEP),
+    ),
+    (
+        "unscale-twice:6",
+        body(SCALED + "scaler.step(optimizer)\nscaler.unscale_(optimizer)\nscaler.update()\n"),
+    ),
+    (
+        "unscale-twice:5",
+        body(
+            SCALED
+            + "scaler.unscale_(optimizer)\nif (i + 1) % 4 == 0:\n    scaler.step(optimizer)\n"
+            "    scaler.update()\n"
+        ),
+    ),
+    (
+        "unscale-twice:10",
+        own(SCALED + "scaler.unscale_(optimizer)\nscaler.unscale_(optimizer)\n" + STEP),
+    ),
+    (
+        "unscale-twice:4",
+        HELPER.format("clip(s, o)\n    s.unscale_(o)\n    s.step(o)\n    s.update()")
+        + "def clip(s, o):\n    s.unscale_(o)\n",
+    ),
+    ("step-twice:6", body(SCALED + "scaler.step(optimizer)\n" + STEP)),
+    ("step-twice:6", body(SCALED + "scaler.step(optimizer)\noptimizer.step()\nscaler.update()\n")),
+    ("step-twice:4", HELPER.format("s.step(o)\n    s.step(optimizer)\n    s.update()")),
+    ("update-before-step:5", body(SCALED + "scaler.update()\nscaler.step(optimizer)\n")),
+    (
+        "update-before-step:5",
+        body(SCALED + "scaler.update()\nif (i + 1) % 4 == 0:\n    scaler.step(optimizer)\n"),
+    ),
+    (
+        "update-before-step:8",
+        body(
+            "scaler.scale(a).backward()\nscaler.scale(b).backward()\nscaler.step(opt_a)\n"
+            "scaler.unscale_(opt_b)\nscaler.update()\nscaler.step(opt_b)\nscaler.update()\n"
+        ),
+    ),
+    ("update-missing:5", body(SCALED + "scaler.step(optimizer)\n")),
+    (
+        "update-missing:5",
+        body(SCALED + "scaler.step(optimizer)\nif i % 9 == 0:\n    scaler.update()\n"),
+    ),
+    ("scaler-in-loop:4", body("scaler = GradScaler()\n" + SCALED + STEP)),
+    ("scaler-in-loop:8", own("scaler = GradScaler()\n" + SCALED + STEP)),
+    (
+        "scaler-in-loop:2",
+        "def one(x):\n    s = GradScaler()\n    s.scale(model(x)).backward()\n"
+        "    s.step(optimizer)\n"
+        "    s.update()\nfor x in batches:\n    one(x)\n",
+    ),
+    ("loss-not-scaled:4", body("loss.backward()\n" + STEP)),
+    ("loss-not-scaled:4", body("scaler.scale(loss)\nloss.backward()\n")),
+    (
+        "loss-not-scaled:7",
+        body(
+            "scaler.scale(d_loss).backward()\nscaler.step(d_opt)\ng_loss, _ = f(x)\n"
+            "g_loss.backward()\n"
+            "scaler.step(g_opt)\nscaler.update()\n"
+        ),
+    ),
+    ("loss-not-scaled:8", own("loss.backward()\n" + STEP)),
+    ("scaled-twice:5", body("loss = scaler.scale(loss)\n" + SCALED + STEP)),
+    ("scaled-twice:4", body("scaler.scale(scaler.scale(loss)).backward()\n" + STEP)),
+    (
+        "scaled-twice:2",
+        HELPER.replace("model(x))", "scaler.scale(model(x)))").format("s.step(o)\n    s.update()"),
+    ),
+    ("gradients-dropped:5", body(SCALED + "optimizer.zero_grad()\n" + STEP)),
+    (
+        "gradients-dropped:5",
+        body("loss.backward()\noptimizer.zero_grad()\noptimizer.step()\n").replace(
+            "with autocast('cuda')", "if True"
+        ),
+    ),
+    ("gradients-dropped:5", body(SCALED + "model.zero_grad()\n" + STEP)),
+    (
+        "scaler-bypassed:6",
+        body(SCALED + "scaler.unscale_(optimizer)\noptimizer.step()\nscaler.update()\n"),
+    ),
+    ("scaler-bypassed:5", body(SCALED + "opt.step()\n")),
+    ("scaler-bypassed:9", own(SCALED + "optimizer.step()\nscaler.update()\n")),
+    (
+        "unscale-of-another:7",
+        body(
+            SCALED + "scaler.unscale_(d_opt)\ntorch.nn.utils.clip_grad_norm_(g.parameters(), 1.0)\n"
+            "scaler.step(g_opt)\nscaler.update()\n"
+        ),
+    ),
+    (
+        "autocast-without-forward:3",
+        "for x, y in batches:\n    output = model(x)\n    with autocast('cuda'):\n"
+        "        loss = F.mse_loss(output, y)\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+    ),
+    (
+        "device-differs:2",
+        "model = model.to('cpu')\n" + f"with {HALF}:\n    loss = model(x)\n" + SCALED + STEP,
+    ),
+    (
+        "device-differs:2",
+        "model.cuda()\nwith torch.autocast('cpu', torch.float16):\n    loss = model(x)\n"
+        + SCALED
+        + STEP,
+    ),
+    (
+        "scaler-with-bf16:1",
+        "scaler = GradScaler(enabled=args.amp)\n"
+        "with torch.autocast('cuda', torch.bfloat16, enabled=args.amp):\n    loss = model(x)\n"
+        + SCALED
+        + STEP,
+    ),
+]
+
+
+@pytest.mark.parametrize(("wanted", "source"), WRONG)
+def test_a_mistake_is_found(wanted: str, source: str) -> None:
+    assert found(source) == [wanted]
+
+
+RIGHT = {
+    "accumulation": body(
+        SCALED + "if (i + 1) % 4 == 0:\n    scaler.unscale_(optimizer)\n"
+        "    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n"
+    ),
+    "two tests of one switch": body(
+        "if scaler is not None:\n    scaler.scale(loss).backward()\n"
+        "    if args.clip:\n        scaler.unscale_(optimizer)\nelse:\n    loss.backward()\n"
+        "if args.clip:\n    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "if use_amp:\n    scaler.step(optimizer)\n    scaler.update()\nelse:\n"
+        "    optimizer.step()\n"
+    ),
+    "lists of optimizers": body(
+        SCALED + "for o in optimizers:\n    scaler.unscale_(o)\n"
+        "for o in optimizers:\n    scaler.step(o)\nscaler.update()\n"
+    ),
+    "an index": body(
+        SCALED + "for k in range(2):\n    scaler.step(self.optimizers[k])\nscaler.update()\n"
+    ),
+    "one update for two steps": body(
+        "scaler.scale(a).backward()\nscaler.step(opt_a)\nopt_b.zero_grad()\n"
+        "scaler.scale(b).backward()\nscaler.step(opt_b)\nscaler.update()\n"
+    ),
+    "an update for each step": body(
+        "scaler.scale(a).backward()\nscaler.step(opt_a)\nscaler.update()\nopt_b.zero_grad()\n"
+        "scaler.scale(b).backward()\nscaler.step(opt_b)\nscaler.update()\n"
+    ),
+    "a backward pass elsewhere": body(
+        SCALED + "scaler.step(opt_a)\nscaler.update()\nrun_backward(x)\nscaler.step(opt_b)\n"
+    ),
+    "a scaled loss under its name": body("loss = scaler.scale(loss)\nloss.backward()\n" + STEP),
+    "a gradient penalty": body(
+        "scaled = torch.autograd.grad(scaler.scale(loss), model.parameters(), create_graph=True)\n"
+        "grads = [p * inv_scale for p in scaled]\nloss = loss + sum(g.norm() for g in grads)\n"
+        + SCALED
+        + STEP
+    ),
+    "a scaler for each epoch": "for epoch in epochs:\n    scaler = GradScaler()\n"
+    "    for x in batches:\n"
+    "        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n"
+    "        scaler.update()\n",
+    "skipped batches": body(
+        "if not torch.isfinite(loss):\n    optimizer.zero_grad()\n    continue\n" + SCALED + STEP
+    ),
+    "memory errors": "for x in batches:\n    try:\n        scaler.scale(model(x)).backward()\n"
+    "        scaler.step(optimizer)\n        scaler.update()\n    except RuntimeError:\n"
+    "        optimizer.zero_grad()\n",
+    "a backward pass to reserve memory": "model(x).sum().backward()\nmodel.zero_grad()\n"
+    + body(SCALED + STEP),
+    "a step left out": body(
+        "if train:\n    scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\n"
+        "if good:\n    scaler.step(optimizer)\nscaler.update()\n"
+    ),
+    "gradients dropped after an error": "for x in batches:\n    try:\n"
+    "        scaler.scale(model(x)).backward()\n"
+    "    except RuntimeError:\n        optimizer.zero_grad()\n    scaler.step(optimizer)\n"
+    "    scaler.update()\n",
+    "a scale to start with": body(
+        "scaler.scale(torch.ones(()))\nscaler.scale(loss).backward()\n" + STEP
+    ),
+    "a context in a variable": "context = nullcontext() if cpu else torch.autocast('cuda')\n"
+    "for x in batches:\n    with context:\n        loss = model(x)\n"
+    "    scaler.scale(loss).backward()\n"
+    "    scaler.step(optimizer)\n    scaler.update()\n",
+    "autocast for the device": "device = torch.device('cuda' if has_cuda else 'cpu')\n"
+    f"model.to(device)\nwith {HALF}:\n    loss = model(x)\n" + SCALED + STEP,
+    "a loss method of the model": body(
+        "with autocast('cuda'):\n    loss = model.loss(x)\n" + SCALED + STEP, "for x in batches:\n"
+    ),
+    "bfloat16 or float16": "scaler = GradScaler(enabled=dtype == 'float16')\n"
+    "with torch.autocast('cuda', torch.bfloat16, enabled=dtype != 'float32'):\n"
+    "    loss = model(x)\n" + SCALED + STEP,
+    "a scaler that is off": "scaler = GradScaler(enabled=False)\nloss = model(x)\nloss.backward()\n"
+    + STEP,
+}
+
+
+@pytest.mark.parametrize("title", RIGHT)
+def test_normal_code_has_no_finding(title: str) -> None:
+    assert found(RIGHT[title]) == []
