@@ -37,12 +37,14 @@ def own_errors() -> set[type]:
 
 
 def caught() -> set[str]:
-    """The names in all ``except`` clauses of the package."""
+    """The names in all ``except`` clauses of the package, and in what asks for a class."""
     found = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler) and node.type is not None:
                 found |= {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)}
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                found |= {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
     return found
 
 

@@ -143,6 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--fault", help="the cases of this fault alone, and no clean ones")
     parser.add_argument("--variants", type=int, default=5, help="of every kind; 0 for no kinds")
     parser.add_argument("--kinds", action="store_true", help="the kinds alone")
+    parser.add_argument(
+        "--forms", nargs="+", choices=table.FORMS, default=["step", "loop"], help="of the kinds"
+    )
     parser.add_argument("--kind", help="the variants of this kind alone")
     parser.add_argument("--verbose", action="store_true", help="print what was said wrongly")
     options = parser.parse_args(arguments)
@@ -165,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _of_kinds(options: argparse.Namespace) -> bool:
     """Print the score of the kinds in every form; return whether it is enough."""
     is_good = True
-    for form in table.FORMS if options.variants else ():
+    for form in options.forms if options.variants else ():
         found = []
         for case in table.judged(form, options.variants, options.seed, options.kind):
             found.append(case)

@@ -39,7 +39,7 @@ from halfstep._diagnose.kept_calls import (
     scale,
     set_part,
 )
-from halfstep._diagnose.user_code import user_place, whole_model
+from halfstep._diagnose.user_code import is_called_by_a_scaler, user_place, whole_model
 from halfstep._numerics.measure import is_finite, is_mask
 from halfstep._pytorch import autograd, compiler, data, modes, optim, storages, transforms
 from halfstep._pytorch.storages import ByMemory
@@ -49,6 +49,8 @@ MOST_CALLS = 4096
 """The most calls of a step that are kept; older ones then count as those of the step before."""
 MOST_CHECKED = 256
 """The most values that are checked when a loop has ended with an error."""
+MOST_COPIED = 2**28
+"""The size in bytes of all that is copied in a step before the loop writes to it."""
 MOST_READ = 1024
 """The most entries of an array that are checked when the loop reads it."""
 
@@ -132,6 +134,11 @@ class Capture(TopLevelCalls):
         before_backward: Is called before ``backward``, with its roots.
         after_read: Is called when the loop has read a value that is not finite, or has asked for
             such values and found some, with the tensor.
+
+    Attributes:
+        ends: The calls of ``backward`` in this step.
+        written: What the loop last wrote to a tensor from before the step, such as the factor that
+            it has multiplied gradients by.
     """
 
     def __init__(
@@ -152,10 +159,10 @@ class Capture(TopLevelCalls):
         self._writes: ByMemory[KeptCall] = ByMemory()
         self._new: list[weakref.ref[KeptCall]] = []
         self._old: list[weakref.ref[KeptCall]] = []
-        self._first = 0
+        self._first = self._num_copied = 0
         self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
-        self._bad_write: Made | None = None
+        self.written: Made | None = None
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
@@ -204,7 +211,7 @@ class Capture(TopLevelCalls):
     def begin(self) -> None:
         """Begin another step; its calls may use results of the last one, but no older ones."""
         self._turn()
-        self.ends, self._bad_write = [], None
+        self.ends, self.written, self._num_copied = [], None, 0
         self._writes = ByMemory()
 
     def _turn(self) -> None:
@@ -243,6 +250,8 @@ class Capture(TopLevelCalls):
         self, function: Callable[..., Any], kind: _Kind, args: Any, kwargs: Any
     ) -> Any:
         """Call a function of PyTorch, and keep the call if it returns or writes to a tensor."""
+        if is_called_by_a_scaler():
+            return function(*args, **kwargs)
         if kind is _Kind.READS:
             result = function(*args, **kwargs)
             self._note_read(args[0], result)
@@ -250,8 +259,7 @@ class Capture(TopLevelCalls):
         if kind is _Kind.WRITES:
             self._keep_values(args[:1])
             if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
-                if any(isinstance(a, float) and not math.isfinite(a) for a in args[1:]):
-                    self._bad_write = self._write_again(function, args, kwargs)
+                self._note_write(function, args, kwargs)
                 return function(*args, **kwargs)  # of what is there for more than this step
         if "out" in kwargs:
             self._keep_values([kwargs["out"]])
@@ -345,6 +353,9 @@ class Capture(TopLevelCalls):
             or (isinstance(value, tuple) and hasattr(value, "_fields"))
         ):
             return like(value, [self._kept(item, call, arguments) for item in value])
+        if isinstance(value, torch.Generator):
+            call.generators += ((value, value.get_state()),)
+            return value
         arguments += [_Argument(each, None, 0) for each in tensors_in([value])]
         return self._inside_of(value, call)
 
@@ -426,11 +437,13 @@ class Capture(TopLevelCalls):
         if self._entries.get(entry.key) is entry:
             del self._entries[entry.key]
 
-    def _write_again(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Made:
-        """Return the result of a write to a copy of what the loop is about to write to."""
-        copied = (args[0].detach().clone(), *args[1:])
-        call, _ = self._call(function, copied, kwargs)
-        return Made(call, 0)
+    def _note_write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Note what the loop writes to a tensor from before the step, such as a gradient."""
+        made = [found for a in args[1:] if isinstance(a, Tensor) and (found := self.made_by(a))]
+        self.written = made[0] if made else self.written
+        if any(isinstance(a, float) and not math.isfinite(a) for a in args[1:]):
+            copied = (args[0].detach().clone(), *args[1:])
+            self.written = Made(self._call(function, copied, kwargs)[0], 0)
 
     def is_old(self, call: KeptCall) -> bool:
         """Return whether a call was made before this step."""
@@ -450,8 +463,8 @@ class Capture(TopLevelCalls):
             if isinstance(value, Tensor):
                 for reference in self._given.get(storages.number_of_memory(value) or id(value), ()):
                     given = reference()
-                    if given is not None:
-                        given.keep()
+                    if given is not None and self._num_copied < MOST_COPIED:
+                        self._num_copied += given.keep()
 
     def _note_read(self, tensor: Any, value: Any) -> None:
         """Note that the loop has read a value, if it says that something is not finite."""
@@ -483,7 +496,7 @@ class Capture(TopLevelCalls):
                     continue
                 if not is_finite(tensor) and not is_mask(tensor):
                     return entry.made
-        return self._bad_write
+        return None
 
     # --- buffers ----------------------------------------------------------------------------------
 

@@ -58,11 +58,13 @@ class Given:
         is_read_only = self.tensor.is_inference()
         return self.copy is None and not is_read_only and self.tensor._version != self.version
 
-    def keep(self) -> None:
-        """Copy its values, which are about to change."""
-        if self.copy is None and self.tensor.nbytes <= LARGEST_COPY and not self.has_changed:
-            with torch.no_grad():
-                self.copy = self.tensor.clone().requires_grad_(self.tensor.requires_grad)
+    def keep(self) -> int:
+        """Copy its values, which are about to change; return how many bytes these are."""
+        if self.copy is not None or self.tensor.nbytes > LARGEST_COPY or self.has_changed:
+            return 0
+        with torch.no_grad():
+            self.copy = self.tensor.clone().requires_grad_(self.tensor.requires_grad)
+        return self.tensor.nbytes
 
     def value(self) -> Tensor:
         """Return the tensor as it was."""
@@ -91,6 +93,7 @@ class KeptCall:
         settings: The settings of autocast around it.
         has_grad: Whether gradients were enabled.
         random: The states of random generators, if it draws numbers.
+        generators: The generators among its arguments, with their states.
         buffers: The buffers of the model, with their values.
         forward: What was put in place of the model's own ``forward``, for this call or for good.
         writes: The positions among the tensors of its arguments that it wrote to.
@@ -108,6 +111,7 @@ class KeptCall:
     settings: tuple[Settings, ...] = ()
     has_grad: bool = True
     random: RandomStates | None = None
+    generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
     buffers: Sequence[tuple[Tensor, Tensor]] = ()
     forward: Callable[..., Any] | None = None
     is_training: bool = True
@@ -185,7 +189,7 @@ def scale(outputs: Any) -> Any:
 
 def is_backward(call: KeptCall) -> bool:
     """Return whether a call goes backward from a loss."""
-    return getattr(call.function, "__name__", "") == "backward"
+    return _name_of(call) == "backward"
 
 
 _SAYS_BAD = {"isnan", "isinf", "isneginf", "isposinf", "ne", "__ne__"}
@@ -194,6 +198,7 @@ _SAME = {
     *("any", "all", "sum", "max", "min", "stack", "cat"),
     *("logical_or", "__or__", "bitwise_or", "_is_all_true"),
 }
+_COPIES = {"detach", "clone", "float", "double", "to", "cpu", "__get__"}
 _OPPOSITE = {"logical_not", "__invert__", "bitwise_not"}
 
 
@@ -205,7 +210,7 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
         is_true: Whether it was true.
     """
     call = answer.call
-    name: str = getattr(call.function, "__name__", "")
+    name = _name_of(call)
     asked = _asked(call)
     if name in _SAYS_BAD | _SAYS_GOOD:
         is_comparison = name.strip("_") in ("ne", "eq")
@@ -217,6 +222,20 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
         found = (found_bad(part, is_true=is_true) for part in asked)
         return next(filter(None, found), None)
     return None
+
+
+def copied_from(made: Made) -> Made:
+    """Return the tensor that a tensor without gradients is a copy of, as in ``loss.detach()``."""
+    while _name_of(made.call) in _COPIES:
+        source = made.call.args[0]
+        if type(source) is not Made:
+            break
+        made = source
+    return made
+
+
+def _name_of(call: KeptCall) -> str:
+    return getattr(call.function, "__name__", "")
 
 
 def _asked(call: KeptCall) -> list[Made]:
@@ -244,7 +263,7 @@ def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler 
 
     Args:
         calls: The calls.
-        root: A tensor to return instead.
+        root: A tensor to return instead; if it is a loss, backward is called for it.
         scaler: Multiplies losses as the scaler of the run does; None for losses without a scale.
     """
     made: dict[KeptCall, list[Tensor]] = {}
@@ -256,7 +275,12 @@ def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler 
         if by_run is None and is_backward(call) and not is_scaled:
             by_run = scaler  # the runner scales in backward
         made[call] = _again(call, made, by_run)
-    return made[calls[-1]] if root is None else made[root.call][root.position]
+    if root is None:
+        return made[calls[-1]]
+    value = made[root.call][root.position]
+    if value.requires_grad and value.ndim == 0:  # a loss that the loop has left out
+        torch.autograd.backward(value)
+    return value
 
 
 def _again(
@@ -276,6 +300,9 @@ def _again(
     if scaler is not None:
         args = (scaler.scale(args[0]), *args[1:])
     with ExitStack() as stack:
+        for generator, state in call.generators:
+            stack.callback(generator.set_state, generator.get_state())
+            generator.set_state(state)
         stack.enter_context(torch.set_grad_enabled(call.has_grad))
         if call.is_constant:  # a value that was there before, for who looks for the cause
             there = call.still_there()

@@ -20,8 +20,10 @@ from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Line
 from halfstep._pytorch import autograd, modules, storages
 
+_TORCH = f"{Path(torch.__file__).parent}/"
+_SCALER = f"{Path(__file__).parents[1]}/_scaler/"
 _OURS = (
-    f"{Path(torch.__file__).parent}/",
+    _TORCH,
     f"{Path(__file__).parents[1]}/",
     "<frozen ",
     "<eval_with_key>",
@@ -121,6 +123,14 @@ def _user_frame() -> FrameType | None:
     return None
 
 
+def is_called_by_a_scaler() -> bool:
+    """Return whether the function of PyTorch that a mode is shown was called by a scaler."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_SCALER)
+
+
 def whole_model(module: nn.Module) -> nn.Module:
     """Return the outermost module whose method calls ``module``, as ``training_step`` does.
 
@@ -197,7 +207,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _path_to(tensor: Tensor, name: str, value: Any) -> str | None:
+def _path_to(tensor: Tensor, name: str, value: Any, depth: int = 2) -> str | None:
     """Return ``batch['x']`` if a tensor is there; tensors are compared by their memory."""
     if isinstance(value, Tensor):
         return name if _is_part_of(tensor, value) else None
@@ -214,8 +224,11 @@ def _path_to(tensor: Tensor, name: str, value: Any) -> str | None:
     else:
         return None
     for path, part in parts:
-        if isinstance(part, Tensor) and _is_part_of(tensor, part):
-            return path
+        is_inner = depth > 0 and isinstance(part, (dict, list, tuple))
+        if isinstance(part, Tensor) or is_inner:
+            found = _path_to(tensor, path, part, depth - 1)
+            if found is not None:
+                return found
     return None
 
 

@@ -33,6 +33,7 @@ from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
 from halfstep._diagnose.kept_calls import (
     KeptCall,
     Made,
+    copied_from,
     gap_in,
     is_model,
     needed_for,
@@ -63,8 +64,6 @@ MOST_DIAGNOSES = 5
 """The most places that are diagnosed in a run."""
 MOST_TRIED = 10
 """The most steps that are diagnosed, including those that go bad at a known place."""
-MOST_LOSSES = 256
-"""The most losses of a step that are checked, the last ones."""
 MOST_LIVE = 5
 """The most steps that are traced live after one that cannot be replayed."""
 SEE_MORE = (
@@ -129,11 +128,14 @@ class Watch:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._num_live = self._num_steps = self._num_tried = self._num_checked = self._bad_step = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
-        self._is_bad = self._is_trial = self.is_ending = False
+        self._is_bad = self._is_trial = self._is_leaving = self._is_stopping = False
+        self.is_ending = False
+        self._loss_scaler: GradScaler | None = None
         self._losses: list[Tensor] = []
         self._left_out: Made | None = None
         self._ends: list[KeptCall] = []
         self._bad_ends: list[KeptCall] = []
+        self._waiting: list[nn.Module | None] = []  # the model of the trace of the next step
         self._stack = ExitStack()
         self._pid, self._thread = os.getpid(), threading.get_ident()
 
@@ -163,6 +165,7 @@ class Watch:
             if self in OBSERVERS and (error is None or not issubclass(error, KeyboardInterrupt)):
                 if error is not None and self._left_out is None:
                     self._left_out = self._capture.first_bad()
+                self._is_stopping = True
                 self._conclude()
         finally:
             self._stack.close()
@@ -172,9 +175,8 @@ class Watch:
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
         """Note a loss before it is scaled."""
         if self._is_watching(scaler):
-            self._is_scaled = True
-            self._losses += [loss.detach() for loss in tensors_in([outputs])]
-            del self._losses[:-MOST_LOSSES]
+            self._is_scaled, self._loss_scaler = True, scaler
+            self._losses = [loss.detach() for loss in tensors_in([outputs])]
 
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
         """Check the outcomes of an iteration, and diagnose it if it went bad."""
@@ -182,10 +184,9 @@ class Watch:
             return
         bad = [outcome for outcome in outcomes if self._start.is_bad(outcome)]
         skipped = [outcome for outcome in outcomes if not outcome.taken]
-        if not bad and skipped and not _are_finite(self._losses):
-            bad = skipped
+        bad = skipped if self._bad_ends else [] if self._is_bad else bad
         scale = bad[0].scale if bad else None
-        if not bad and skipped and self._is_fault_at_any_scale():
+        if skipped and not (bad or self._is_bad) and self._is_fault_at_any_scale():
             bad, scale = skipped, 1.0
         if bad and any(outcome.taken for outcome in outcomes):
             self.notes.append("another optimizer has stepped before the replay")
@@ -196,37 +197,38 @@ class Watch:
             self.is_ending = False
 
     def _before_backward(self, roots: Any) -> None:
-        """Diagnose a step without a scaler whose loss is not finite, before it goes backward."""
+        """Diagnose a step whose loss is not finite, before it goes backward."""
         self._left_out = None
-        if self._is_trial or self._is_bad or not self._counts_plain_steps():
+        if self._is_trial or self._is_bad or self._live is not None or not self._is_here():
             return
-        with modes.unseen_by_modes():
-            if _are_finite(list(tensors_in([roots]))):
-                return
+        # Those of a scaler are looked at before it has multiplied them.
+        losses, self._losses = self._losses or list(tensors_in([roots])), []
+        if _are_finite(losses):
+            return
         self._is_bad = True
         ends = self._capture.ends[-1:]
         if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
             self._bad_ends = ends  # its hooks count the gradients of this backward pass
         else:
-            self._look(ends, None)
+            scaler = self._loss_scaler
+            self._look(ends, None if scaler is None else scaler.get_scale())
 
     def _after_read(self, made: Made) -> None:
         """Note a value that the loop has found not to be finite."""
         if self._left_out is None and not self._is_bad:
-            self._left_out = made
+            self._left_out = copied_from(made)
 
     def _conclude(self) -> None:
         """Diagnose a step that the loop has left out: it read a bad value and went on, or ended."""
         made, self._left_out = self._left_out, None
-        if made is None:
+        calls = [] if made is None else needed_for([made.call])
+        if made is None or not any(each.has_grad and is_model(each.function) for each in calls):
             return
-        calls = needed_for([made.call])
-        if not any(call.has_grad and is_model(call.function) for call in calls):
-            return
+        self._is_leaving = True
         was_taken = self._capture.is_old(made.call)  # it was read after the step
         self._num_steps -= was_taken
         self._look([made.call], None, root=made)
-        self._was_finite = False
+        self._was_finite = self._is_leaving = False
         self._num_steps += 1
         if not was_taken:
             self._capture.begin()
@@ -328,8 +330,10 @@ class Watch:
         finally:
             self._num_steps += 1
             self._is_bad, self._left_out = False, None
-            self._losses, self._ends = [], self._capture.ends
+            self._ends, self._bad_ends = self._capture.ends, []
             self._capture.begin()
+            while self._waiting:
+                self._trace(self._waiting.pop())
 
     def _look(
         self, ends: Sequence[KeptCall], scale: float | None, root: Made | None = None
@@ -347,18 +351,19 @@ class Watch:
         is_left_out = root is not None
         found, why_not = self._replayed(needed_for(ends), root, scale)
         if found is None and not is_left_out:
-            # Such as a number that gradients are multiplied by after backward.
             root = self._capture.first_bad()
-            if root is not None:
-                found, _ = self._replayed(needed_for([root.call]), root, scale)
+            for other in filter(None, (root, self._capture.written)):
+                if found is None:
+                    found, _ = self._replayed(needed_for([other.call]), other, scale)
         if found is not None:
             self._report(found)
             return
         self.notes.append(f"step {self._step} was not replayed: {why_not}")
         self._bad_step = self._step
-        if self._is_scaled or self._scaler is not None:  # it skips bad steps: others can be traced
+        is_skipping = self._is_scaled or self._scaler is not None
+        if is_skipping and not self._is_stopping:  # it skips bad steps: others can be traced
             self._num_live = MOST_LIVE
-            self._trace(self._model or self._capture.model_of(needed_for(ends)))
+            self._waiting = [self._model or self._capture.model_of(needed_for(ends))]
         elif not is_left_out:
             self._report(self._seen_only(root))
 
@@ -366,7 +371,7 @@ class Watch:
     def _step(self) -> int:
         """The number of the step that runs, from 1."""
         if not (self._optimizers or self._is_scaled):  # the loop steps by hand
-            return self._num_steps + len(self._capture.ends) + bool(self._left_out)
+            return self._num_steps + len(self._capture.ends) + self._is_leaving
         is_begun = 0 < len(self._stepped) < len(self._optimizers)
         return self._num_steps + (0 if is_begun else 1)
 
@@ -379,7 +384,7 @@ class Watch:
             self.notes.append(f"the bad values in step {self._step} came from another rank")
             self._came_from_elsewhere = True
         elif self._num_live:
-            self._trace(live.model)
+            self._waiting = [live.model]
         elif not (self.found or self._came_from_elsewhere):
             note = f"traced {things(self._step - self._bad_step, 'step')} after it: none went bad"
             self._report(Diagnosis("unknown", notes=(note, SEE_MORE)), self._bad_step)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import linecache
-import math
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tests.diagnose.kinds.program import MARK, Program, step_script
+from tests.diagnose.kinds.program import (
+    BAD_STEP,
+    MARK,
+    NUM_STEPS,
+    Program,
+    loop_script,
+    step_script,
+)
 
 import halfstep
+from halfstep import Diagnosis
+from halfstep._record.read import read_run
 
 OF_THE_BATCH = ("bad_batch", "bad_target")
-COLUMNS = ("named", "line", "verdict", "offered", "cure", "silent")
+COLUMNS = ("named", "line", "verdict", "offered", "cure", "silent", "step", "same")
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,8 @@ class Judged:
     """Parts of a diagnosis that were right; None for parts that do not apply.
 
     ``offered``: there is a cure that a replay has found finite. ``cure``: the program with the
-    cure pasted into it is finite. ``silent``: the program with a good batch is called finite.
+    cure pasted into it is finite. ``silent``: the program with a good batch is called finite. Of a
+    loop, ``step``: the number of the bad step. ``same``: the training is, bit for bit.
     """
 
     program: Program
@@ -36,6 +50,8 @@ class Judged:
     silent: bool
     said: str
     replays: int
+    step: bool | None = None
+    same: bool | None = None
 
 
 def judge(program: Program, folder: Path) -> Judged:
@@ -45,13 +61,20 @@ def judge(program: Program, folder: Path) -> Judged:
     source, file = step_script(program), folder / "program.py"
     names = run(source, file)
     found = halfstep.diagnose(names["step"], model=names["model"])
+    return judged(program, found, source, silent, partial(is_cured, program, source, found, file))
+
+
+def judged(
+    program: Program, found: Any, source: str, silent: bool, cures: Callable[[], bool]
+) -> Judged:
+    """Compare a diagnosis with the truth."""
     if program.is_harmless:
         right = found.verdict == "none"
         return Judged(program, None, None, right, None, None, silent, str(found), 0)
     bad = found.bad
     if program.verdict == "data":
         named = found.tensor is not None and any(
-            re.search(rf"\b{name}\b", found.tensor) for name in program.ops
+            re.search(rf"\b{name}\b", found.tensor) for name in (*program.ops, "batches")
         )
         line = bad is not None and _is_marked(source, bad.line or bad.forward_line)
         is_out = found.cure is not None and "leave this batch out" in found.cure.text
@@ -73,7 +96,7 @@ def judge(program: Program, folder: Path) -> Judged:
         line=bad is not None and _is_marked(source, bad.line or bad.forward_line),
         verdict=found.verdict == program.verdict,
         offered=offered,
-        cure=is_cured(program, source, found.cure, file),
+        cure=cures(),
         silent=silent,
         said=str(found),
         replays=found.num_replays,
@@ -85,7 +108,10 @@ def run(source: str, file: Path) -> dict[str, Any]:
     file.write_text(source)
     linecache.checkcache(str(file))
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(file)}
-    exec(compile(source, str(file), "exec"), names)
+    # A loop may end with its bad step, or fail in the next one for the weights that it left.
+    errors = (SystemExit, ValueError, RuntimeError) if "finite, losses" in source else ()
+    with suppress(*errors):
+        exec(compile(source, str(file), "exec"), names)
     return names
 
 
@@ -93,17 +119,88 @@ def _is_marked(source: str, line: Any) -> bool:
     return line is not None and MARK in source.splitlines()[line.number - 1]
 
 
+# --- loops ----------------------------------------------------------------------------------------
+
+
+WATCH = "with scaler.diagnose(model, tell=lambda *found: told.append(found)):"
+
+
+def judge_loop(program: Program, folder: Path) -> Judged:
+    """Diagnose a program in a folder, as a training loop under a watch."""
+    file = folder / "program.py"
+    plain = run(loop_script(program), file)
+    good = run(loop_script(program, bad=False, around=WATCH), folder / "good.py")
+    source = loop_script(program, around=WATCH)
+    names = run(source, file)
+    found, step = names["told"][0] if names["told"] else (Diagnosis("none"), None)
+    silent = not good["told"] or not all(good["finite"])  # a few are bad by chance
+    result = _judged_loop(program, found, step, source, file)
+    return replace(result, silent=silent, same=_bits(plain) == _bits(names))
+
+
+def _judged_loop(
+    program: Program, found: Diagnosis, step: int | None, source: str, file: Path
+) -> Judged:
+    """Compare a diagnosis of a loop with the truth."""
+    if program.verdict == "scale":  # one such step is the search for a scale
+        program = replace(program, is_harmless=True)
+    result = judged(program, found, source, True, partial(is_cured, program, source, found, file))
+    is_from_start = program.verdict == "data" and program.kind not in OF_THE_BATCH
+    right_step = None if program.is_harmless else step == (1 if is_from_start else BAD_STEP)
+    return replace(result, step=right_step)
+
+
+def _bits(names: dict[str, Any]) -> list[bytes]:
+    """Return the bits of the losses and the parameters that a loop has left."""
+    values = [*names["losses"], *(p.detach() for p in names["model"].parameters())]
+    return [bytes(value.reshape(-1).view(torch.uint8).tolist()) for value in values]
+
+
+def judge_script(program: Program, folder: Path) -> Judged:
+    """Diagnose a program in a folder, as a script under ``halfstep run --diagnose``."""
+    file, record = folder / "program.py", folder / f"record-{program}"
+    source = loop_script(program)
+    file.write_text(source + SAY_BITS)
+    plain = _said([str(file)], folder)
+    watched = _said(["-m", "halfstep", "run", "-q", "--diagnose", "-o", record, file], folder)
+    diagnoses = read_run(record).diagnoses
+    found, step = Diagnosis("none"), None
+    if diagnoses:
+        found, step = diagnoses[0].diagnosis, diagnoses[0].step
+    return replace(_judged_loop(program, found, step, source, file), same=plain == watched)
+
+
+SAY_BITS = """
+values = [*losses, *(p.detach() for p in model.parameters())]
+print([value.reshape(-1).view(torch.uint8).tolist() for value in values])
+"""
+
+
+def _said(arguments: list[Any], folder: Path) -> str:
+    """Return what a script has printed."""
+    command = [sys.executable, *map(str, arguments)]
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    ).stdout
+
+
 # --- cures ----------------------------------------------------------------------------------------
 
 
-def is_cured(program: Program, source: str, cure: Any, file: Path) -> bool:
-    """Return whether a program is finite with a cure pasted into it."""
+def is_cured(program: Program, source: str, found: Any, file: Path) -> bool:
+    """Return whether a program is finite with the cure of a diagnosis pasted into it."""
+    cure = found.cure
     pasted = None if cure is None else paste(program, source, cure)
     if pasted is None:
         return False
     try:
         names = run(pasted, file.with_name("cured.py"))
-        return is_finite(names["step"], names["model"])
+        if "finite" in names:  # a loop
+            return len(names["finite"]) == NUM_STEPS and all(names["finite"])
+        loss = names["step"]()
+        return is_finite([loss, *(p.grad for p in names["model"].parameters())])
     except Exception as error:  # what was offered does not run
         print(f"{program}: {type(error).__name__}: {error}\n{cure.text}")
         return False
@@ -115,7 +212,8 @@ def paste(program: Program, source: str, cure: Any) -> str | None:
         region = re.search(r"with (halfstep\.autocast\(.*\)):", cure.text)
         assert region, cure.text
         setup = f"{program.setup}\nmodel.float()\n"
-        return step_script(replace(program, setup=setup, region=region[1]))
+        script = loop_script if "finite, losses" in source else step_script
+        return script(replace(program, setup=setup, region=region[1]))
     lines = source.splitlines()
     for edit in sorted(cure.edits, key=lambda edit: -edit.first):
         lines[edit.first - 1 : edit.last] = edit.text.splitlines()
@@ -130,8 +228,6 @@ def paste(program: Program, source: str, cure: Any) -> str | None:
     return pasted if is_done else None
 
 
-def is_finite(step: Callable[[], Any], model: torch.nn.Module) -> bool:
-    """Run a step; return whether its loss and gradients are finite."""
-    loss = step()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return math.isfinite(loss.item()) and all(bool(g.isfinite().all()) for g in grads)
+def is_finite(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether the values of all tensors are."""
+    return all(tensor is None or bool(tensor.detach().isfinite().all()) for tensor in tensors)

@@ -85,7 +85,7 @@ class Program:
     def head(self) -> str:
         """The top of a script: imports, ``model``, ``batch``, ``optimizer`` and ``scaler``."""
         parts = [_IMPORTS, f"torch.manual_seed({self.seed})", self.setup]
-        parts += ["optimizer = torch.optim.SGD(model.parameters(), lr=0.01)"]
+        parts += ["optimizer = torch.optim.SGD(model.parameters(), lr=0.0)"]
         parts += [f"scaler = {self.scaler}"]
         if self.around:
             body = indent(f"{self.loss}\nreturn loss", "    ")
@@ -105,6 +105,49 @@ def step_script(program: Program, *, bad: bool = True) -> str:
     body = f"optimizer.zero_grad()\n{program.forward}\nscaler.scale(loss).backward()\nreturn loss"
     given = ", ".join(program.names)
     return f"{program.head}\n{given}, = batch({bad})\n\n\ndef step():\n{indent(body, '    ')}\n"
+
+
+BAD_STEP, NUM_STEPS = 3, 4
+
+_LEAVES = (
+    "",
+    "if not math.isfinite(loss.item()):\n    optimizer.zero_grad()\n    continue",
+    "if torch.isnan(loss).any() or loss.isinf():\n    break",
+    "if loss.detach() != loss.detach():\n    raise SystemExit(1)",
+)
+"""What a loop does with a loss that is not finite."""
+
+
+def loop_script(program: Program, *, bad: bool = True, around: str = "") -> str:
+    """Return a script with a training loop whose step :data:`BAD_STEP` is bad.
+
+    ``around``: a statement that begins a block around the loop. ``finite`` is whether the loss and
+    the gradients of each step were, ``losses`` are those of the steps that were not left out.
+    """
+    given = ", ".join(program.names)
+    leave = _LEAVES[program.seed % len(_LEAVES)] if bad else ""
+    body = f"""\
+{given}, = batches[i]
+optimizer.zero_grad()
+{program.forward}
+finite.append(is_finite([loss]))
+{leave}
+scaler.scale(loss).backward()
+finite[-1] &= is_finite(p.grad for p in model.parameters())
+scaler.step(optimizer)
+scaler.update()
+losses.append(loss.detach())
+"""
+    loop = f"for i in range({NUM_STEPS}):\n{indent(body, '    ')}"
+    return "\n".join(
+        (
+            f"from {__package__}.judged import is_finite\n",
+            program.head,
+            "finite, losses = [], []",
+            f"batches = [batch({bad} and i == {BAD_STEP - 1}) for i in range({NUM_STEPS})]",
+            f"told = []\n{around}\n{indent(loop, '    ')}" if around else loop,
+        )
+    )
 
 
 # --- variety --------------------------------------------------------------------------------------

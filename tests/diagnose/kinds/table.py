@@ -8,11 +8,11 @@ from itertools import islice
 from pathlib import Path
 
 from tests.diagnose.kinds import KINDS, programs
-from tests.diagnose.kinds.judged import COLUMNS, Judged, judge
+from tests.diagnose.kinds.judged import COLUMNS, Judged, judge, judge_loop, judge_script
 from tests.diagnose.kinds.program import Program
 
 Form = Callable[[Program, Path], Judged]
-FORMS: dict[str, Form] = {"step": judge}
+FORMS: dict[str, Form] = {"step": judge, "loop": judge_loop, "script": judge_script}
 """How a program is run and diagnosed."""
 
 LEAST = 0.95
