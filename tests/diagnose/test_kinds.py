@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.kinds import KINDS, programs
-from tests.diagnose.kinds.judged import is_finite, judge, run
+from tests.diagnose.kinds.judged import is_finite, run
 from tests.diagnose.kinds.program import step_script
-from tests.diagnose.kinds.table import wrong
+from tests.diagnose.kinds.table import FORMS, wrong
 
 VARIANTS = 5 if "HALFSTEP_FUZZ" in os.environ else 1
 
@@ -21,10 +21,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:std..:UserWarning", "ignore:var.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_fault_is_named_and_its_cure_can_be_pasted(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["step", "loop"])
+def test_the_fault_is_named_and_its_cure_can_be_pasted(
+    form: str, kind: str, tmp_path: Path
+) -> None:
     for program in islice(programs(kind), VARIANTS):
-        case = judge(program, tmp_path)
+        case = FORMS[form](program, tmp_path)
         assert not wrong(case), f"{program}: {wrong(case)}\n{case.said}"
+
+
+@pytest.mark.parametrize("kind", ["focal", "backward_in_python", "squares_in_half"])
+def test_the_same_holds_for_a_script(kind: str, tmp_path: Path) -> None:
+    program = next(programs(kind))
+    case = FORMS["script"](program, tmp_path)
+    assert not wrong(case), f"{program}: {wrong(case)}\n{case.said}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,4 +43,6 @@ def test_a_program_is_finite_without_its_fault_and_not_with_it(kind: str, tmp_pa
         for is_bad in (False, True):
             names = run(step_script(program, bad=is_bad), tmp_path / f"{is_bad}.py")
             is_fault = is_bad and not program.is_harmless
-            assert is_finite(names["step"], names["model"]) != is_fault, program
+            loss = names["step"]()
+            grads = [p.grad for p in names["model"].parameters()]
+            assert is_finite([loss, *grads]) != is_fault, program

@@ -6,7 +6,8 @@ import functools
 import linecache
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
@@ -162,19 +163,26 @@ def line_at(code: CodeType, number: int) -> Line:
 
 
 def called_by_user(tensor: Tensor) -> str | None:
-    """Return the name that the outermost function with a tensor has for it, and where that is."""
-    found = None
-    for frame in _frames():
-        if not is_users(frame.f_code.co_filename):
-            continue
-        names = frame.f_code.co_names
-        known = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
-        for name, value in {**known, **frame.f_locals}.items():
-            path = _path_to(tensor, name, value)
-            if path is not None:
-                file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-                found = f"{path} in {function} ({file}:{frame.f_lineno})"
-    return found
+    """Return the name that the outermost function with a tensor has for it, and where that is.
+
+    The tensor itself goes before others in the same memory, and a name before a place in containers
+    of containers.
+    """
+    for is_it, depth in ((_is_same_view, 0), (_is_part_of, 0), (_is_same_view, 2)):
+        found = None
+        for frame in _frames():
+            if not is_users(frame.f_code.co_filename):
+                continue
+            names = frame.f_code.co_names
+            known = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
+            for name, value in {**known, **frame.f_locals}.items():
+                path = _path_to(partial(is_it, tensor), name, value, depth)
+                if path is not None:
+                    file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
+                    found = f"{path} in {function} ({file}:{frame.f_lineno})"
+        if found is not None:
+            return found
+    return None
 
 
 def is_of_batch(tensor: Tensor) -> bool:
@@ -207,10 +215,10 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _path_to(tensor: Tensor, name: str, value: Any, depth: int = 2) -> str | None:
-    """Return ``batch['x']`` if a tensor is there; tensors are compared by their memory."""
+def _path_to(is_it: Callable[[Tensor], bool], name: str, value: Any, depth: int) -> str | None:
+    """Return ``batch['x']`` if a tensor is there, in so many containers of containers at most."""
     if isinstance(value, Tensor):
-        return name if _is_part_of(tensor, value) else None
+        return name if is_it(value) else None
     if isinstance(value, dict):
         parts = [(f"{name}[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, (list, tuple)) and len(value) <= 64:
@@ -226,10 +234,19 @@ def _path_to(tensor: Tensor, name: str, value: Any, depth: int = 2) -> str | Non
     for path, part in parts:
         is_inner = depth > 0 and isinstance(part, (dict, list, tuple))
         if isinstance(part, Tensor) or is_inner:
-            found = _path_to(tensor, path, part, depth - 1)
+            found = _path_to(is_it, path, part, depth - 1)
             if found is not None:
                 return found
     return None
+
+
+def _is_same_view(tensor: Tensor, other: Tensor) -> bool:
+    if tensor is other:
+        return True
+    if tensor.shape != other.shape or not _is_part_of(tensor, other):
+        return False
+    is_plain = tensor.layout is torch.strided and other.layout is torch.strided
+    return not is_plain or tensor.storage_offset() == other.storage_offset()
 
 
 def _is_part_of(tensor: Tensor, whole: Tensor) -> bool:

@@ -200,12 +200,14 @@ def vae_kl(v: Variety) -> Program:
     return v.program(
         "maths",
         "exp",
-        bad="x = x * 1e5",
+        gives="x, gain",
+        batch="gain = 1.0",
+        bad="gain = 1e5",
         dtypes=(None, "bfloat16"),
         outputs=8,
         loss=f"""
             mu, {logvar} = model(x).chunk(2, dim=-1)
-            {logvar} = {logvar}.abs() * 100
+            {logvar} = {logvar}.abs() * gain
             loss = -0.5 * (1 + {logvar} - mu.pow(2) - {logvar}.exp()).sum(-1).mean()  # bad
         """,
     )
