@@ -167,6 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _of_kinds(options: argparse.Namespace) -> bool:
     """Print the score of the kinds in every form; return whether it is enough."""
+    warnings.simplefilter("ignore", UserWarning)  # of PyTorch, of what is bad
     is_good = True
     for form in options.forms if options.variants else ():
         found = []

@@ -63,7 +63,7 @@ _VIEWS = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
 _NO_TENSORS = {
     *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "is_contiguous"),
     *("is_floating_point", "is_complex", "data_ptr", "storage_offset", "__len__", "__repr__"),
-    *("__format__", "get_device", "untyped_storage", "_set_grad_enabled"),
+    *("__format__", "__set__", "get_device", "untyped_storage", "_set_grad_enabled"),
 }
 """Names of functions that return no tensors; to know them costs less than to look."""
 _WRITES = {

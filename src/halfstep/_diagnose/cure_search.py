@@ -159,13 +159,13 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     if entered.dtype is not torch.bfloat16 and trial.blame(bfloat16) is None:
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         return Cure("dtype", text, is_finite=True, dtype="bfloat16")
-    edited = in_float32(trial, blame, call)
+    edited = None if call is None else _of_edits(trial, blame, call, IN_FLOAT32, is_only=True)
     if edited is not None and edited.is_finite:
         return edited
     if trial.blame(float32) is None:
         text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
         return Cure("dtype", text, is_finite=True, dtype="float32")
-    return edited
+    return in_float32(trial, blame, call)
 
 
 def _of_half_model(trial: CureTrial) -> Cure | None:
@@ -321,14 +321,28 @@ def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | 
 
 
 def _of_edits(
-    trial: CureTrial, blame: Blame, call: UserCall, first: tuple[Edit, ...] | None = None
+    trial: CureTrial,
+    blame: Blame,
+    call: UserCall,
+    first: tuple[Edit, ...] = (),
+    *,
+    is_only: bool = False,
 ) -> Cure | None:
-    """Edit the call that goes bad, then the one that goes bad after that."""
+    """Edit the call that goes bad, then the one that goes bad after that.
+
+    Args:
+        trial: The step.
+        blame: What goes bad in it.
+        call: The user's call that does.
+        first: Edits to try before those that the function has.
+        is_only: Whether no others are tried.
+    """
     chosen: tuple[tuple[UserCall, Edit], ...] = ()
     best: Cure | None = None
     for _ in range(MOST_EDITS):
         step: tuple[Edit, Blame, UserCall] | None = None
-        for edit in (*(first or ()), *edits_of(call.function))[:MOST_EDITS_TRIED]:
+        edits = first if is_only else (*first, *edits_of(call.function))
+        for edit in edits[:MOST_EDITS_TRIED]:
             tried = trial.edited((*chosen, (call, edit)), trial.scale)
             if tried.blame is None:
                 return _of_placed(tried.calls, is_finite=True)

@@ -494,17 +494,20 @@ def _are_finite(losses: Sequence[Tensor]) -> bool:
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
     """Return whether all gradients of an optimizer are finite. Sync: one for each device."""
     with modes.unseen_by_modes(), torch.no_grad():
-        grads = [p.grad for p in parameters(optimizer) if p.grad is not None and p.grad.numel()]
+        grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
         dense = [grad for grad in grads if _is_plain(grad)]
-        largest = [norm.float() for norm in amp.norms_of_each(dense, math.inf)] if dense else []
-        others = (grad for grad in grads if not _is_plain(grad))
-        return all(map(math.isfinite, _values_of(largest))) and all(map(is_finite, others))
+        norms = _values_of(amp.norms_of_each(dense)) if dense else []
+        # A norm may overflow, and that of another layout may not be known: these are read again.
+        doubtful = [g for g, norm in zip(dense, norms, strict=True) if not math.isfinite(norm)]
+        return all(map(is_finite, [*doubtful, *(g for g in grads if not _is_plain(g))]))
 
 
-def _values_of(scalars: list[Tensor]) -> list[float]:
-    devices = dict.fromkeys(scalar.device for scalar in scalars)
-    on_each = (torch.stack([s for s in scalars if s.device == device]) for device in devices)
-    return [value for each in on_each for value in each.tolist()]
+def _values_of(norms: Sequence[Tensor]) -> list[float]:
+    on_each: dict[torch.device, list[Tensor]] = {}
+    for norm in norms:
+        on_each.setdefault(norm.device, []).append(norm.float())
+    values = {device: iter(torch.stack(some).tolist()) for device, some in on_each.items()}
+    return [next(values[norm.device]) for norm in norms]
 
 
 def _is_plain(grad: Tensor) -> bool:

@@ -80,14 +80,15 @@ def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
 def _what(found: Diagnosis) -> Iterator[str | Code]:
     """Yield what made the steps bad; the text continues after the step numbers."""
     bad = found.bad
-    dtype = "this one" if bad is None or bad.output is None else bad.output.dtype
+    dtype = "" if bad is None or bad.output is None else bad.output.dtype
+    needs = "" if dtype in ("", "float32") else f"its result needs a wider dtype than {dtype}, and "
     before, after = {
         "none": (" went bad, but in the replay every loss and gradient was finite", ""),
         "absorbed": (" overflowed in ", ", and is finite but wrong"),
         "scale": (" overflowed in ", ", since the scale was too large"),
         "range": (
             " went bad in ",
-            f": its result needs a wider dtype than {dtype}, and is finite in float32",
+            f": {needs or 'what it reads was rounded before; it '}is finite in float32",
         ),
         "maths": (" went bad in ", ", which is not finite in float32 either"),
         "data": (" went bad because ", ""),
@@ -130,5 +131,7 @@ def _cure(cure: Cure | None) -> Iterator[str | Code]:
         yield f" What to do: {cure.text}"
     else:
         yield _REPLAYED[cure.is_finite]
-        yield Code(cure.text)
+        for number, text in enumerate(cure.text.splitlines()):
+            yield " " if number else ""
+            yield Code(text.strip())
     yield "."
