@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -200,9 +200,8 @@ class Watch:
         self._left_out = None
         if self._is_trial or self._is_bad or not self._counts_plain_steps():
             return
-        with modes.unseen_by_modes():
-            if _are_finite(list(tensors_in([roots]))):
-                return
+        if _are_finite(tensors_in([roots])):
+            return
         self._is_bad = True
         ends = self._capture.ends[-1:]
         if any(isinstance(call.function, DistributedDataParallel) for call in needed_for(ends)):
@@ -481,9 +480,11 @@ class _ExpectedSkips:
         return not (has_just_grown and is_rare)
 
 
-def _are_finite(losses: Sequence[Tensor]) -> bool:
-    with modes.unseen_by_modes():
-        return all(map(is_finite, losses))
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all tensors are finite, as far as they can be asked. Sync: one for each."""
+    with modes.unseen_by_modes(), suppress(Exception):  # of a subclass that knows few functions
+        return all(map(is_finite, tensors))
+    return True
 
 
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
@@ -493,7 +494,7 @@ def _has_finite_gradients(optimizer: Optimizer) -> bool:
         dense = [grad for grad in grads if _is_plain(grad)]
         largest = [norm.float() for norm in amp.norms_of_each(dense, math.inf)] if dense else []
         others = (grad for grad in grads if not _is_plain(grad))
-        return all(map(math.isfinite, _values_of(largest))) and all(map(is_finite, others))
+        return all(map(math.isfinite, _values_of(largest))) and _are_finite(others)
 
 
 def _values_of(scalars: list[Tensor]) -> list[float]:
