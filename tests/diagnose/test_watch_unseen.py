@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +182,37 @@ def test_gradients_of_a_subclass_that_knows_few_functions() -> None:
         model(torch.ones(2, 3)).sum().as_subclass(Few).backward()
     assert model.weight.grad is not None
     assert not watch.found
+
+
+def test_tensors_of_the_first_step_are_let_go() -> None:
+    class Trainer:
+        def train(self) -> None:
+            first, second = nn.Linear(3, 3), nn.Linear(3, 1)
+            hidden = first(torch.ones(2, 3))
+            second(hidden).sum().backward()
+            reference = weakref.ref(hidden)
+            del hidden
+            gc.collect()
+            is_there.append(reference() is not None)
+
+    is_there: list[bool] = []
+    with Watch():
+        Trainer().train()
+    assert is_there == [False]
+
+
+def test_an_error_of_a_signal_handler_reaches_the_loop() -> None:
+    def handler(*_: object) -> None:
+        raise TimeoutError("too long")
+
+    class Slow(dict[str, Tensor]):
+        def values(self) -> Any:
+            signal.raise_signal(signal.SIGUSR1)
+            return super().values()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with Watch(), pytest.raises(TimeoutError, match="too long"):
+            Model(lambda x: x)(torch.ones(2, 3), Slow(x=torch.ones(1)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)

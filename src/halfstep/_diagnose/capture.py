@@ -12,10 +12,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import signal
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -576,8 +578,18 @@ def _books() -> Iterator[None]:
     Objects and tensors of the user's own may raise any error when they are looked through; the call
     is then not kept. No mode or subclass of the user's sees what is asked of tensors.
     """
-    with suppress(Exception), torch._C.DisableTorchFunction(), modes.unseen_by_modes():
-        yield
+    with torch._C.DisableTorchFunction(), modes.unseen_by_modes():
+        try:
+            yield
+        except Exception as error:
+            if _is_of_a_signal(error):
+                raise
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Return whether a signal handler of the loop has raised an error, such as a time limit."""
+    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _name_of(function: Any) -> str:
