@@ -166,3 +166,10 @@ def test_a_teacher_is_named_and_no_batch_is_left_out() -> None:
     assert found.tensor.startswith("teacher.weight in ")
     assert found.cure is not None
     assert "leave this batch out" not in found.cure.text
+
+
+def test_an_edit_of_a_call_in_place_changes_what_it_writes_to(tmp_path: Path) -> None:
+    body = """scores = rows[:, :3] * 2
+scores.fill_diagonal_(-math.inf)
+loss = F.cross_entropy(scores, torch.arange(3))"""
+    assert "scores.fill_diagonal_(-10000.0)" in str(diagnosed(body, tmp_path).cure)

@@ -12,7 +12,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import signal
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -47,6 +50,8 @@ from halfstep._scaler.scaler import GradScaler
 
 MOST_CALLS = 4096
 """The most calls of a step that are kept; older ones then count as those of the step before."""
+MOST_EVALUATED = 16
+"""The most calls of models without gradients whose results are more than values."""
 MOST_CHECKED = 256
 """The most values that are checked when a loop has ended with an error."""
 MOST_COPIED = 2**28
@@ -98,6 +103,13 @@ class _Argument(NamedTuple):
     version: int
 
 
+class _Kept(NamedTuple):
+    """Call to be kept, and the tensors among its arguments."""
+
+    call: KeptCall
+    arguments: list[_Argument]
+
+
 class _Entry(weakref.ref[Tensor]):
     """Reference to a tensor that a kept call has made."""
 
@@ -114,13 +126,16 @@ class _CallsOfFunctions(modes.FunctionMode):
         super().__init__()
         self._capture = capture
 
+    @compiler.do_not_compile_alone
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function, and keep the call."""
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
         kind = _kind_of(_name_of(func))
-        if kind is _Kind.LEFT_OUT or torch.compiler.is_compiling() or self._capture.is_left_out():
+        if kind is _Kind.LEFT_OUT or self._capture.is_left_out():
             return func(*args, **kwargs)
         return self._capture.call_function(func, kind, args, kwargs)
 
@@ -159,6 +174,7 @@ class Capture(TopLevelCalls):
         self._writes: ByMemory[KeptCall] = ByMemory()
         self._new: list[weakref.ref[KeptCall]] = []
         self._old: list[weakref.ref[KeptCall]] = []
+        self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._first = self._num_copied = 0
         self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
@@ -222,6 +238,7 @@ class Capture(TopLevelCalls):
         self._old, self._new = self._new, []
         self._first = next(self._numbers)
         self._given.clear()
+        self._evaluated.clear()
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -232,19 +249,11 @@ class Capture(TopLevelCalls):
         """Call a module, and keep the call."""
         if not _counts():
             return original(module, *args, **kwargs)
-        has_grad = is_grad_enabled()
-        if has_grad and is_model(module):
+        if is_grad_enabled() and is_model(module):
             self._before_model()
-        call, arguments = self._call(module, args, kwargs)
-        if module not in self._wholes and is_model(module):
-            self._wholes[module] = weakref.ref(whole_model(module))
-        if has_grad or module.training:
-            call.random = RandomStates(accelerators())
-        call.is_training = module.training
-        call.forward = vars(replicated(module)).get("forward")
-        call.buffers = [(buffer, self._values_of(buffer)) for buffer in self._buffers_of(module)]
+        kept = self._call(module, args, kwargs)
         with self.inside():
-            return self._done(call, arguments, partial(original, module), args, kwargs)
+            return self._done(kept, partial(original, module), args, kwargs)
 
     def call_function(
         self, function: Callable[..., Any], kind: _Kind, args: Any, kwargs: Any
@@ -254,44 +263,51 @@ class Capture(TopLevelCalls):
             return function(*args, **kwargs)
         if kind is _Kind.READS:
             result = function(*args, **kwargs)
-            self._note_read(args[0], result)
+            with _books():
+                self._note_read(args[0], result)
             return result
-        if kind is _Kind.WRITES:
-            self._keep_values(args[:1])
-            if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
-                self._note_write(function, args, kwargs)
-                return function(*args, **kwargs)  # of what is there for more than this step
-        if "out" in kwargs:
-            self._keep_values([kwargs["out"]])
-        call, arguments = self._call(function, args, kwargs)
-        if kind is _Kind.DRAWS:
-            call.random = RandomStates(accelerators())
-        if autograd.goes_backward(function):
-            self.ends.append(call)
+        with _books():
+            if kind is _Kind.WRITES:
+                self._keep_values(args[:1])
+            if "out" in kwargs:
+                self._keep_values([kwargs["out"]])
+        if kind is _Kind.WRITES and self._is_of_more_than_a_step(function, args, kwargs):
+            return function(*args, **kwargs)
+        kept = self._call(function, args, kwargs, is_drawing=kind is _Kind.DRAWS)
+        if kept is not None and autograd.goes_backward(function):
+            self.ends.append(kept.call)
             self._before_backward(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
         is_effect = kind is _Kind.WRITES and function.__name__ != "__get__"
-        return self._done(call, arguments, function, args, kwargs, is_effect=is_effect)
+        return self._done(kept, function, args, kwargs, is_effect=is_effect)
+
+    def _is_of_more_than_a_step(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Return whether a function writes to what no call of this step has made."""
+        is_found = False
+        with _books():
+            if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
+                is_found = True
+                self._note_write(function, args, kwargs)
+        return is_found
 
     def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.is_left_out():
             return original(*args, **kwargs)
         if is_grad_enabled():
             self._before_model()
-        call, arguments = self._call(original, args, kwargs)
-        call.random = RandomStates(accelerators())
-        if original.__name__ in transforms.GRADIENTS:
-            self.ends.append(call)
+        kept = self._call(original, args, kwargs, is_drawing=True)
+        if kept is not None and original.__name__ in transforms.GRADIENTS:
+            self.ends.append(kept.call)
         with self.inside():
-            return self._done(call, arguments, original, args, kwargs)
+            return self._done(kept, original, args, kwargs)
 
     def _around_scale(
         self, original: Callable[..., Any], scaler: GradScaler, outputs: Any, *args: Any, **kw: Any
     ) -> Any:
         if torch.compiler.is_compiling() or self.is_left_out():
             return original(scaler, outputs, *args, **kw)
-        call, arguments = self._call(scale, (outputs,), {})
+        kept = self._call(scale, (outputs,), {})
         with self.inside():
-            return self._done(call, arguments, partial(original, scaler), (outputs, *args), kw)
+            return self._done(kept, partial(original, scaler), (outputs, *args), kw)
 
     def _around_batch(self, original: Callable[..., Any], loader: Any) -> Any:
         with self.inside():
@@ -306,9 +322,9 @@ class Capture(TopLevelCalls):
             is_compiled = autograd.is_compiled_function(cls)
             if torch.compiler.is_compiling() or self.is_left_out() or is_compiled:
                 return original(*args, **kwargs)
-            call, arguments = self._call(cls.apply, args, kwargs)
+            kept = self._call(cls.apply, args, kwargs)
             with self.inside():
-                return self._done(call, arguments, original, args, kwargs)
+                return self._done(kept, original, args, kwargs)
 
         return apply
 
@@ -321,9 +337,20 @@ class Capture(TopLevelCalls):
 
     @compiler.do_not_compile_alone
     def _call(
-        self, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[KeptCall, list[_Argument]]:
-        """Return a call with placeholders for its tensors, and its tensors as they are now."""
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_drawing: bool = False
+    ) -> _Kept | None:
+        """Return a call with placeholders for its tensors, None if it cannot be kept."""
+        kept = None
+        with _books():
+            kept = self._placed(function, args, kwargs)
+            if isinstance(function, nn.Module):
+                self._note_module(kept.call, function)
+            elif is_drawing:
+                kept.call.random = RandomStates(accelerators())
+            return kept
+        return None  # an object of the user's has raised an error
+
+    def _placed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _Kept:
         call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
         call.has_grad = is_grad_enabled()
         call.args = tuple([self._kept(value, call, arguments) for value in args])
@@ -332,7 +359,28 @@ class Capture(TopLevelCalls):
         for device in _devices():
             if is_autocast_enabled(device):
                 call.settings += (current_settings(device),)
-        return call, arguments
+        return _Kept(call, arguments)
+
+    def _note_module(self, call: KeptCall, module: nn.Module) -> None:
+        """Note the state of a module that is called."""
+        if module not in self._wholes and is_model(module):
+            self._wholes[module] = weakref.ref(whole_model(module))
+        if call.has_grad or module.training:
+            call.random = RandomStates(accelerators())
+        call.is_training = module.training
+        call.forward = vars(replicated(module)).get("forward")
+        call.buffers = [(buffer, self._values_of(buffer)) for buffer in self._buffers_of(module)]
+        if not call.has_grad and is_model(module):
+            self._forget_evaluated()
+
+    def _forget_evaluated(self) -> None:
+        """Let go of calls without gradients, but those of the last evaluations of a model."""
+        self._evaluated.append([])
+        if len(self._evaluated) > MOST_EVALUATED:
+            for reference in self._evaluated.popleft():
+                call = reference()
+                if call is not None:
+                    call.forget()
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
         """Return a placeholder for a tensor, and for the tensors in a container."""
@@ -398,8 +446,7 @@ class Capture(TopLevelCalls):
     @compiler.do_not_compile_alone
     def _done(
         self,
-        call: KeptCall,
-        arguments: list[_Argument],
+        kept: _Kept | None,
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -408,6 +455,13 @@ class Capture(TopLevelCalls):
     ) -> Any:
         """Make a call, note which tensors it has made, and return its result."""
         result = function(*args, **kwargs)
+        if kept is not None:
+            with _books():
+                self._note_made(kept, result, is_effect=is_effect)
+        return result
+
+    def _note_made(self, kept: _Kept, result: Any, *, is_effect: bool) -> None:
+        call, arguments = kept
         call.writes = tuple(
             position
             for position, (tensor, made, version) in enumerate(arguments)
@@ -429,9 +483,10 @@ class Capture(TopLevelCalls):
             call.results += ((entry, entry.version),)
         if made:
             self._new.append(weakref.ref(call))
+            if not call.has_grad and self._evaluated:
+                self._evaluated[-1].append(self._new[-1])
             if len(self._new) > MOST_CALLS:
                 self._turn()
-        return result
 
     def _drop(self, entry: _Entry) -> None:
         if self._entries.get(entry.key) is entry:
@@ -443,7 +498,7 @@ class Capture(TopLevelCalls):
         self.written = made[0] if made else self.written
         if any(isinstance(a, float) and not math.isfinite(a) for a in args[1:]):
             copied = (args[0].detach().clone(), *args[1:])
-            self.written = Made(self._call(function, copied, kwargs)[0], 0)
+            self.written = Made(self._placed(function, copied, kwargs).call, 0)
 
     def is_old(self, call: KeptCall) -> bool:
         """Return whether a call was made before this step."""
@@ -454,8 +509,9 @@ class Capture(TopLevelCalls):
         entry = self._entries.get(id(tensor))
         if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
             return None
-        is_old = self.is_old(entry.made.call) and (tensor.grad_fn is None or not is_grad_enabled())
-        return None if is_old else entry.made
+        is_value = tensor.grad_fn is None or not is_grad_enabled()
+        is_old = self.is_old(entry.made.call) or entry.made.call.is_forgotten
+        return None if is_old and is_value else entry.made
 
     def _keep_values(self, values: Iterable[Any]) -> None:
         """Copy what earlier calls were given and this one may overwrite."""
@@ -515,16 +571,39 @@ class Capture(TopLevelCalls):
     def _values_of(self, buffer: Tensor) -> Tensor:
         """Return a copy of a buffer; a new one only if the buffer was written to."""
         known = self._buffers.get(id(buffer))
-        if known is None or known[0]() is not buffer or known[1] != buffer._version:
-            known = (weakref.ref(buffer), buffer._version, buffer.detach().clone())
+        if known is None or known[0]() is not buffer or known[1] != autograd.version_of(buffer):
+            copied = buffer.detach().clone()
+            known = (weakref.ref(buffer), autograd.version_of(buffer), copied)
             self._buffers[id(buffer)] = known
         return known[2]
 
 
+@compiler.do_not_compile_alone
 def _counts() -> bool:
     """Return whether a call now is part of a loop, not of a backward pass or of a tracer."""
     is_elsewhere = autograd.backward_number() >= 0 or modes.is_jit_tracing()
     return not is_elsewhere and not transforms.are_active()
+
+
+@contextmanager
+def _books() -> Iterator[None]:
+    """Keep books in a block that the loop does not see.
+
+    Objects and tensors of the user's own may raise any error when they are looked through; the call
+    is then not kept. No mode or subclass of the user's sees what is asked of tensors.
+    """
+    with modes.no_function_modes(), modes.unseen_by_modes():
+        try:
+            yield
+        except Exception as error:
+            if _is_of_a_signal(error):
+                raise
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Return whether a signal handler of the loop has raised an error, such as a time limit."""
+    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _name_of(function: Any) -> str:

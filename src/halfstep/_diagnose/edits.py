@@ -7,6 +7,7 @@ A replay evaluates the very expression that is told.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -239,6 +240,20 @@ def row_name(function: str) -> str:
     for prefix in ("linalg_", "special_"):
         name = name.removeprefix(prefix)
     return name
+
+
+def writes_to_first(function: str) -> bool:
+    """Return whether a function changes its first argument, as ``fill_diagonal_`` does."""
+    return function.endswith("_") and not function.endswith("__")
+
+
+def in_place(text: str) -> str | None:
+    """Return an expression that changes what was there, not a copy; None if there is none.
+
+    What is then written to ``x.clamp(...)`` would be lost, and with it the fault.
+    """
+    changed, count = re.subn(r"^\{\}\.(clamp\w*?)_?\(", r"{}.\1_(", text)
+    return changed if count else None
 
 
 def edits_of(function: str) -> Iterator[Edit]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.overrides import TorchFunctionMode
 
 from halfstep._diagnose.blame import Blame
-from halfstep._diagnose.edits import CALL, Edit, evaluated
+from halfstep._diagnose.edits import CALL, Edit, evaluated, in_place, writes_to_first
 from halfstep._diagnose.source import Placed
 from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
 from halfstep._pytorch import autograd
@@ -128,6 +128,8 @@ class UserCalls(TorchFunctionMode):
     ) -> Any:
         """Return what an edit makes of a value."""
         text = self._texts.get(key) or edit.text(value)
+        if text is not None and key[1] == 0 and writes_to_first(call.function):
+            text = in_place(text)
         if text is None:
             raise NotApplicable
         if key not in self._texts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import linecache
 import os
 import sys
@@ -139,10 +140,26 @@ def whole_model(module: nn.Module) -> nn.Module:
     """
     whole = module
     for frame in _frames():
-        owner = frame.f_locals.get("self") if is_users(frame.f_code.co_filename) else None
+        owner = _self_of(frame) if is_users(frame.f_code.co_filename) else None
         if isinstance(owner, nn.Module) and any(whole is part for part in owner.modules()):
             whole = owner
     return whole
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Return ``self`` of a frame, and let go of its other names.
+
+    Before Python 3.13 a frame keeps what ``f_locals`` has returned: here a step's tensors.
+    """
+    code = frame.f_code
+    if "self" not in code.co_varnames:
+        return None
+    names = frame.f_locals
+    owner = names.get("self")
+    is_copy = type(names) is dict and code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and "locals" not in code.co_names:  # else the loop may use it too
+        names.clear()
+    return owner
 
 
 def torch_module() -> str:

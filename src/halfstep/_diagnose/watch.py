@@ -7,7 +7,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -486,9 +486,11 @@ class _ExpectedSkips:
         return not (has_just_grown and is_rare)
 
 
-def _are_finite(losses: Sequence[Tensor]) -> bool:
-    with modes.unseen_by_modes():
-        return all(map(is_finite, losses))
+def _are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all tensors are finite, as far as they can be asked. Sync: one for each."""
+    with modes.unseen_by_modes(), suppress(Exception):  # of a subclass that knows few functions
+        return all(map(is_finite, tensors))
+    return True
 
 
 def _has_finite_gradients(optimizer: Optimizer) -> bool:
@@ -499,7 +501,7 @@ def _has_finite_gradients(optimizer: Optimizer) -> bool:
         norms = _values_of(amp.norms_of_each(dense)) if dense else []
         # A norm may overflow, and that of another layout may not be known: these are read again.
         doubtful = [g for g, norm in zip(dense, norms, strict=True) if not math.isfinite(norm)]
-        return all(map(is_finite, [*doubtful, *(g for g in grads if not _is_plain(g))]))
+        return _are_finite([*doubtful, *(g for g in grads if not _is_plain(g))])
 
 
 def _values_of(norms: Sequence[Tensor]) -> list[float]:

@@ -18,6 +18,9 @@ from halfstep._pytorch.dispatch import autocast_key
 # (with no_torch_function(): ...) runs a block as if no tensor had a __torch_function__ of its own.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# (with no_function_modes(): ...) does that, and runs it unseen by modes for functions.
+no_function_modes = torch._C.DisableTorchFunction
+
 # (tensor): whether it stands for others inside torch.func.grad or vmap, where nothing outside may
 # be written to.
 is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
@@ -55,18 +58,14 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let it see the calls of a block, wherever in the stack of modes it lies at the end."""
-        self.come_back()
+        _push(self)
         try:
             yield
         finally:
-            above = []
-            while torch._C._len_torch_function_stack():
-                mode = torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
-                if mode is self:
-                    break
-                above.append(mode)
-            for mode in reversed(above):
-                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+            depth = torch._C._len_torch_function_stack()
+            at = next((i for i in range(depth) if _mode_at(i) is self), depth)
+            for mode in _pop_from(at)[1:]:
+                _push(mode)
 
     def leave(self) -> bool:
         """See nothing from now on, if this is the innermost mode; return whether it was.
@@ -74,14 +73,16 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
         A mode that is left costs nothing.
         """
         depth = torch._C._len_torch_function_stack()
-        if not depth or torch._C._get_function_stack_at(depth - 1) is not self:
+        if not depth or _mode_at(depth - 1) is not self:
             return False
-        torch.overrides._pop_mode()  # type: ignore[no-untyped-call]
+        self._place = depth - 1
+        _pop_from(depth - 1)
         return True
 
     def come_back(self) -> None:
-        """See calls again, as the innermost mode."""
-        torch.overrides._push_mode(self)  # type: ignore[no-untyped-call]
+        """See calls again, at the same place in the stack: a block may have begun since."""
+        for mode in (self, *_pop_from(self._place)):
+            _push(mode)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -91,7 +92,21 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
             yield
         finally:
             if was_left:
-                self.come_back()
+                _push(self)
+
+
+def _mode_at(place: int) -> Any:
+    return torch._C._get_function_stack_at(place)
+
+
+def _push(mode: Any) -> None:
+    torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def _pop_from(place: int) -> list[Any]:
+    """Take the function modes off the stack from a place on, and return them, outermost first."""
+    count = torch._C._len_torch_function_stack() - place
+    return [torch.overrides._pop_mode() for _ in range(count)][::-1]  # type: ignore[no-untyped-call]
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
