@@ -153,18 +153,21 @@ def test_compiled_functions_are_compiled_as_often(is_broken: bool) -> None:
     assert num_graphs(is_watched=True) == num_graphs(is_watched=False)
 
 
-def test_an_evaluation_keeps_few_of_its_batches() -> None:
+@pytest.mark.parametrize(
+    ("has_grad", "most"), [(False, capture.MOST_EVALUATED), (True, capture.MOST_MODELS)]
+)
+def test_an_evaluation_keeps_few_of_its_batches(has_grad: bool, most: int) -> None:
     def num_tensors() -> int:
         gc.collect()
         return sum(type(each) is Tensor for each in gc.get_objects())
 
     model, total = nn.Linear(3, 3), torch.zeros(())
-    with Watch(), torch.no_grad():
+    with Watch(), torch.set_grad_enabled(has_grad):
         before = num_tensors()
-        for _ in range(5 * capture.MOST_EVALUATED):
+        for _ in range(5 * most):
             batch = torch.from_numpy(torch.ones(2, 3).numpy())
-            total += model(batch).sum()
-        assert num_tensors() - before < 4 * capture.MOST_EVALUATED
+            total += model(batch).detach().sum()
+        assert num_tensors() - before < 4 * most
 
 
 def test_gradients_of_a_subclass_that_knows_few_functions() -> None:

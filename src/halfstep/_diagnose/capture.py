@@ -50,6 +50,8 @@ from halfstep._scaler.scaler import GradScaler
 
 MOST_CALLS = 4096
 """The most calls of a step that are kept; older ones then count as those of the step before."""
+MOST_MODELS = 256
+"""The most calls of models with gradients that are kept since the last step."""
 MOST_EVALUATED = 16
 """The most calls of models without gradients whose results are more than values."""
 MOST_CHECKED = 256
@@ -174,6 +176,7 @@ class Capture(TopLevelCalls):
         self._writes: ByMemory[KeptCall] = ByMemory()
         self._new: list[weakref.ref[KeptCall]] = []
         self._old: list[weakref.ref[KeptCall]] = []
+        self._models: deque[weakref.ref[KeptCall]] = deque()
         self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
         self._first = self._num_copied = 0
         self._is_paused = self._has_left = False
@@ -239,6 +242,7 @@ class Capture(TopLevelCalls):
         self._first = next(self._numbers)
         self._given.clear()
         self._evaluated.clear()
+        self._models.clear()
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -370,8 +374,16 @@ class Capture(TopLevelCalls):
         call.is_training = module.training
         call.forward = vars(replicated(module)).get("forward")
         call.buffers = [(buffer, self._values_of(buffer)) for buffer in self._buffers_of(module)]
-        if not call.has_grad and is_model(module):
+        if not is_model(module):
+            return
+        if not call.has_grad:
             self._forget_evaluated()
+            return
+        self._models.append(weakref.ref(call))
+        if len(self._models) > MOST_MODELS:  # an evaluation that forgets no_grad
+            first = self._models.popleft()()
+            if first is not None:
+                first.forget()
 
     def _forget_evaluated(self) -> None:
         """Let go of calls without gradients, but those of the last evaluations of a model."""

@@ -36,7 +36,9 @@ def summary(form: str, cases: list[Judged]) -> tuple[str, bool]:
     shares, is_good = [], True
     for column in COLUMNS:
         answers = [answer for case in cases if (answer := getattr(case, column)) is not None]
-        share = sum(answers) / len(answers) if answers else 1.0
+        if not answers:
+            continue
+        share = sum(answers) / len(answers)
         shares.append(f"{column} {100 * share:.1f} %")
         is_good &= share >= LEAST
     return f"{len(cases)} variants of kinds as a {form}: {', '.join(shares)}", is_good
