@@ -166,7 +166,7 @@ def test_an_evaluation_keeps_few_of_its_batches(has_grad: bool, most: int) -> No
         before = num_tensors()
         for _ in range(5 * most):
             batch = torch.from_numpy(torch.ones(2, 3).numpy())
-            total += model(batch).detach().sum()
+            total = total + model(batch).detach().sum()
         assert num_tensors() - before < 4 * most
 
 

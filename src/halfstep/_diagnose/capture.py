@@ -231,6 +231,8 @@ class Capture(TopLevelCalls):
         """Begin another step; its calls may use results of the last one, but no older ones."""
         self._turn()
         self.ends, self.written, self._num_copied = [], None, 0
+        self._evaluated.clear()
+        self._models.clear()
         self._writes = ByMemory()
 
     def _turn(self) -> None:
@@ -241,8 +243,6 @@ class Capture(TopLevelCalls):
         self._old, self._new = self._new, []
         self._first = next(self._numbers)
         self._given.clear()
-        self._evaluated.clear()
-        self._models.clear()
 
     # --- calls ------------------------------------------------------------------------------------
 
