@@ -521,6 +521,8 @@ class Capture(TopLevelCalls):
         entry = self._entries.get(id(tensor))
         if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
             return None
+        if tensor.grad_fn is not None and not entry.made.call.has_grad:
+            return None  # inside of a function of autograd that was not seen as a whole
         is_value = tensor.grad_fn is None or not is_grad_enabled()
         is_old = self.is_old(entry.made.call) or entry.made.call.is_forgotten
         return None if is_old and is_value else entry.made

@@ -103,8 +103,11 @@ def saves_as_always() -> bool:
     return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
 
 
-# Where ``apply`` of every class of torch.autograd.Function ends up, however it was looked up.
-FUNCTION_BASE: Any = torch.autograd.function._SingleLevelFunction
+# Where ``apply`` of every class of torch.autograd.Function ends up. Up to 2.13 that of the class
+# calls that of its base, also if it was looked up before; later it is PyTorch's C++ itself.
+_function: Any = torch.autograd.Function
+_is_calling_base = isinstance(vars(_function)["apply"], classmethod)
+FUNCTION_BASE: Any = torch.autograd.function._SingleLevelFunction if _is_calling_base else _function
 
 
 def is_compiled_function(cls: type) -> bool:
