@@ -67,11 +67,15 @@ class FakeWatch:
 
     def __init__(self, tell):
         self.found, self.notes, self._tell = [], [], tell
+        self.is_ending = False
 
     def __enter__(self):
         for step in (1, 2):
             self.found.append(records.found())
             self._tell(self.found[-1], step)
+
+    def stop(self, error):
+        pass
 
     def __exit__(self, *exception):
         self.notes.append("step 3 was not replayed: no model was called in it")
@@ -99,7 +103,7 @@ def test_diagnoses_are_recorded_and_printed_unless_quiet(
     rank = int(environ.get("RANK", 0))
     assert [(each.rank, each.diagnosis) for each in run.diagnoses] == [(rank, records.found())] * 2
     assert [note.text.partition(":")[0] for note in run.notes] == ["step 3 was not replayed"]
-    assert err.count(f"halfstep: {names}step 1 went bad:\n{records.found()}\n") == 2 - 2 * quiet
+    assert err.count(f"halfstep: {names}step 3 went bad:\n{records.found()}\n") == 2 - 2 * quiet
     assert err.count("was not replayed") == 1 - quiet
     assert last in err.rstrip().rpartition("\n")[2]
     assert bool(err) is not quiet

@@ -288,9 +288,12 @@ class Capture(TopLevelCalls):
         """Return whether a function writes to what no call of this step has made."""
         is_found = False
         with _books():
-            if args and isinstance(args[0], Tensor) and self.made_by(args[0]) is None:
-                is_found = True
-                self._note_write(function, args, kwargs)
+            if args and isinstance(args[0], Tensor):
+                if self.made_by(args[0]) is None:
+                    is_found = True
+                    self._note_write(function, args, kwargs)
+                # A batch that the loop itself makes bad: its values are data from now on.
+                is_found |= args[0].grad_fn is None and any(map(_is_bad_number, args[1:]))
         return is_found
 
     def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -508,7 +511,7 @@ class Capture(TopLevelCalls):
         """Note what the loop writes to a tensor from before the step, such as a gradient."""
         made = [found for a in args[1:] if isinstance(a, Tensor) and (found := self.made_by(a))]
         self.written = made[0] if made else self.written
-        if any(isinstance(a, float) and not math.isfinite(a) for a in args[1:]):
+        if any(map(_is_bad_number, args[1:])):
             copied = (args[0].detach().clone(), *args[1:])
             self.written = Made(self._placed(function, copied, kwargs).call, 0)
 
@@ -618,6 +621,10 @@ def _is_of_a_signal(error: Exception) -> bool:
     """Return whether a signal handler of the loop has raised an error, such as a time limit."""
     handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _is_bad_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _name_of(function: Any) -> str:

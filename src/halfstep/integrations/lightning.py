@@ -323,7 +323,8 @@ class Diagnose(Callback):
             self.found.append(found)
             for each in trainer.callbacks:
                 if isinstance(each, RecordRun) and each.run is not None:
-                    each.run.add_diagnosis(found)
+                    is_running = self.watch is None or not self.watch.is_ending
+                    each.run.add_diagnosis(found, step=each.run.num_steps + is_running)
             warn(found, step)
 
         scaler = _scaler_of(trainer) or GradScaler(enabled=False)
