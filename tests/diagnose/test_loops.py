@@ -245,6 +245,13 @@ def with_random_numbers(run: Run) -> None:
 
 
 @loop()
+def with_a_generator_of_its_own(run: Run) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for x, y in run.batches:
+        run.take(log_ratio(run.model(x + torch.randn(x.shape, generator=generator)), y))
+
+
+@loop()
 def in_place(run: Run) -> None:
     for x, y in run.batches:
         target = torch.zeros_like(y)
