@@ -248,7 +248,8 @@ def with_random_numbers(run: Run) -> None:
 def with_a_generator_of_its_own(run: Run) -> None:
     generator = torch.Generator().manual_seed(3)
     for x, y in run.batches:
-        run.take(log_ratio(run.model(x + torch.randn(x.shape, generator=generator)), y))
+        out = run.model(x + torch.randn(x.shape, generator=generator))
+        run.take_scaled(log_ratio(out, y))
 
 
 @loop()
