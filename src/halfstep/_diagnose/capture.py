@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum, auto
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -215,11 +215,9 @@ class Capture(TopLevelCalls):
         patches.wrap(data.LOADER_ITERATOR, "__next__", self._around_batch)
         patches.put(autograd.FUNCTION_BASE, "apply", classmethod(self._apply()))
 
-    @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def keeping(self) -> AbstractContextManager[None]:
         """Keep the calls of functions in a block too."""
-        with self._mode.active():
-            yield
+        return self._mode.active()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -236,10 +234,7 @@ class Capture(TopLevelCalls):
         self._writes = ByMemory()
 
     def _turn(self) -> None:
-        for reference in self._old:
-            call = reference()
-            if call is not None:
-                call.forget()
+        _forget(self._old)
         self._old, self._new = self._new, []
         self._first = next(self._numbers)
         self._given.clear()
@@ -270,11 +265,9 @@ class Capture(TopLevelCalls):
             with _books():
                 self._note_read(args[0], result)
             return result
-        with _books():
-            if kind is _Kind.WRITES:
-                self._keep_values(args[:1])
-            if "out" in kwargs:
-                self._keep_values([kwargs["out"]])
+        if kind is _Kind.WRITES or "out" in kwargs:
+            with _books():
+                self._keep_values(args[:1] if kind is _Kind.WRITES else [kwargs["out"]])
         if kind is _Kind.WRITES and self._is_of_more_than_a_step(function, args, kwargs):
             return function(*args, **kwargs)
         kept = self._call(function, args, kwargs, is_drawing=kind is _Kind.DRAWS)
@@ -347,7 +340,6 @@ class Capture(TopLevelCalls):
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_drawing: bool = False
     ) -> _Kept | None:
         """Return a call with placeholders for its tensors, None if it cannot be kept."""
-        kept = None
         with _books():
             kept = self._placed(function, args, kwargs)
             if isinstance(function, nn.Module):
@@ -384,18 +376,13 @@ class Capture(TopLevelCalls):
             return
         self._models.append(weakref.ref(call))
         if len(self._models) > MOST_MODELS:  # an evaluation that forgets no_grad
-            first = self._models.popleft()()
-            if first is not None:
-                first.forget()
+            _forget([self._models.popleft()])
 
     def _forget_evaluated(self) -> None:
         """Let go of calls without gradients, but those of the last evaluations of a model."""
         self._evaluated.append([])
         if len(self._evaluated) > MOST_EVALUATED:
-            for reference in self._evaluated.popleft():
-                call = reference()
-                if call is not None:
-                    call.forget()
+            _forget(self._evaluated.popleft())
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
         """Return a placeholder for a tensor, and for the tensors in a container."""
@@ -621,6 +608,13 @@ def _is_of_a_signal(error: Exception) -> bool:
     """Return whether a signal handler of the loop has raised an error, such as a time limit."""
     handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
+    for reference in references:
+        call = reference()
+        if call is not None:
+            call.forget()
 
 
 def _is_bad_number(value: object) -> bool:

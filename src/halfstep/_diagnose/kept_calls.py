@@ -85,7 +85,7 @@ class KeptCall:
 
     Attributes:
         number: Its place in the order of all calls.
-        function: What was called; ``GradScaler.scale`` for any scaler.
+        function: What was called; ``scale`` of this module for that of any scaler.
         at: Where it was made.
         args: The arguments, with placeholders for tensors.
         of: The calls whose results it uses, or that wrote to them.

@@ -406,9 +406,7 @@ class Watch:
     ) -> tuple[Diagnosis | None, str]:
         """Return the diagnosis of a replay, or None and why there is none."""
         model = self._model or self._capture.model_of(calls)
-        why_not = why_not_again(calls)
-        if model is not None:
-            why_not = across_ranks.why_together(model) or why_not
+        why_not = _why_not(calls, model)
         if why_not is not None:
             return None, why_not
         try:
@@ -430,9 +428,9 @@ class Watch:
         """Return whether a skipped step is bad in float32 at scale 1 too."""
         calls = needed_for(self._capture.ends)
         model = self._model or self._capture.model_of(calls)
-        if self._num_checked >= MOST_CHECKED or model is None or why_not_again(calls) is not None:
+        if self._num_checked >= MOST_CHECKED or model is None:
             return False
-        if across_ranks.why_together(model) is not None or not _has_nan(model):
+        if _why_not(calls, model) is not None or not _has_nan(model):
             return False
         self._num_checked += 1
         with replaying(), suppress(Exception):  # of the user's code; another replay tells
@@ -484,6 +482,12 @@ class _ExpectedSkips:
         has_just_grown = taken is not None and outcome.scale > taken.scale
         is_rare = self._num_skips <= max(START_SKIPS, MOST_SKIPPED * self._num_steps)
         return not (has_just_grown and is_rare)
+
+
+def _why_not(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
+    """Return why one rank cannot repeat calls, None if it can."""
+    together = None if model is None else across_ranks.why_together(model)
+    return together or why_not_again(calls)
 
 
 def _are_finite(tensors: Iterable[Tensor]) -> bool:
