@@ -1,8 +1,9 @@
+import re
 from pathlib import Path
 
 import pytest
 
-from halfstep import Policy
+from halfstep import Policy, preset
 from halfstep._cli import main
 
 
@@ -13,7 +14,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "show", "fp32; exp,log[fp16]:fp32")
+    code, out, _ = run(capsys, "show", "fp32; exp,log[fp16]:fp32", "--all")
     assert code == 0
     assert out == "fp32; exp,log[fp16]:fp32\n  exp[fp16]:fp32\n  log[fp16]:fp32\n"
     code, out, _ = run(capsys, "show", "standard; exp:leave", "--op", "torch.exp")
@@ -21,6 +22,25 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     text = "standard; exp@head:leave"
     code, out, _ = run(capsys, "show", text, "--op", "exp", "--module", "head.proj")
     assert (code, "by exp@head:leave" in out) == (0, True)
+
+
+def test_show_by_action(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rules of one action stand together; one that a later rule replaces is left out."""
+    text = "fp32; exp,log[fp16]:fp32; log:lower; exp@a:lower; @head:fp32; sin:lower"
+    code, out, _ = run(capsys, "show", text)
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "  [fp16]:fp32, cast to float32 (1)",
+        "      exp",
+        "  lower, cast to the lower precision (2)",
+        "      log, sin",
+        "  @a:lower, cast to the lower precision (1)",
+        "      exp",
+        "  @head:fp32, cast to float32 (1)",
+        "      the module as a whole",
+    ]
+    named = re.findall(r"[\w.]+", run(capsys, "show", "standard")[1])
+    assert {rule.op for rule in preset("standard").rules} <= set(named)
 
 
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

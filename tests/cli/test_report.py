@@ -240,8 +240,50 @@ def test_without_a_name_and_without_records(capsys):
     assert report(capsys) == (
         2,
         "",
-        "halfstep report: there is no record under runs/: name the folder of one\n",
+        "halfstep report: there is no record with a step under runs/: name the folder of one\n",
     )
+
+
+def test_without_a_name_records_without_a_step_are_passed_over(tmp_path, capsys):
+    full, empty = records.healthy(tmp_path / "runs/a"), records.only_header(tmp_path / "runs/b")
+    os.utime(file_of(full, 0), (1, 1))
+    code, _, err = report(capsys)
+    assert (code, err) == (0, "runs/a: the newest record under runs/\n")
+    assert (full / "report.html").exists()
+    assert not (empty / "report.html").exists()
+
+
+def test_a_folder_of_records_is_listed(tmp_path, capsys):
+    for position, make in enumerate((records.healthy, records.only_header, records.with_skips)):
+        os.utime(file_of(make(tmp_path / f"runs/{position}"), 0), (position, position))
+    (tmp_path / "runs/3").mkdir()
+    (tmp_path / "runs/3/rank0.jsonl").write_text("?")
+    code, out, err = report(capsys, "runs")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("bad: runs/3/rank0.jsonl: none of its lines begins a record")
+    assert lines[1].startswith("warning: runs/2: 100 steps: 3 of 100 steps were skipped")
+    assert lines[2] == "notice: runs/1: no step"
+    assert lines[3].startswith("good: runs/0: 60 steps: ")
+    assert not list(tmp_path.rglob("report.html"))
+    code, _, err = report(capsys, "runs", "--json")
+    assert (code, err) == (
+        2,
+        "halfstep report: runs holds 4 records: name one of them, runs/3, runs/2, runs/1, ...\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("runs/train", "runs/train-2"), ("runs/trian-1", "runs/train-1"), ("rns/a", "runs")],
+)
+def test_a_record_that_does_not_exist_is_looked_for(given, meant, tmp_path, capsys):
+    for name in ("train-1", "train-2", "other"):
+        records.healthy(tmp_path / "runs" / name)
+    code, out, err = report(capsys, given)
+    assert (code, out) == (2, "")
+    assert f"{given} does not exist" in err
+    assert f"did you mean {meant!r}" in err
 
 
 def test_a_page_that_cannot_be_written(tmp_path, capsys):

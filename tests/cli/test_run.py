@@ -44,10 +44,10 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
     ("arguments", "words"),
     [
         (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
-        (["--pol", "fp32", "train.py"], "unrecognized arguments: --pol"),
-        (["--every", "-1", "train.py"], "argument --every: -1 is negative"),
-        (["--every", "x", "train.py"], "argument --every: invalid _count value"),
-        (["--amp", "fp8", "train.py"], "argument --amp: invalid choice: 'fp8'"),
+        (["--pol", "fp32", "train.py"], "unrecognized arguments: --pol; did you mean"),
+        (["--every", "-1", "train.py"], "argument --every: '-1' is no number of steps"),
+        (["--every", "x", "train.py"], "argument --every: 'x' is no number of steps: write 50"),
+        (["--amp", "fp8", "train.py"], "argument --amp: 'fp8' is none of fp16, bf16"),
     ],
 )
 def test_unknown_options_are_errors_of_usage(arguments, words, capsys):
@@ -139,3 +139,13 @@ def test_accelerate_launch(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.endswith("halfstep: 6 steps recorded, 0 skipped: halfstep report out\n")
     assert (tmp_path / "out" / "rank0.jsonl").exists()
+
+
+def test_a_script_that_is_not_there_is_looked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert main(["run", "trian.py"]) == 2
+    assert capsys.readouterr().err == (
+        "halfstep run: can't open file 'trian.py': No such file or directory; "
+        "did you mean 'train.py'?\n"
+    )

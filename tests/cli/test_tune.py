@@ -124,9 +124,9 @@ def test_ctrl_c_and_the_same_again(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing.py:make"], "nothing.py: there is no such file"),
+        (["nothing.py:make"], "nothing.py: No such file or directory"),
         (["script.py"], "'script.py' names no function: write file.py:function or package.module"),
-        (["script.py:mak"], "script.py has no function 'mak'; its functions are make, loss_fn, "),
+        (["script.py:mak"], "script.py has no function 'mak'; did you mean 'make'?"),
         (["nothing:make"], "there is no module 'nothing' here; for a file write nothing.py:"),
         (["script.py:one"], "script.py:one returned Sequential: return (model, batches, loss_fn)"),
         (["script.py:two"], "script.py:two returned 2 values: return (model, batches, loss_fn)"),
@@ -174,3 +174,26 @@ def test_a_target_that_is_no_python_is_one_line(tmp_path, capsys):
     target.write_text("def make(:\n")
     assert main(["tune", f"{target}:make"]) == 2
     assert capsys.readouterr().err.startswith(f"halfstep tune: {target}:1: ")
+
+
+def test_the_function_is_looked_for_before_the_file_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text("raise SystemExit('it ran')\ndef make(): ...\ndef other(): ...\n")
+    assert run(capsys, "model.py:made")[2].endswith("did you mean 'make'?\n")
+    assert run(capsys, "model.py:x")[2].endswith("its functions are make, other\n")
+    with pytest.raises(SystemExit, match="it ran"):
+        run(capsys, "model.py:make")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from helper import make", "from helper import *", "globals()['make'] = 1", "make = 1"],
+)
+def test_a_function_may_come_from_elsewhere(
+    source: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.write_text("raise SystemExit('it ran')\n" + source)
+    with pytest.raises(SystemExit, match="it ran"):
+        run(capsys, "script.py:make")

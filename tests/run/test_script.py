@@ -103,6 +103,15 @@ def test_a_module_that_is_not_there(module, words, halfstep_run, python, tmp_pat
     done = halfstep_run("-q", "-m", module)
     assert done.code == python("-m", module).code == 1
     assert done.err == f"halfstep run: {words}\n"
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_a_module_that_is_not_there_leaves_an_older_record_alone(halfstep_run, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    halfstep_run("-q", "-o", "runs/a", "train.py")
+    before = (tmp_path / "runs" / "a" / "rank0.jsonl").read_text()
+    assert halfstep_run("-q", "-o", "runs/a", "-m", "no_such").code == 1
+    assert (tmp_path / "runs" / "a" / "rank0.jsonl").read_text().startswith(before)
 
 
 def test_an_error_in_a_module_shows_no_frame_of_ours(halfstep_run, tmp_path):
@@ -209,3 +218,17 @@ def test_python_p_puts_no_folder_on_the_path(tmp_path, monkeypatch):
 def test_ctrl_c_is_a_death_by_signal(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text(ENDS["Ctrl-C"])
     assert halfstep_run("train.py").code == -signal.SIGINT
+
+
+def test_an_option_after_the_script_is_noted(halfstep_run, tmp_path):
+    """It is the script's; a note says so, unless the script seems to have such an option."""
+    (tmp_path / "train.py").write_text("print('ran')")
+    done = halfstep_run("train.py", "--diagnose", "--every=3", "--lr", "3")
+    assert (done.code, done.out) == (0, "ran\n")
+    assert "--diagnose stands after train.py, which gets it as an argument" in done.err
+    assert "halfstep run --every ... train.py" in done.err
+    assert "--lr" not in done.err
+    (tmp_path / "train.py").write_text("parser = '--diagnose'")
+    assert "stands after" not in halfstep_run("train.py", "--diagnose").err
+    (tmp_path / "train.py").write_text("")
+    assert halfstep_run("-q", "train.py", "--diagnose").err == ""

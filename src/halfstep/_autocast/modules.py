@@ -19,8 +19,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
-from halfstep._autocast.rule import did_you_mean
 from halfstep._common.nested import map_tensors, tensors_in
+from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, distributed
 
 

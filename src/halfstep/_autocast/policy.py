@@ -16,8 +16,9 @@ from torch import nn
 
 from halfstep._autocast import comparison, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
-from halfstep._autocast.rule import Action, Phase, Rule, did_you_mean, is_in_place
+from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
+from halfstep._common.text import did_you_mean
 from halfstep._pytorch import compiler, dispatch
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")

@@ -1,9 +1,7 @@
 """One rule: what happens to some ops under autocast. Nothing here knows tensors' values."""
 
-import difflib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
@@ -220,9 +218,3 @@ def around(module: str) -> list[str]:
 def is_in_place(op: str) -> bool:
     """Return whether the name of an op is that of one which writes to its first argument."""
     return op.endswith("_") and not op.endswith("__")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -54,8 +54,8 @@ from halfstep._autocast.rule import (
     PHASES,
     Phase,
     Rule,
-    did_you_mean,
 )
+from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, dispatch
 
 _VERSIONS = {f"torch-2.{minor}": (2, minor) for minor in range(11, 16)}

@@ -12,11 +12,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from halfstep import __version__
 from halfstep._cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, ending_at_interrupts
-from halfstep._common.text import printable
+from halfstep._common.text import did_you_mean, printable
 from halfstep.errors import DemoError, RecordError
 
 _WITHOUT_PYTORCH = ("watch", "report", "check")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_script = words[:1] == ["run"]
     with ending_at_interrupts(by_signal=is_script):
         parser = _build_parser()
-        arguments = parser.parse_args(argv)
+        arguments = parser.parse(argv)
         function: Callable[[argparse.Namespace], int] | None = getattr(arguments, "run", None)
         if function is None:
             parser.print_help()
@@ -61,13 +61,28 @@ def _tell(command: str, error: Exception) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are safe to print, whatever the arguments hold."""
+    """An argument parser that says what was meant; its errors are safe to print."""
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """Return the arguments; an unknown option is an error of its command."""
+        arguments, unknown = self.parse_known_args(argv)
+        if unknown:
+            command: _Parser = getattr(arguments, "parser", self)
+            near = did_you_mean(unknown[0].partition("=")[0], command._option_string_actions)
+            command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+        return arguments
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            near = did_you_mean(str(value), action.choices)
+            choices = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{value!r} is none of {choices}{near}")
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser() -> _Parser:
     from halfstep._cli import check, demo, doctor, policy, report, run, tune, watch
 
     parser = _Parser(
@@ -84,6 +99,6 @@ def _build_parser() -> argparse.ArgumentParser:
             epilog=command.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        own.set_defaults(run=command.run)
+        own.set_defaults(run=command.run, parser=own)
         command.add_arguments(own)
     return parser

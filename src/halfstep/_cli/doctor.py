@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError
+from halfstep._cli.paths import near
 
 if TYPE_CHECKING:
     from halfstep._doctor.finding import Checkup
@@ -65,7 +66,8 @@ def _read(scripts: list[Path]) -> Checkup:
         try:
             findings += check_file(path)
         except OSError as error:
-            raise CommandError(f"{path}: {error.strerror}") from None
+            cure = near(path, ".py") if isinstance(error, FileNotFoundError) else ""
+            raise CommandError(f"{path}: {error.strerror}{cure}") from None
         except SyntaxError as error:
             line = "" if error.lineno is None else f":{error.lineno}"
             raise CommandError(f"{path}{line}: not Python: {error.msg}") from None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
 
 if TYPE_CHECKING:
-    from halfstep import Policy
+    from halfstep import Policy, Rule
 
 HELP = "show, compare and check policies: which op runs in which dtype"
 DESCRIPTION = "Looks at policies, the tables that say which op runs in which dtype."
@@ -18,12 +21,21 @@ POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15, torc
 apex-o1, fp32), or the text of a policy: a preset and rules, "standard; softmax[bf16]:lower".
 
 examples:
-  halfstep policy show standard                       every rule of the default
+  halfstep policy show standard                       the rules of the default, by action
   halfstep policy show "standard; exp:leave" --op exp     which rule decides for exp, and why
   halfstep policy show my.toml --op exp --module head     the same in one module
   halfstep policy diff torch-cuda standard            what differs, op by op
   halfstep policy check my.toml                       says which line is wrong (exit code 1)
 """
+
+_MEANINGS = {
+    "lower": "cast to the lower precision",
+    "fp32": "cast to float32",
+    "fp32-dtype": "asked for a float32 result",
+    "promote": "cast to the widest dtype among the inputs",
+    "destination": "cast to the dtype of what is written to",
+    "leave": "run as without a rule",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", title="what to do", metavar="VERB", required=True)
 
     show = verbs.add_parser("show", help="print the rules, or what is decided for one op")
+    show.set_defaults(parser=show)
     show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
+    show.add_argument("--all", action="store_true", help="a line for each rule, in their order")
     show.add_argument("--op", metavar="NAME", help="only this op: softmax, F.layer_norm, conv*")
     show.add_argument(
         "--module", metavar="NAME", default="", help="with --op, in this module: blocks.0.attn"
     )
 
     diff = verbs.add_parser("diff", help="print what two policies do differently")
+    diff.set_defaults(parser=diff)
     diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
     diff.add_argument("after", metavar="POLICY", help="another one")
 
     check = verbs.add_parser("check", help="say whether a file can be used; exit code 1 if not")
+    check.set_defaults(parser=check)
     check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
 
 
@@ -55,14 +71,39 @@ def _show(arguments: argparse.Namespace) -> int:
     policy = read_policy(arguments.policy)
     if arguments.op is None:
         print(policy)
-        for rule in policy.rules:
-            print(f"  {rule}")
+        print("\n".join(map("  {}".format, policy.rules) if arguments.all else _groups(policy)))
         return 0
     try:
         print(policy.explain(arguments.op, module=arguments.module))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
+
+
+def _groups(policy: Policy) -> Iterator[str]:
+    """Yield the rules in lines, those of one action together."""
+    groups: dict[str, list[str]] = {}
+    for rule in _not_overruled(policy.rules):
+        groups.setdefault(rule.limits_and_action.removeprefix(":"), []).append(rule.op)
+    width = shutil.get_terminal_size((100, 24)).columns
+    for action, ops in groups.items():
+        meaning = _MEANINGS.get(action.partition(":")[2] or action)
+        title = f"{action}, {meaning} ({len(ops)})" if meaning else action
+        for indent, text in (2, title), (6, ", ".join(ops) or "the module as a whole"):
+            space = " " * indent
+            yield textwrap.fill(text, width, initial_indent=space, subsequent_indent=space)
+
+
+def _not_overruled(rules: Sequence[Rule]) -> list[Rule]:
+    """Return the rules without those that a later one for the same op replaces."""
+    later: set[str] = set()
+    found = []
+    for rule in reversed(rules):
+        limits = rule.limits_and_action.partition(":")[0]
+        if not later & {rule.op, rule.op + limits}:
+            found.append(rule)
+        later.add(rule.op + limits)
+    return found[::-1]
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, ending_at_interrupts
+from halfstep._cli.paths import RUN_HELP, run_at
+from halfstep._common.numbers import things
 from halfstep._common.text import printable, tell
-from halfstep._record.files import RUNS, files_in, newest_in
+from halfstep._record.files import files_in, records_in
+from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
     from halfstep._record.run import Run
 
-RUN_HELP = f"folder of the record; left out, the newest under {RUNS}/"
 HELP = "say what happened in a recorded run, on one page"
 DESCRIPTION = (
     "Writes a page about a recorded run (one HTML file, no network) and prints what there is to "
@@ -26,6 +27,7 @@ EPILOG = """\
 examples:
   halfstep report runs/a                  writes runs/a/report.html, prints what there is to know
   halfstep report                         the same for the newest record under runs/
+  halfstep report runs                    a line on each record in a folder
   halfstep report runs/a --json           all numbers as JSON
   halfstep report runs/a --md             a short summary for the log of a CI job
   halfstep report runs/a --against runs/b     two runs side by side, in runs/a/comparison.html
@@ -52,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
+    if _is_folder_of_records(arguments):
+        _list(arguments.run_path)
+        return 0
     run = run_at(arguments.run_path)
     against = None if arguments.against is None else run_at(arguments.against)
     with ending_at_interrupts(by_signal=False):  # PyTorch may be imported, to check a cure
@@ -68,24 +73,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_at(path: Path | None) -> Run:
-    """Read the record in a folder, or the newest under ``runs/``, whose path goes to stderr."""
-    from halfstep._record.read import read_run
+def _is_folder_of_records(arguments: argparse.Namespace) -> bool:
+    path: Path | None = arguments.run_path
+    has_form = arguments.json or arguments.md or arguments.output or arguments.against
+    return not (path is None or has_form or files_in(path)) and bool(records_in(path))
 
-    if path is None:
-        path = newest_in(RUNS)
-        if path is None:
-            raise CommandError(f"there is no record under {RUNS}/: name the folder of one")
-        print(printable(f"{path}: the newest record under {RUNS}/"), file=sys.stderr)
-    if path.is_file() and path not in files_in(path.parent).values():
-        raise CommandError(f"{path} is a file: give the folder of a record")
-    run = read_run(path)
-    if not run.num_steps:
-        raise CommandError(
-            f"{path}: the record holds no step: the run ended before the first step of an "
-            "optimizer, or has not come so far"
-        )
-    return run
+
+def _list(folder: Path) -> None:
+    """Print a line on each record in a folder, the newest first."""
+    from halfstep._record.read import read_run
+    from halfstep._report.summarize import summarize
+    from halfstep._report.text import sentences
+
+    for path in records_in(folder):
+        try:
+            run = read_run(path)
+        except RecordError as error:
+            tell(f"bad: {error}")
+            continue
+        if run.num_steps:
+            first = sentences(summarize(run))[0]
+            tell(f"{first.severity}: {path}: {things(run.num_steps, 'step')}: {first.text}")
+        else:
+            tell(f"notice: {path}: no step")
 
 
 def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts
+from halfstep._cli.paths import near
 from halfstep._cli.policy import read_policy
+from halfstep._common.text import tell
 
 if TYPE_CHECKING:
     from halfstep import Policy
@@ -78,7 +81,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="target",
         help="a script, or with -m a module, and its arguments",
     )
-    parser.set_defaults(parser=parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,6 +105,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
     import torch
 
+    from halfstep._common import machine
     from halfstep._run.script import require_file
     from halfstep._run.session import Command, Options, Session
     from halfstep.errors import RecordError
@@ -111,7 +114,10 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         try:
             require_file(target)
         except OSError as error:
-            raise CommandError(f"can't open file {target!r}: {error.strerror}") from None
+            cure = near(Path(target), ".py") if isinstance(error, FileNotFoundError) else ""
+            raise CommandError(f"can't open file {target!r}: {error.strerror}{cure}") from None
+        if not arguments.quiet and machine.rank() == 0:
+            _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
     options = Options(
         policy, arguments.output, arguments.every, arguments.quiet, amp, arguments.diagnose
@@ -144,6 +150,20 @@ def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace
         )
 
 
+def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser) -> None:
+    """Say which options of ours a script gets that does not mention them."""
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
+    ours = {name for name in parser._option_string_actions if name.startswith("--")} - {"--help"}
+    for word in rest:
+        option = word.partition("=")[0]
+        if option in ours and option.removeprefix("--") not in text:
+            tell(
+                f"halfstep: {option} stands after {script}, which gets it as an argument; if it is "
+                f"for halfstep: halfstep run {option} ... {script}",
+                sys.stderr,
+            )
+
+
 def _policy(arguments: argparse.Namespace) -> Policy:
     from halfstep import preset
 
@@ -161,7 +181,8 @@ def _policy(arguments: argparse.Namespace) -> Policy:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is negative")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of steps: write 50, or 0 for never"
+        )
+    return int(text)

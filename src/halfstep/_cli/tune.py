@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import sys
@@ -12,7 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError
+from halfstep._cli.paths import near
 from halfstep._cli.policy import read_policy
+from halfstep._common.text import did_you_mean
 
 HELP = "find which modules must stay in fp32, and write a policy"
 DESCRIPTION = (
@@ -115,29 +118,50 @@ def _function(target: str) -> Callable[[], Any]:
         raise CommandError(
             f"{target!r} names no function: write file.py:function or package.module:function"
         )
-    module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    if place.endswith(".py"):
+        _require_function(Path(place), name)
+        module = _file(Path(place))
+    else:
+        module = _module(place)
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, each in vars(module).items() if _is_own(each, module)]
-        there = f"; its functions are {', '.join(own)}" if own else ""
-        raise CommandError(f"{place} has no function {name!r}{there}")
+        raise CommandError(_no_function(place, name, own))
     found: Callable[[], Any] = function
     return found
 
 
+def _require_function(path: Path, name: str) -> None:
+    """Raise an error if a file surely has no such function; the file is read, not run."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except OSError as error:
+        cure = near(path, ".py") if isinstance(error, FileNotFoundError) else ""
+        raise CommandError(f"{path}: {error.strerror}{cure}") from None
+    except SyntaxError as error:  # no Python, or not in UTF-8
+        raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+    nodes = list(ast.walk(tree))
+    words = {each.id for each in nodes if isinstance(each, ast.Name)}
+    words |= {each.asname or each.name for each in nodes if isinstance(each, ast.alias)}
+    own = [each.name for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    if name not in {*words, *own} and not words & {"*", "globals", "setattr", "exec"}:
+        functions = [each.name for each in tree.body if isinstance(each, ast.FunctionDef)]
+        raise CommandError(_no_function(str(path), name, functions))
+
+
+def _no_function(place: str, name: str, functions: list[str]) -> str:
+    there = f"; its functions are {', '.join(functions)}" if functions else ""
+    return f"{place} has no function {name!r}{did_you_mean(name, functions) or there}"
+
+
 def _file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise CommandError(f"{path}: there is no such file")
     sys.path.insert(0, str(path.absolute().parent))  # as Python does for a script
     # Under a name of ours: its own may be that of another module.
     spec = importlib.util.spec_from_file_location("_halfstep_target", path)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:  # no Python, or not in UTF-8
-        raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
+    spec.loader.exec_module(module)
     return module
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeAlias
@@ -91,6 +96,44 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+# --- on a terminal --------------------------------------------------------------------------------
+
+_COLORS = {"bad": 31, "warning": 33, "notice": 36, "good": 32}  # of the ANSI standard
+_SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|cure): ")
+
+
 def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
-    """Print lines for a terminal, on stdout or another stream; names in them may be anything."""
-    print("\n".join(map(printable, text.split("\n"))), file=file, flush=flush)
+    """Print lines on stdout or another stream; names in them may be anything.
+
+    On a terminal, sentences are wrapped and their severity has a color; elsewhere each of them is
+    one line, for grep. ``NO_COLOR`` is respected (https://no-color.org).
+    """
+    lines = [printable(line) for line in text.split("\n")]
+    stream = sys.stdout if file is None else file
+    if stream is not None and stream.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [_on_terminal(line, width) for line in lines]
+    print("\n".join(lines), file=file, flush=flush)
+
+
+def _on_terminal(line: str, width: int) -> str:
+    found = _SENTENCE.match(line)
+    if found is None:
+        return line
+    indent, word = found.groups()
+    wrapped = textwrap.fill(
+        line,
+        width,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    if word not in _COLORS or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return wrapped
+    return wrapped.replace(word, f"\x1b[{_COLORS[word]}m{word}\x1b[0m", 1)

@@ -40,10 +40,19 @@ def files_in(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def records_in(folder: Path) -> list[Path]:
+    """Return the folders of the records in a folder, at any depth, the latest change first."""
+    changed = {
+        file.parent: file.stat().st_mtime
+        for file in folder.rglob("rank*.jsonl")
+        if _rank_of(file) is not None
+    }
+    return sorted(changed, key=changed.__getitem__, reverse=True)
+
+
 def newest_in(folder: Path) -> Path | None:
     """Return the record, at any depth, with the latest change; None if there is none."""
-    files = [path for path in folder.rglob("rank*.jsonl") if _rank_of(path) is not None]
-    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
+    return next(iter(records_in(folder)), None)
 
 
 def _rank_of(path: Path) -> int | None:

@@ -17,6 +17,10 @@ from types import CodeType, ModuleType, TracebackType
 from halfstep._pytorch import listeners
 
 
+class NotRunnable(SystemExit):
+    """The target is no module that can be run; nothing of it has run."""
+
+
 def require_file(path: str) -> None:
     """Raise ``OSError`` if a script cannot be read."""
     if os.path.isdir(path):
@@ -96,15 +100,15 @@ def _find(name: str) -> tuple[ModuleSpec, CodeType]:
             raise  # raised by an import inside the package
         spec = None
     except ValueError as error:  # a module without a spec, such as __main__
-        raise SystemExit(f"halfstep run: {error}") from None
+        raise NotRunnable(f"halfstep run: {error}") from None
     if spec is None:
-        raise SystemExit(f"halfstep run: No module named {name}")
+        raise NotRunnable(f"halfstep run: No module named {name}")
     if spec.submodule_search_locations is not None:
         if name.endswith(".__main__"):
-            raise SystemExit(f"halfstep run: Cannot use package as __main__ module: {name}")
+            raise NotRunnable(f"halfstep run: Cannot use package as __main__ module: {name}")
         return _find(f"{name}.__main__")
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:
-        raise SystemExit(f"halfstep run: No code object available for {name}")
+        raise NotRunnable(f"halfstep run: No code object available for {name}")
     return spec, code

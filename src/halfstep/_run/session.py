@@ -25,9 +25,9 @@ from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import distributed
-from halfstep._record.files import RUNS
+from halfstep._record.files import RUNS, file_of
 from halfstep._run import other_ranks
-from halfstep._run.script import execute, hide_our_frames
+from halfstep._run.script import NotRunnable, execute, hide_our_frames
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
 
@@ -83,8 +83,10 @@ class Session:
         self._stderr = sys.stderr  # the program may replace it
         self._stack = ExitStack()
         self._folder = options.folder or make_folder(command.stem, os.environ, os.getppid())
+        self._file = file_of(self._folder.absolute(), self._rank)
+        self._is_new = not self._file.exists()
         sys.argv = [command.target, *command.arguments]  # the record says what was run
-        self._record = record(self._folder.absolute(), every=options.every)
+        self._record = record(self._file.parent, every=options.every)
         self._record.__enter__()
         # Before the program registers its own functions, as the last one registered runs first.
         atexit.register(self._close)
@@ -139,8 +141,15 @@ class Session:
                 self._say_of_rank(note)
         finally:
             self._record.__exit__(type(failure) if failure else None, failure, None)
-            if not self._options.is_quiet:
+            if isinstance(failure, NotRunnable) and self._is_new:
+                self._remove_record()
+            elif not self._options.is_quiet:
                 self._say(self._last_line())
+
+    def _remove_record(self) -> None:
+        self._file.unlink(missing_ok=True)
+        with suppress(OSError):  # of other ranks, or other files
+            self._file.parent.rmdir()
 
     def _last_line(self) -> str:
         steps, skipped = self._record.num_steps, self._record.num_skipped

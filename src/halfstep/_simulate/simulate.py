@@ -20,7 +20,8 @@ from halfstep._autocast.kernels import PolicyOnDevice, observed_by
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import Region, Settings
-from halfstep._autocast.rule import Rule, did_you_mean
+from halfstep._autocast.rule import Rule
+from halfstep._common.text import did_you_mean
 from halfstep._numerics.formats import FORMATS, Format
 from halfstep._pytorch import amp, compiler
 from halfstep._pytorch.compiler import eager

@@ -1,0 +1,64 @@
+"""Scripts and records that are named on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halfstep._cli.exits import CommandError
+from halfstep._common.text import did_you_mean, printable
+from halfstep._record.files import RUNS, files_in, records_in
+
+if TYPE_CHECKING:
+    from halfstep._record.run import Run
+
+RUN_HELP = f"folder of the record; left out, the newest with a step under {RUNS}/"
+
+
+def near(path: Path, suffix: str = "") -> str:
+    """Return ``"; did you mean 'train.py'?"`` for what is most like a path that does not exist."""
+    if not path.parent.is_dir():
+        return near(path.parent)
+    names = [each.name for each in path.parent.iterdir() if each.name.endswith(suffix)]
+    longer = [name for name in names if name.startswith(path.name)]  # without its date, say
+    if longer:
+        return f"; did you mean {str(path.parent / max(longer))!r}?"
+    return did_you_mean(str(path), [str(path.parent / name) for name in names])
+
+
+def run_at(path: Path | None) -> Run:
+    """Read the record in a folder, or the newest under ``runs/``, whose path goes to stderr."""
+    from halfstep._record.read import read_run
+
+    if path is None:
+        return _newest()
+    if path.is_file() and path not in files_in(path.parent).values():
+        raise CommandError(f"{path} is a file: give the folder of a record")
+    if not path.exists():
+        raise CommandError(
+            f"{path} does not exist: give the folder that `halfstep run` or `halfstep.record` has "
+            f"written{near(path)}"
+        )
+    inside = records_in(path) if path.is_dir() and not files_in(path) else []
+    if inside:
+        shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
+        raise CommandError(f"{path} holds {len(inside)} records: name one of them, {shown}")
+    run = read_run(path)
+    if not run.num_steps:
+        raise CommandError(
+            f"{path}: the record holds no step: the run ended before the first step of an "
+            "optimizer, or has not come so far"
+        )
+    return run
+
+
+def _newest() -> Run:
+    from halfstep._record.read import read_run
+
+    for path in records_in(RUNS):
+        run = read_run(path)
+        if run.num_steps:
+            print(printable(f"{path}: the newest record under {RUNS}/"), file=sys.stderr)
+            return run
+    raise CommandError(f"there is no record with a step under {RUNS}/: name the folder of one")

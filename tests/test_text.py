@@ -1,0 +1,62 @@
+"""Sentences on a terminal: wrapped, in color; elsewhere a line each."""
+
+from io import StringIO
+
+import pytest
+
+from halfstep._common.text import tell
+
+LONG = "warning: train.py:3: " + "word " * 30 + "end [id]\n    cure: " + "code " * 20
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def of_forty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def told(text: str, stream: StringIO) -> str:
+    tell(text, stream)
+    return stream.getvalue()
+
+
+def test_elsewhere_a_sentence_is_one_line() -> None:
+    assert told(LONG, StringIO()) == LONG + "\n"
+
+
+def test_on_a_terminal_sentences_are_wrapped_under_themselves() -> None:
+    lines = told(LONG, Terminal()).replace("\x1b[33m", "").replace("\x1b[0m", "").splitlines()
+    assert max(map(len, lines)) <= 40
+    assert lines[0].startswith("warning: train.py:3: word")
+    assert lines[1].startswith("  word")
+    cure = next(i for i, line in enumerate(lines) if line.startswith("    cure: "))
+    assert lines[cure + 1].startswith("      code")
+    assert " ".join(" ".join(lines).split()) == " ".join(LONG.split())
+
+
+def test_other_lines_stay_as_they_are() -> None:
+    table = "name" + " " * 60 + "1.0\n    code(" + "x, " * 40 + ")"
+    assert told(table, Terminal()) == table + "\n"
+
+
+@pytest.mark.parametrize(
+    ("severity", "color"), [("bad", 31), ("warning", 33), ("notice", 36), ("good", 32)]
+)
+def test_the_severity_has_a_color(
+    severity: str, color: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        told(f"{severity}: bad good", Terminal()) == f"\x1b[{color}m{severity}\x1b[0m: bad good\n"
+    )
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert told(f"{severity}: bad good", Terminal()) == f"{severity}: bad good\n"
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    assert told("bad: \x1b[2J", Terminal()) == "\x1b[31mbad\x1b[0m: \\x1b[2J\n"
