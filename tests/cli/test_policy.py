@@ -30,13 +30,13 @@ def test_show_by_action(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "show", text)
     assert code == 0
     assert out.splitlines()[1:] == [
-        "  [fp16]:fp32, cast to float32 (1)",
+        "  [fp16]:fp32, cast to float32",
         "      exp",
-        "  lower, cast to the lower precision (2)",
+        "  lower, cast to the lower precision",
         "      log, sin",
-        "  @a:lower, cast to the lower precision (1)",
+        "  @a:lower, cast to the lower precision",
         "      exp",
-        "  @head:fp32, cast to float32 (1)",
+        "  @head:fp32, cast to float32",
         "      the module as a whole",
     ]
     named = re.findall(r"[\w.]+", run(capsys, "show", "standard")[1])

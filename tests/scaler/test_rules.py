@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from halfstep import GradScaler
 from halfstep._scaler.rules import (
     LARGEST_HEADROOM,
     RULES,
@@ -88,7 +89,9 @@ def test_bad_numbers_of_logmax(name: str, value: Any, error: type[Exception], wo
 )
 def test_every_field_survives_a_round_trip(rule: Rule) -> None:
     saved = json.loads(json.dumps(rule.to_dict()))
-    assert set(saved) == {"name"} | {field.name for field in dataclasses.fields(rule)}
+    # The scale of Static is for the constructor; the state of a scaler holds Static() and a scale.
+    kept = {field.name for field in dataclasses.fields(rule)} - {"scale"}
+    assert set(saved) == {"name"} | kept
     assert rule_from_dict(saved) == rule
     assert type(rule_from_dict(saved)) is type(rule)
     assert hash(rule_from_dict(saved)) == hash(rule)
@@ -194,3 +197,15 @@ def test_the_headroom(
 
 def test_a_headroom_that_would_be_inf_does_not_grow() -> None:
     assert LogMax(growth_factor=1e300).next_headroom(8.0, 1.0, True) == 8.0
+
+
+def test_a_static_scale_is_given_to_the_rule_or_to_the_scaler() -> None:
+    scaler = GradScaler(rule=Static(128.0))
+    assert scaler.get_scale() == 128
+    assert repr(scaler) == "GradScaler(scale=128, rule=Static())"
+    assert scaler.state_dict() == GradScaler(init_scale=128.0, rule=Static()).state_dict()
+    assert GradScaler(rule=Static()).get_scale() == 65536
+    with pytest.raises(ValueError, match=r"init_scale is 4 and rule is Static\(128.0\): give one"):
+        GradScaler(init_scale=4.0, rule=Static(128.0))
+    with pytest.raises((TypeError, ValueError), match="init_scale is"):
+        GradScaler(rule=Static(-1.0))

@@ -13,7 +13,7 @@ from halfstep._autocast.casts import is_eligible
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, current_settings, in_graph, outside_of
-from halfstep._autocast.rule import LOWER_PRECISIONS
+from halfstep._autocast.rule import DTYPE_NAMES, LOWER_PRECISIONS
 from halfstep._pytorch import amp, compiler
 from halfstep.errors import CallOrderError
 
@@ -172,9 +172,12 @@ def _check(
     if dtype is None or is_unused:
         dtype = torch.get_autocast_dtype(device)
     if dtype not in LOWER_PRECISIONS:
+        meant = DTYPE_NAMES.get(str(dtype), getattr(torch, str(dtype), None))
+        cure = "to run a block without autocast: autocast(enabled=False)"
+        if meant in LOWER_PRECISIONS:
+            cure = f"write dtype={meant}"
         raise ValueError(
-            f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; "
-            "to run a block without autocast: autocast(enabled=False)"
+            f"autocast lowers to torch.float16 or torch.bfloat16, got dtype={dtype!r}; {cure}"
         )
     if cache_enabled is None:
         cache_enabled = torch.is_autocast_cache_enabled()

@@ -18,7 +18,7 @@ from halfstep._autocast import comparison, written
 from halfstep._autocast.comparison import Explanation, PolicyDiff
 from halfstep._autocast.rule import Action, Phase, Rule, is_in_place
 from halfstep._autocast.written import PRESETS, rules_of
-from halfstep._common.text import did_you_mean
+from halfstep._common.text import did_you_mean, preformatted
 from halfstep._pytorch import compiler, dispatch
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
@@ -151,6 +151,14 @@ class Policy:
     def __repr__(self) -> str:
         text = str(self)
         return f"<Policy {text if len(text) <= 100 else text[:97] + '...'}>"
+
+    def _repr_html_(self) -> str:
+        lines = (f"  {title}:\n      {', '.join(ops)}" for title, ops in self.by_action().items())
+        return preformatted("\n".join([str(self), *lines]))
+
+    def by_action(self) -> dict[str, list[str]]:
+        """Return the names of the ops by what happens to them; overruled rules are left out."""
+        return written.by_action(self.rules)
 
     # --- deciding ---------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -57,6 +57,15 @@ from halfstep._autocast.rule import (
 )
 from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, dispatch
+
+_MEANINGS = {
+    "lower": "cast to the lower precision",
+    "fp32": "cast to float32",
+    "fp32-dtype": "asked for a float32 result",
+    "promote": "cast to the widest dtype among the inputs",
+    "destination": "cast to the dtype of what is written to",
+    "leave": "run as without a rule",
+}
 
 _VERSIONS = {f"torch-2.{minor}": (2, minor) for minor in range(11, 16)}
 PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32", *_VERSIONS)
@@ -161,6 +170,24 @@ def parse(text: str) -> tuple[str, list[Rule]]:
 def parse_rules(text: str) -> list[Rule]:
     """Read rules without a preset before them."""
     return [rule for part in _parts(text) for rule in _rules(part)]
+
+
+def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
+    """Return the ops of each action with the same limits, by its title; overruled ones left out."""
+    later: set[str] = set()
+    found = []
+    for rule in reversed(rules):
+        limits = rule.limits_and_action.partition(":")[0]
+        if not later & {rule.op, rule.op + limits}:
+            found.append(rule)
+        later.add(rule.op + limits)
+    groups: dict[str, list[str]] = {}
+    for rule in reversed(found):
+        title = rule.limits_and_action.removeprefix(":")
+        if rule.action in _MEANINGS:
+            title += f", {_MEANINGS[rule.action]}"
+        groups.setdefault(title, []).append(rule.op or "the module as a whole")
+    return groups
 
 
 def to_text(rules: tuple[Rule, ...]) -> str:

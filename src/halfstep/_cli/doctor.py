@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError
 from halfstep._cli.paths import near
+from halfstep._common.text import tell
 
 if TYPE_CHECKING:
     from halfstep._doctor.finding import Checkup
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         parts = [] if machine is None else ["\n".join(_machine_lines(machine))]
         if arguments.scripts:
             parts.append(str(checkup) if checkup else _all_well(arguments.scripts))
-        print("\n\n".join(parts))
+        tell("\n\n".join(parts))
     return 0 if checkup.is_well else 1
 
 

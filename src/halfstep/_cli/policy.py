@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
 
 if TYPE_CHECKING:
-    from halfstep import Policy, Rule
+    from halfstep import Policy
 
 HELP = "show, compare and check policies: which op runs in which dtype"
 DESCRIPTION = "Looks at policies, the tables that say which op runs in which dtype."
@@ -27,15 +27,6 @@ examples:
   halfstep policy diff torch-cuda standard            what differs, op by op
   halfstep policy check my.toml                       says which line is wrong (exit code 1)
 """
-
-_MEANINGS = {
-    "lower": "cast to the lower precision",
-    "fp32": "cast to float32",
-    "fp32-dtype": "asked for a float32 result",
-    "promote": "cast to the widest dtype among the inputs",
-    "destination": "cast to the dtype of what is written to",
-    "leave": "run as without a rule",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,29 +72,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _groups(policy: Policy) -> Iterator[str]:
-    """Yield the rules in lines, those of one action together."""
-    groups: dict[str, list[str]] = {}
-    for rule in _not_overruled(policy.rules):
-        groups.setdefault(rule.limits_and_action.removeprefix(":"), []).append(rule.op)
+    """Yield the rules in lines as wide as the terminal, those of one action together."""
     width = shutil.get_terminal_size((100, 24)).columns
-    for action, ops in groups.items():
-        meaning = _MEANINGS.get(action.partition(":")[2] or action)
-        title = f"{action}, {meaning} ({len(ops)})" if meaning else action
-        for indent, text in (2, title), (6, ", ".join(ops) or "the module as a whole"):
-            space = " " * indent
-            yield textwrap.fill(text, width, initial_indent=space, subsequent_indent=space)
-
-
-def _not_overruled(rules: Sequence[Rule]) -> list[Rule]:
-    """Return the rules without those that a later one for the same op replaces."""
-    later: set[str] = set()
-    found = []
-    for rule in reversed(rules):
-        limits = rule.limits_and_action.partition(":")[0]
-        if not later & {rule.op, rule.op + limits}:
-            found.append(rule)
-        later.add(rule.op + limits)
-    return found[::-1]
+    for title, ops in policy.by_action().items():
+        for indent, text in ((" " * 2, title), (" " * 6, ", ".join(ops))):
+            yield textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _diff(arguments: argparse.Namespace) -> int:

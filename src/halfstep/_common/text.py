@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import html
 import os
 import re
 import shutil
@@ -94,6 +95,12 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def preformatted(text: str) -> str:
+    """Return text as HTML that shows it as it is, for notebooks."""
+    style = "white-space: pre-wrap; max-height: 40em; overflow: auto"
+    return f'<pre style="{style}">{html.escape(text)}</pre>'
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

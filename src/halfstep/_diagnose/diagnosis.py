@@ -14,6 +14,7 @@ from typing import Literal, Self
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
 from halfstep._common.numbers import percent
+from halfstep._common.text import preformatted
 from halfstep._trace.rows import Phase, short
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
@@ -234,6 +235,9 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return diagnosis_text(self)
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def to_json(self) -> str:
         """Return everything as text that :meth:`from_json` reads."""

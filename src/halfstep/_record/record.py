@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep._common.machine import device_name, num_ranks, rank
+from halfstep._common.numbers import things
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch.listeners import listening_to_backward, listening_to_norms
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
@@ -95,6 +96,12 @@ class record:
         self._model, self._scaler, self._every, self._sinks = model, scaler, every, sinks
         self._recorder: Recorder | None = None
         self._stack = ExitStack()
+
+    def __repr__(self) -> str:
+        steps = "not entered"
+        if self._recorder is not None:
+            steps = f"{things(self.num_steps, 'step')}, {self.num_skipped} skipped"
+        return f"<record in {str(self.path)!r}: {steps}>"
 
     def __enter__(self) -> Self:
         if self._recorder is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from halfstep._scaler.checks import (
@@ -30,11 +30,16 @@ class Static:
     What the other rules have as fields is here as it is for a rule that does nothing: torch.amp's
     state dict wants factors and an interval from every scaler.
 
+    Attributes:
+        scale: The scale, for the constructor of a GradScaler, which keeps it; None: ``init_scale``.
+
     Example:
-        >>> Static().growth_factor, Static().backoff_factor
-        (1.0, 1.0)
+        >>> from halfstep import GradScaler
+        >>> GradScaler(rule=Static(128.0))
+        GradScaler(scale=128, rule=Static())
     """
 
+    scale: float | None = None
     name: ClassVar[str] = "static"
     growth_factor: ClassVar[float] = 1.0
     backoff_factor: ClassVar[float] = 1.0
@@ -46,6 +51,9 @@ class Static:
     def to_dict(self) -> dict[str, Any]:
         """Return ``{"name": "static"}``."""
         return {"name": self.name}
+
+    def __repr__(self) -> str:
+        return "Static()" if self.scale is None else f"Static({self.scale!r})"
 
 
 @dataclass(frozen=True)
@@ -243,7 +251,7 @@ def rule_from_dict(saved: Mapping[str, Any]) -> Rule:
     if name not in RULES:
         raise ValueError(f"the name of the rule is {name!r}: it must be one of {list(RULES)}")
     rule = RULES[name]
-    expected = {"name"} | {field.name for field in fields(rule)}
+    expected = set(rule().to_dict())
     for key in sorted(expected ^ set(saved)):
         fault = "has no" if key in expected else "has an unknown key"
         raise ValueError(f"the rule {name!r} {fault} {key!r}")

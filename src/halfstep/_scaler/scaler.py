@@ -29,7 +29,7 @@ from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import HistoryEntry, Outcome
 from halfstep._scaler.ranks.discovery import Ranks
-from halfstep._scaler.rules import Dynamic, Rule
+from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
 from halfstep.errors import CallOrderError
@@ -155,6 +155,10 @@ class GradScaler(TorchAttributes):
                 "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
                 f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
             )
+        if isinstance(rule, Static) and rule.scale is not None:
+            if init_scale not in (2.0**16, rule.scale):
+                raise ValueError(f"init_scale is {init_scale:g} and rule is {rule!r}: give one")
+            init_scale, rule = rule.scale, Static()
         first = ScaleState.first(init_scale, rule, min_scale, max_scale)
         self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)

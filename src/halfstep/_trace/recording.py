@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from halfstep._common.json import decoded
+from halfstep._common.text import preformatted
 from halfstep._trace.diff import TraceDiff, diff
 from halfstep._trace.rows import Row
 from halfstep._trace.text import trace_text
@@ -55,6 +56,9 @@ class Recording:
             self.environment.get("policy"),
         )
         return f"<trace: {num_ops} ops, {f'policy {policy}' if policy else 'no policy'}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self.table())
 
     @property
     def ops(self) -> tuple[Row, ...]:
