@@ -8,7 +8,7 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test quick test-torch pytest check fuzz score quality test-gpu test-ranks bench clean
+.PHONY: help setup demo test quick test-torch pytest check fuzz score quality package test-gpu test-ranks bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -50,6 +50,13 @@ score: $(READY)  ## diagnose 286 injected faults and 200 clean steps (four minut
 quality: $(READY)  ## final losses of nine precisions (an hour); ARGS="--only digits --seeds 2" for less
 	@$(BIN)/python benchmarks/quality.py $(ARGS)
 
+package:  ## build dist/ and check it as PyPI would, in a .venv of its own
+	$(PYTHON) -m venv .venv-package
+	.venv-package/bin/pip install -q build twine
+	rm -rf dist
+	.venv-package/bin/python -m build
+	.venv-package/bin/twine check --strict dist/*
+
 test-gpu: $(READY)  ## the tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
 
@@ -73,4 +80,4 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/half_parameters.py
 
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,68 @@
+"""The wheel: what it holds, and that it works without the checkout and without its extra."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from tests.report import records
+
+import halfstep
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = """
+import sys
+sys.modules["rich"] = None
+import halfstep
+assert halfstep.__file__.startswith({installed!r}), halfstep.__file__
+from halfstep._cli import main
+sys.exit(main({words!r}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    source = ROOT / "src"
+    there = {
+        str(path.relative_to(source))
+        for path in (source / "halfstep").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert held == there
+    assert {"halfstep/py.typed", "halfstep/_cli/__init__.py"} <= held
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("--version", f"halfstep {halfstep.__version__}"),
+        ("policy show standard", "lower, cast to the lower precision"),
+        ("report {record}", "report.html"),
+    ],
+)
+def test_it_works_where_it_is_installed(
+    command: str, says: str, wheel: Path, tmp_path: Path
+) -> None:
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    words = command.format(record=records.healthy(tmp_path / "record")).split()
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(installed=str(installed), words=words)],
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
