@@ -24,7 +24,7 @@ from halfstep._pytorch import modes, storages
 Batch = tuple[Tensor, Tensor]
 
 
-# The README shows this function, word for word; a test compares them.
+# docs/demo.md shows this function, word for word; a test compares them.
 def training_loop(
     model: nn.Module,
     batches: Iterable[Batch],
