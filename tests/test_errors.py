@@ -75,3 +75,12 @@ def test_the_docstring_shows_the_tree_of_errors() -> None:
         depth = parents.setdefault(cls.__name__, parents[base.__name__] + 1)
         assert any(line.startswith(f"{'    ' * depth}* :class:`{cls.__name__}`:") for line in lines)
     assert sum(":class:" in line for line in lines) == len(own)
+
+
+def test_each_warning_has_a_category_of_ours() -> None:
+    """So that a filter finds all of them."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                category = getattr(errors, ast.unparse(node.args[1]))
+                assert issubclass(category, errors.HalfstepWarning), f"{path}:{node.lineno}"

@@ -14,8 +14,9 @@ package adds:
     * :class:`RecordError`: the files of a recorded run are missing or cannot be read.
     * :class:`DemoError`: ``halfstep demo`` cannot use a setting, a text or an output folder.
 * ``UserWarning``
-    * :class:`SkippedStepsWarning`: steps are being skipped, and training goes on.
-    * :class:`DiagnosisWarning`: a diagnosis found the op that made a step go wrong.
+    * :class:`HalfstepWarning`: every warning of the package, for a filter.
+        * :class:`SkippedStepsWarning`: steps are being skipped, and training goes on.
+        * :class:`DiagnosisWarning`: a diagnosis found the op that made a step go wrong.
 
 A few exceptions inside the package are not listed: halfstep catches each of them itself.
 """
@@ -60,9 +61,18 @@ class DemoError(ValueError):
     """A setting, a text or a folder that the demo cannot use; the message names the cure."""
 
 
-class SkippedStepsWarning(UserWarning):
+class HalfstepWarning(UserWarning):
+    """A warning of halfstep; what it says is its text.
+
+    Example:
+        >>> import warnings
+        >>> warnings.filterwarnings("error", category=HalfstepWarning)
+    """
+
+
+class SkippedStepsWarning(HalfstepWarning):
     """Steps are being skipped and no smaller scale helps, or too many in a row were skipped."""
 
 
-class DiagnosisWarning(UserWarning):
+class DiagnosisWarning(HalfstepWarning):
     """A step went bad; the message names the op, the module, the line, the cause and the cure."""

@@ -67,6 +67,15 @@ def test_demo_does_as_it_is_told(tmp_path, capsys):
     assert "bf16 autocast" in capsys.readouterr().out
 
 
+def test_a_quick_demo_has_fewer_steps(tmp_path, capsys):
+    options = ["--size", "tiny", "--precision", "fp32", "-o", str(tmp_path)]
+    assert main(["demo", "--quick", *options]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["settings"]["steps"] == 30
+    with pytest.raises(SystemExit):
+        main(["demo", "--quick", "--steps", "3"])
+    assert "not allowed with argument --quick" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

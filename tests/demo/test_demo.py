@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -40,6 +41,15 @@ def test_the_last_run_is_recorded_and_has_a_report(finished):
     report = finished.output / "run" / "report.html"
     assert report.exists()
     assert f"Report of the run in fp16 autocast + GradScaler: {report}" in finished.printed
+
+
+def test_the_record_says_how_its_loss_becomes_that_of_the_table(finished):
+    run = read_run(finished.output / "run")
+    (note,) = [note.text for note in run.notes if "--mean-over" in note.text]
+    times = float(re.search(r"times ([\d,]+) it is the training loss", note)[1].replace(",", ""))
+    last = json.loads((finished.output / "results.json").read_text())["runs"][-1]
+    recorded = [step.loss * times for step in run.steps]
+    assert recorded == pytest.approx(last["losses"], rel=1e-4)
 
 
 def test_the_printed_table_has_the_numbers_of_the_json(finished):

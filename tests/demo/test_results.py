@@ -22,9 +22,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 def results():
     """Made by hand: four runs of 40 steps with known numbers."""
     machine = MeasuredMachine(
-        "a <fast> & new CPU", 2, {"fp32": 1.0, "bf16": 2.0, "fp16": 1.0}, {}, ""
+        "a <fast> & new CPU",
+        2,
+        {"fp32": 1.0, "bf16": 2.0, "fp16": 1.0},
+        {"fp32": 1.0, "bf16": 2.0, "fp16": 1.0},
+        "",
+        {"torch": "2"},
+        "",
     )
-    machine = replace(machine, versions={"torch": "2"})
     corpus = Corpus("'<b>&\"'", 100, range(900), range(100))
     runs = [made_run(name, 0.1 * i) for i, name in enumerate(PRECISIONS)]
     runs[3].scales = [2.0**16] * 20 + [2.0**17] * 10 + [2.0**16] * 10
@@ -187,6 +192,9 @@ def test_ticks_are_round(roughly, step):
 )
 def test_the_sentence_follows_the_measurement(bf16, fp16, sentence):
     rates = {"fp32": 100.0, "bf16": bf16, "fp16": fp16}
-    said = MeasuredMachine("X", 2, rates, {}, "").sentence()
+    ratios = {name: rate / 100 for name, rate in rates.items()}
+    machine = MeasuredMachine("X", 2, rates, ratios, "", {}, "")
+    said = machine.sentence()
     assert said.endswith(sentence)
     assert f"100 in fp32, {bf16:.0f} in bf16 ({bf16 / 100:.2g} x)" in said
+    assert replace(machine, noise="too noisy").sentence().endswith("GFLOP/s: too noisy.")

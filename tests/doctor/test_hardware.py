@@ -23,6 +23,25 @@ def test_ratios_are_medians_of_pairs_and_rates_the_best() -> None:
     assert found.ratios == {"matmul": {"fp32": 1.0, "bf16": 4.0}}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "is_noisy"),
+    [
+        ([1.0] * 8, False),  # as fast as fp32
+        ([0.5] * 8, False),  # twice as fast, each time
+        ([1 / 1.1, 1 / 1.3] * 4, False),  # near the limit, but not far apart
+        ([1.0, 0.5] * 4, True),  # as fast in half of the rounds, twice as fast in the others
+        ([1.0, 2.0] * 4, True),
+        ([1.0] * 7 + [0.1], False),  # one that stands out
+        ([1.0, 0.5], False),  # too few to tell
+    ],
+)
+def test_a_noisy_measurement_is_told(seconds: list[float], is_noisy: bool) -> None:
+    works = [("matmul", name, 1.0) for name in ("fp32", "bf16", "fp16")]
+    found = speeds_of(works, [[1.0, each, 1.0] for each in seconds])
+    assert found.noise.startswith("the measurement is too noisy, bf16 is between") == is_noisy
+    assert bool(found.noise) == is_noisy
+
+
 def test_all_dtypes_are_measured_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hardware.MATRIX_SIDE, "cpu", 8)
     monkeypatch.setitem(hardware.CONVOLUTION, "cpu", (1, 2, 8))

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from halfstep._autocast import weight_cache
 from halfstep._autocast.weight_cache import Casts
 from halfstep._pytorch import amp, compiler, dispatch, modes, storages
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, HalfstepWarning
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
@@ -120,6 +120,7 @@ class hold_casts:
                 f"hold_casts: no weight of this {type(model).__name__} can be held (they are of "
                 f"{type(large[0])}, {large[0].layout}, {large[0].dtype}); they are cast in every "
                 "context",
+                HalfstepWarning,
                 stacklevel=2,
             )
 

@@ -16,12 +16,15 @@ DESCRIPTION = (
 EPILOG = """\
 examples:
   halfstep demo                                the default: four runs of 200 steps on the CPU
+  halfstep demo --quick                        less to see, in half a minute
   halfstep demo --precision fp32 bf16          two of them
   halfstep demo --text book.txt --steps 1000   another text, longer
   halfstep demo --device cuda --size 43m       a larger model on a GPU
 
 Ctrl-C ends the training and shows what there is so far (exit code 130).
 """
+
+QUICK_STEPS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="some of fp32, bf16, fp16-unscaled, fp16 (default: all)",
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: 200)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: 200)")
+    length.add_argument(
+        "--quick",
+        action="store_const",
+        const=QUICK_STEPS,
+        dest="steps",
+        help=f"{QUICK_STEPS} steps of each run: half a minute on two cores",
+    )
     parser.add_argument("--device", help="cpu (default) or cuda")
     parser.add_argument("--size", help="tiny, small (default), medium or 43m")
     parser.add_argument(

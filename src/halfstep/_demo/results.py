@@ -29,21 +29,24 @@ class MeasuredMachine:
     device: str
     threads: int
     gflops: dict[str, float]  # in a matrix product, by name of the dtype
+    ratios: dict[str, float]  # of the speed to that of fp32, medians
+    noise: str  # why the measurement tells nothing; empty if it does
     versions: dict[str, str]
     system: str
 
     def sentence(self) -> str:
         """Return one sentence on the strengths of the machine, from the measured numbers alone."""
-        fp32 = self.gflops["fp32"]
         rates = ", ".join(
-            f"{rate:,.0f} in {name}" + ("" if name == "fp32" else f" ({rate / fp32:.2g} x)")
+            f"{rate:,.0f} in {name}" + ("" if name == "fp32" else f" ({self.ratios[name]:.2g} x)")
             for name, rate in self.gflops.items()
         )
         measured = f"This machine ({self.device}) does matrix products at {rates} GFLOP/s"
         return f"{measured}: {self._advice()}"
 
     def _advice(self) -> str:
-        ratios = {name: self.gflops[name] / self.gflops["fp32"] for name in ("bf16", "fp16")}
+        if self.noise:
+            return f"{self.noise}."
+        ratios = {name: self.ratios[name] for name in ("bf16", "fp16")}
         fast = [name for name, ratio in ratios.items() if ratio >= WORTH_IT]
         slow = [name for name, ratio in ratios.items() if ratio <= 1 / WORTH_IT]
         if len(fast) == 2:
@@ -62,6 +65,8 @@ def measure_machine(device: str) -> MeasuredMachine:
         device=device_name(device),
         threads=torch.get_num_threads(),
         gflops={name: speeds.gflops["matmul"][name] for name in DTYPES},
+        ratios={name: speeds.ratios["matmul"][name] for name in DTYPES},
+        noise=speeds.noise,
         versions={
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,6 +21,8 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 
 WORTH_IT = 1.2
 """From this multiple of the speed of fp32 on, a dtype counts as fast."""
+NOISY = 1.25
+"""Quartiles that differ by this factor do not tell which side of a limit a ratio is on."""
 AS_GOOD = 0.8
 """bf16 is taken before fp16 from this share of its speed on: it needs no scaler."""
 
@@ -68,6 +70,8 @@ def inspect_machine(on_round: Callable[[float], None] = lambda share: None) -> M
     device = "cuda" if torch.cuda.is_available() else "cpu"
     speeds = measure_speeds(device, on_round=on_round)
     advice, flags = advise(speeds.ratios), tuple(read_flags())
+    if speeds.noise:
+        advice = Advice(advice.precision, f"{advice.reason}. Not sure: {speeds.noise}")
     return MachineReport(device, device_name(device), _units(device), speeds, advice, flags)
 
 
@@ -135,6 +139,7 @@ class Speeds:
 
     gflops: dict[str, dict[str, float]]  # 1e9 operations a second
     ratios: dict[str, dict[str, float]]  # to fp32: medians over pairs measured in turn
+    noise: str = ""  # why the products of a dtype may be fast or not, all the same
 
 
 def measure_speeds(
@@ -175,6 +180,7 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
     """
     gflops: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, float]] = {}
+    noise = ""
     base = {kind: at for at, (kind, name, _) in enumerate(works) if name == "fp32"}
     for at, (kind, name, operations) in enumerate(works):
         # The best time: other programs only slow it down.
@@ -182,7 +188,23 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
         gflops.setdefault(kind, {})[name] = operations / best / 1e9
         pairs = [durations[base[kind]] / durations[at] for durations in rounds]
         ratios.setdefault(kind, {})[name] = median(pairs)
-    return Speeds(gflops, ratios)
+        if kind == "matmul":
+            noise = noise or _noise(name, pairs)
+    return Speeds(gflops, ratios, noise)
+
+
+def _noise(name: str, ratios: list[float]) -> str:
+    """Return a sentence if the middle half of the ratios lies on both sides of a verdict."""
+    if len(ratios) < FEWEST_ROUNDS:
+        return ""
+    low, _, high = quantiles(ratios, n=4)
+    is_unclear = any(low < limit < high for limit in (WORTH_IT, 1 / WORTH_IT))
+    if not is_unclear or high < NOISY * low:
+        return ""
+    return (
+        f"the measurement is too noisy, {name} is between {low:.2g} and {high:.2g} x the speed of "
+        "fp32; repeat it while nothing else runs"
+    )
 
 
 def _works(kind: str, device: str) -> Iterator[tuple[str, str, float, Callable[[], object]]]:

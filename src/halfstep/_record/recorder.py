@@ -32,7 +32,7 @@ from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.passes import measure
 from halfstep._scaler.scalars import as_tensor, moved
 from halfstep._scaler.scale_state import Reason
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, HalfstepWarning
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
 NUM_CULPRITS = 20
@@ -431,4 +431,4 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
 def _warn(text: str) -> None:
     # This warning must not end the run, even where warnings are errors.
     with suppress(Warning):
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(text, HalfstepWarning, stacklevel=2)

@@ -28,6 +28,7 @@ from halfstep._autocast.rule import LOWER_PRECISIONS
 from halfstep._common.patches import Patches
 from halfstep._pytorch import compiler
 from halfstep._scaler.disabled import DisabledGradScaler
+from halfstep.errors import HalfstepWarning
 
 _TorchAutocast = autocast_mode.autocast
 _TorchGradScaler = torch.amp.GradScaler
@@ -78,7 +79,9 @@ def _settings(
     if enabled:
         problem = _autocast_problem(device_type, dtype)
         if problem is not None:
-            warnings.warn(f"{problem}: autocast is off in this block", stacklevel=3)
+            warnings.warn(
+                f"{problem}: autocast is off in this block", HalfstepWarning, stacklevel=3
+            )
             enabled = False
     if dtype not in LOWER_PRECISIONS:
         dtype = None  # it is off, or means the default
@@ -173,6 +176,7 @@ class GradScaler(halfstep.GradScaler):
             warnings.warn(
                 f"{cls.__name__} overrides {', '.join(overridden)} of torch.amp.GradScaler, which "
                 "halfstep's GradScaler does not have: it is never called",
+                HalfstepWarning,
                 stacklevel=2,
             )
 
@@ -186,6 +190,7 @@ def _is_possible(device: str, enabled: bool) -> bool:
         frame, depth = frame.f_back, depth + 1
     warnings.warn(
         "GradScaler for 'cuda', but PyTorch sees no CUDA device here: it is switched off",
+        HalfstepWarning,
         stacklevel=depth + 1,
     )
     return False

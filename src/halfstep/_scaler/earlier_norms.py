@@ -22,6 +22,7 @@ from torch import Tensor
 from halfstep._scaler.checks import checked_count, checked_number
 from halfstep._scaler.optimizers import members, name
 from halfstep._scaler.scalars import to_float32
+from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3
 """Steps of each optimizer that are compared: clipping is in the loop from the first step on."""
@@ -151,5 +152,6 @@ def see_first_norm(
             "They seem to be clipped before they are unscaled, which makes every update "
             f"{scale:g} times too small. Call scaler.unscale_(optimizer) before you clip, or "
             "leave the clipping to scaler.step(optimizer, max_norm=...)",
+            HalfstepWarning,
             stacklevel=6,  # the caller of GradScaler.step
         )

@@ -32,7 +32,7 @@ from halfstep._scaler.ranks.discovery import Ranks
 from halfstep._scaler.rules import Dynamic, Rule, Static
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
-from halfstep.errors import CallOrderError
+from halfstep.errors import CallOrderError, HalfstepWarning
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,6 +210,7 @@ class GradScaler(TorchAttributes):
                 f"{NUM_LOSSES_WITHOUT_UPDATE} losses have been scaled since the last update(). If "
                 "this is no accumulation, scaler.step(optimizer) and scaler.update() are missing: "
                 "optimizer.step() alone steps with gradients that are multiplied by the scale",
+                HalfstepWarning,
                 stacklevel=2,
             )
         return scaled
@@ -666,6 +667,7 @@ class GradScaler(TorchAttributes):
             warnings.warn(
                 "GradScaler.load_state_dict({}): the checkpoint was saved by a disabled GradScaler "
                 "and holds no scale. This one keeps its present values.",
+                HalfstepWarning,
                 stacklevel=2,
             )
             return

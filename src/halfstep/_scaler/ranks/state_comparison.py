@@ -15,7 +15,7 @@ from halfstep._pytorch.distributed import default_store
 from halfstep._scaler.checks import float32_from_bits
 from halfstep._scaler.device_state import HostCopy
 from halfstep._scaler.ranks.group import Group
-from halfstep.errors import RanksError
+from halfstep.errors import HalfstepWarning, RanksError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,6 +121,7 @@ class StateComparison:
             warnings.warn(
                 "the states of the ranks are no longer compared, since the store of the process "
                 f"group has failed: {first_line}",
+                HalfstepWarning,
                 stacklevel=8,
             )
             return None
