@@ -8,7 +8,7 @@ JOBS   ?= 2
 # The PyTorch of `make test-torch`: the newest that is out. constraints.txt pins that of `make test`.
 TORCH  ?= 2.15.0
 
-.PHONY: help setup demo test quick test-torch pytest check fuzz score quality package test-gpu test-ranks bench clean
+.PHONY: help setup demo test quick test-torch pytest check fuzz score quality package test-gpu test-ranks bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -79,5 +79,8 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/ranks_cost.py
 	$(BIN)/python benchmarks/half_parameters.py
 
+docs: $(READY)  ## the site, docs/_build/html/index.html; a warning is an error
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf docs/_build docs/cookbook $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

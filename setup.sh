@@ -36,5 +36,5 @@ install() {
 }
 : >"$LOG"
 install torch  # first and alone: it is the large one, and constraints.txt says which build
-install -e '.[cli,dev]'
+install -e '.[cli,dev,docs]'
 touch "$VENV/.ready"

@@ -4,19 +4,27 @@ A wrong value raises ``ValueError`` and a wrong type ``TypeError``, as everywher
 package adds:
 
 * ``RuntimeError``
-    * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update``
-      before ``step``, ...). The object stays usable.
-        * :class:`NothingCheckedError`: ``step`` or ``update`` of a ``GradScaler`` without any
-          gradient. Also an ``AssertionError``, as in PyTorch.
-    * :class:`SkippedStepsError`: a ``GradScaler`` skipped too many steps in a row.
-    * :class:`RanksError`: the ranks of a job disagree, cannot agree, or do not answer.
+
+  * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update`` before
+    ``step``, ...). The object stays usable.
+
+    * :class:`NothingCheckedError`: ``step`` or ``update`` of a ``GradScaler`` without any gradient.
+      Also an ``AssertionError``, as in PyTorch.
+
+  * :class:`SkippedStepsError`: a ``GradScaler`` skipped too many steps in a row.
+  * :class:`RanksError`: the ranks of a job disagree, cannot agree, or do not answer.
+
 * ``ValueError``
-    * :class:`RecordError`: the files of a recorded run are missing or cannot be read.
-    * :class:`DemoError`: ``halfstep demo`` cannot use a setting, a text or an output folder.
+
+  * :class:`RecordError`: the files of a recorded run are missing or cannot be read.
+  * :class:`DemoError`: ``halfstep demo`` cannot use a setting, a text or an output folder.
+
 * ``UserWarning``
-    * :class:`HalfstepWarning`: every warning of the package, for a filter.
-        * :class:`SkippedStepsWarning`: steps are being skipped, and training goes on.
-        * :class:`DiagnosisWarning`: a diagnosis found the op that made a step go wrong.
+
+  * :class:`HalfstepWarning`: every warning of the package, for a filter.
+
+    * :class:`SkippedStepsWarning`: steps are being skipped, and training goes on.
+    * :class:`DiagnosisWarning`: a diagnosis found the op that made a step go wrong.
 
 A few exceptions inside the package are not listed: halfstep catches each of them itself.
 """

@@ -27,7 +27,7 @@ _ATTRIBUTE = "_halfstep_casts"
 
 
 class HoldInfo(NamedTuple):
-    """The result of :meth:`hold_casts.info`.
+    """The result of :meth:`halfstep.hold_casts.info`.
 
     Attributes:
         weights: Parameters that are held.

@@ -18,7 +18,7 @@ _Number = TypeVar("_Number", int, float)
 class Statistics(Struct, frozen=True, gc=False):
     """Counts, extremes and a histogram of magnitudes.
 
-    Statistics add up: :func:`merged` combines those of several ranks, or of several calls of a
+    Statistics add up: ``merged`` combines those of several ranks, or of several calls of a
     module, exactly.
 
     Attributes:
@@ -34,7 +34,7 @@ class Statistics(Struct, frozen=True, gc=False):
         underflow: By the name of a format, the entries above zero that it rounds to zero.
         overflow: By the name of a format, the finite entries that it cannot hold.
         flushed: The zeros that underflow has made in a gradient that has passed through float16,
-            as :func:`halfstep._numerics.measure.measure` finds them. None for a gradient that has
+            as ``measure`` finds them. None for a gradient that has
             not, or that has no values small enough to tell, and for other tensors.
         square_sum: Sum of the squares of all entries; None if it was not computed.
         updates: Of a weight that an optimizer has stepped, the entries whose gradient was not zero,

@@ -1,0 +1,139 @@
+"""The site. `make docs` builds it; a warning is an error."""
+
+import ast
+import re
+from inspect import getmembers, isclass
+from pathlib import Path
+
+from docutils.nodes import Element
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util import logging
+
+import halfstep
+import halfstep.errors
+import halfstep.sinks
+
+DOCS = Path(__file__).parent
+EXAMPLES = DOCS.parent / "examples"
+
+project = "halfstep"
+author = "The halfstep developers"
+project_copyright = f"2026, {author}"
+release = version = halfstep.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 4
+
+nitpicky = True  # a reference in a docstring to what the site does not have
+nitpick_ignore_regex = [
+    ("py:class", r"(?!halfstep\.).*"),  # types of PyTorch and Python
+    ("py:.*", r"torch\..*"),
+    ("py:class", r"halfstep\..*\._\w+"),  # type variables
+    ("py:attr", "device_type"),  # in a docstring of PyTorch
+]
+add_module_names = False
+autodoc_default_options = {"members": True}
+napoleon_use_ivar = True  # attributes of a value as a list, with their docstring
+autodoc_member_order = "bysource"
+autodoc_mock_imports = [
+    "accelerate",
+    "fastai",
+    "lightning",
+    "timm",
+    "transformers",
+    "ultralytics",
+]
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"halfstep {release}"
+html_copy_source = html_show_sourcelink = False
+
+
+def write_cookbook(app: Sphinx) -> None:
+    """Write a page for each script of examples/, from its docstring and its code."""
+    folder = DOCS / "cookbook"
+    folder.mkdir(exist_ok=True)
+    index = re.sub(
+        r"\]\(([\w/]+)\.py\)",
+        lambda link: f"]({link[1].replace('/', '_')}.md)",
+        (EXAMPLES / "README.md").read_text(encoding="utf-8").replace("](../docs/", "](../"),
+    )
+    toctree = "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+    write(folder / "index.md", index.replace("# Examples", "# Cookbook", 1) + toctree)
+    for script in EXAMPLES.rglob("*.py"):
+        path = script.relative_to(EXAMPLES)
+        code = script.read_text(encoding="utf-8")
+        text = ast.get_docstring(ast.parse(code)) or ""
+        code = code.split('"""', 2)[2].strip()
+        page = f"# {path}\n\n{text}\n\n```python\n{code}\n```\n"
+        write(folder / (path.as_posix().replace("/", "_")[:-3] + ".md"), page)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, unless it says so already: Sphinx reads only what changed."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+def move_links(app: Sphinx, page: str, source: list[str]) -> None:
+    """Point links that hold in a checkout to the pages of the site."""
+    text = source[0].replace("](../benchmarks/README.md", "](benchmarks.md")
+    text = text.replace("](../CHANGELOG.md", "](changelog.md")
+    text = text.replace("](../examples/README.md", "](cookbook/index.md")
+    source[0] = re.sub(
+        r"\]\(\.\./examples/([\w/]+)\.py\)",
+        lambda link: f"](cookbook/{link[1].replace('/', '_')}.md)",
+        text,
+    )
+
+
+def find_public(
+    app: Sphinx, env: BuildEnvironment, node: Element, contents: Element
+) -> Element | None:
+    """Resolve the private path of a public name, which is what signatures have."""
+    name = node.get("reftarget", "").rpartition(".")[2]
+    if node.get("refdomain") != "py" or not hasattr(halfstep, name):
+        return None
+    domain = env.get_domain("py")
+    target, role = f"halfstep.{name}", node["reftype"]
+    return domain.resolve_xref(
+        env, node["refdoc"], app.builder, role, target, node, contents
+    ) or domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, contents)
+
+
+def check_public(app: Sphinx, env: BuildEnvironment) -> None:
+    """Warn of each public name that no page of the reference has."""
+    documented = {name for name, *_ in env.get_domain("py").get_objects()}
+    public = {f"halfstep.{name}" for name in halfstep.__all__}
+    public -= {
+        "halfstep.__version__",
+        "halfstep.CallOrderError",
+    }  # the latter is of halfstep.errors
+    for module in (halfstep.errors, halfstep.sinks):
+        public |= {
+            f"{module.__name__}.{name}"
+            for name, value in getmembers(module, isclass)
+            if value.__module__ == module.__name__
+        }
+    for name in sorted(public - documented):
+        logging.getLogger(__name__).warning("no page of docs/api has %s", name)
+
+
+def skip_fields(app: Sphinx, kind: str, name: str, member: object, *rest: object) -> bool | None:
+    """Leave out what named tuples say of their fields by themselves."""
+    return "Alias for field" in (getattr(member, "__doc__", "") or "") or None
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what is above."""
+    app.connect("builder-inited", write_cookbook)
+    app.connect("source-read", move_links)
+    app.connect("autodoc-skip-member", skip_fields)
+    app.connect("missing-reference", find_public)
+    app.connect("env-check-consistency", check_public)

@@ -1,0 +1,55 @@
+"""The site builds without a warning and loads nothing from elsewhere; faults are warnings."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+import halfstep
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def build(source: Path, out: Path) -> str:
+    """Return the warnings of a build under the site's own settings."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-c", str(DOCS), str(source), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_the_site_builds_and_needs_no_network(tmp_path: Path) -> None:
+    assert build(DOCS, tmp_path) == ""
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]*?(?:src|href)="(.*?)"', text
+        )
+        assert loaded, page
+        assert not [url for url in loaded if "//" in url], page
+    for style in tmp_path.rglob("*.css"):
+        assert "url(http" not in style.read_text(encoding="utf-8"), style
+
+
+def test_a_fault_is_a_warning(tmp_path: Path) -> None:
+    """A link, an anchor and a reference that lead nowhere; public names that no page has."""
+    (tmp_path / "index.md").write_text(
+        "# One\n[a](nowhere.md) [b](#nowhere)\n```{eval-rst}\n:func:`halfstep.nowhere`\n\n"
+        ".. automodule:: halfstep.errors\n```\n"
+    )
+    warnings = build(tmp_path, tmp_path / "out")
+    assert "target not found: 'nowhere.md'" in warnings
+    assert "target not found: 'nowhere'" in warnings
+    assert "target not found: halfstep.nowhere" in warnings
+    assert "no page of docs/api has halfstep.GradScaler" in warnings
+    assert "no page of docs/api has halfstep.sinks.Sink" in warnings
+    assert "has halfstep.errors" not in warnings
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = yaml.safe_load((DOCS.parent / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == halfstep.__version__
