@@ -83,4 +83,4 @@ docs: $(READY)  ## the site, docs/_build/html/index.html; a warning is an error
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
 
 clean:  ## remove .venv and caches
-	rm -rf docs/_build docs/cookbook $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf docs/_build docs/cookbook docs/ten_minutes.ipynb $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from inspect import getmembers, isclass
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import halfstep.errors
 import halfstep.sinks
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+from notebook import notebook  # noqa: E402
+
 EXAMPLES = DOCS.parent / "examples"
 
 project = "halfstep"
@@ -75,6 +79,12 @@ def write_cookbook(app: Sphinx) -> None:
         write(folder / (path.as_posix().replace("/", "_")[:-3] + ".md"), page)
 
 
+def write_notebook(app: Sphinx) -> None:
+    """Write the notebook of the page that is one, too."""
+    page = (DOCS / "ten_minutes.md").read_text(encoding="utf-8")
+    write(DOCS / "ten_minutes.ipynb", notebook(page))
+
+
 def write(path: Path, text: str) -> None:
     """Write a file, unless it says so already: Sphinx reads only what changed."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
@@ -133,6 +143,7 @@ def skip_fields(app: Sphinx, kind: str, name: str, member: object, *rest: object
 def setup(app: Sphinx) -> None:
     """Connect what is above."""
     app.connect("builder-inited", write_cookbook)
+    app.connect("builder-inited", write_notebook)
     app.connect("source-read", move_links)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("missing-reference", find_public)
