@@ -300,7 +300,7 @@ def test_numbers_where_ops_take_tensors(inside: bool) -> None:
 
     with context if inside else contextlib.nullcontext():
         assert torch.equal(torch.vmap(run)(x), run(x))
-    gradient = torch.func.grad(lambda a: run(a).sum())(x)  # inside: see docs/autocast.md
+    gradient = torch.func.grad(lambda a: run(a).sum())(x)  # inside: see docs/autocast_details.md
     torch.testing.assert_close(gradient, -2 * run(x) ** 2)
 
 

@@ -1,7 +1,8 @@
 """Where halfstep.GradScaler differs from torch.amp.GradScaler on purpose, one entry a difference.
 
 Each entry has two halves: ours is right, and PyTorch still has it. When a new PyTorch has fixed
-one, the second half skips with a notice instead of failing. docs/scaler.md has one row an entry.
+one, the second half skips with a notice instead of failing. docs/scaler_details.md has one row an
+entry.
 """
 
 import math
@@ -20,7 +21,7 @@ from tests.scaler.containers import OfFirst
 from halfstep._scaler import GradScaler
 from halfstep.errors import CallOrderError
 
-DOCS = Path(__file__).parents[2] / "docs" / "scaler.md"
+DOCS = Path(__file__).parents[2] / "docs" / "scaler_details.md"
 
 
 def torch_scaler(**kwargs: Any) -> torch.amp.GradScaler:
@@ -335,7 +336,7 @@ def scale_is_traced(scaler: Any) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """``key`` is the first column in docs/scaler.md; both halves return True as things stand."""
+    """``key`` is the first column in docs/scaler_details.md; both halves return True for now."""
 
     key: str
     ours_is_right: Callable[[], bool]
@@ -519,7 +520,7 @@ def test_ours_is_right(difference: Difference) -> None:
 def test_torch_still_has_it(difference: Difference) -> None:
     if not difference.torch_still_has_it():
         pytest.skip(
-            f"PyTorch {torch.__version__} has fixed {difference.key}: update docs/scaler.md"
+            f"PyTorch {torch.__version__} has fixed {difference.key}: update docs/scaler_details.md"
         )
 
 

@@ -70,7 +70,8 @@ class GradScaler(TorchAttributes):
     multiplied by ``growth_factor``. If no smaller scale helps, or the loss was not finite to begin
     with, the scale stays and the user is told.
 
-    Has every method of ``torch.amp.GradScaler``; docs/scaler.md lists where they differ on purpose.
+    Has every method of ``torch.amp.GradScaler``; docs/scaler_details.md lists where they differ on
+    purpose.
 
     Args:
         device: Device type, such as ``"cuda"``. Left out, the device of the first loss decides.
