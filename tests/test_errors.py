@@ -73,7 +73,7 @@ def test_the_docstring_shows_the_tree_of_errors() -> None:
     for cls in own:
         base = cls.__bases__[0]
         depth = parents.setdefault(cls.__name__, parents[base.__name__] + 1)
-        assert any(line.startswith(f"{'    ' * depth}* :class:`{cls.__name__}`:") for line in lines)
+        assert any(line.startswith(f"{'  ' * depth}* :class:`{cls.__name__}`:") for line in lines)
     assert sum(":class:" in line for line in lines) == len(own)
 
 
