@@ -110,21 +110,16 @@ def find_public(
     name = node.get("reftarget", "").rpartition(".")[2]
     if node.get("refdomain") != "py" or not hasattr(halfstep, name):
         return None
-    domain = env.get_domain("py")
-    target, role = f"halfstep.{name}", node["reftype"]
-    return domain.resolve_xref(
-        env, node["refdoc"], app.builder, role, target, node, contents
-    ) or domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, contents)
+    return env.get_domain("py").resolve_xref(
+        env, node["refdoc"], app.builder, "obj", f"halfstep.{name}", node, contents
+    )
 
 
 def check_public(app: Sphinx, env: BuildEnvironment) -> None:
     """Warn of each public name that no page of the reference has."""
     documented = {name for name, *_ in env.get_domain("py").get_objects()}
     public = {f"halfstep.{name}" for name in halfstep.__all__}
-    public -= {
-        "halfstep.__version__",
-        "halfstep.CallOrderError",
-    }  # the latter is of halfstep.errors
+    public -= {"halfstep.__version__", "halfstep.CallOrderError"}  # that is in halfstep.errors
     for module in (halfstep.errors, halfstep.sinks):
         public |= {
             f"{module.__name__}.{name}"
@@ -133,6 +128,12 @@ def check_public(app: Sphinx, env: BuildEnvironment) -> None:
         }
     for name in sorted(public - documented):
         logging.getLogger(__name__).warning("no page of docs/api has %s", name)
+
+
+def link_pages(app: Sphinx, kind: str, name: str, value: object, *rest: list[str]) -> None:
+    """Make links of the pages that a docstring names."""
+    lines = rest[-1]
+    lines[:] = [re.sub(r"(?:``)?docs/(\w+)\.md(?:``)?", r":doc:`/\1`", line) for line in lines]
 
 
 def skip_fields(app: Sphinx, kind: str, name: str, member: object, *rest: object) -> bool | None:
@@ -145,6 +146,7 @@ def setup(app: Sphinx) -> None:
     app.connect("builder-inited", write_cookbook)
     app.connect("builder-inited", write_notebook)
     app.connect("source-read", move_links)
+    app.connect("autodoc-process-docstring", link_pages)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("missing-reference", find_public)
     app.connect("env-check-consistency", check_public)

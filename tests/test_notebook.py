@@ -49,8 +49,8 @@ def test_the_cells_of_the_notebook_print_what_the_page_says(
             code = "".join(cell["source"])
             printed = run(code, number, namespace).splitlines()
             if code.startswith("!"):
-                expected = [line for line in blocks.pop(0).splitlines() if line != "..."]
-                assert [line for line in printed if line in expected] == expected
+                for line in blocks.pop(0).splitlines():  # shortened on the page
+                    assert any(each.startswith(line.removesuffix(" ...")) for each in printed)
             else:
                 assert printed == re.findall(r"print\(.*\)  # (.+)$", code, re.MULTILINE)
     assert not blocks
@@ -59,5 +59,5 @@ def test_the_cells_of_the_notebook_print_what_the_page_says(
 def test_the_notebook_has_all_of_the_page() -> None:
     text = "".join("".join(cell["source"]) for cell in cells())
     for line in PAGE.splitlines():
-        if not line.startswith(("```", "$", "bad:", "...")):
+        if not line.startswith(("```", "$", "bad:", "good:")):
             assert line in text

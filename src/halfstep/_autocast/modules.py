@@ -44,7 +44,7 @@ def keep(
         cast_back: Cast outputs of ``dtype`` to that of the first floating-point input.
 
     Returns:
-        What undoes it: ``keep(...).remove()``, or ``with keep(...):``.
+        What undoes it, by ``keep(...).remove()`` or ``with keep(...):``.
 
     Raises:
         TypeError: ``model`` is no module, or ``dtype`` no floating dtype.

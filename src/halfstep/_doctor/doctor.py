@@ -41,8 +41,8 @@ def doctor(
         dtype: The lower precision of autocast, ``torch.float16`` or ``torch.bfloat16``.
 
     Returns:
-        The findings, the worst first: a sequence whose ``str()`` is the text, with ``worst`` and
-        ``to_json()``. ``docs/doctor.md`` has a section on each id.
+        The findings, the worst first, in a sequence whose ``str()`` is the text; it has ``worst``
+        and ``to_json()``. ``docs/doctor.md`` has a section on each id.
 
     Raises:
         TypeError: An argument is of the wrong kind.

@@ -64,7 +64,9 @@ def bytes_per_parameter(
         optimizer: The optimizer.
 
     Returns:
-        A value that prints as a table. Sync: none.
+        A value that prints as a table.
+
+    Sync: none.
 
     Example:
         >>> import halfstep

@@ -348,7 +348,7 @@ class GradScaler(TorchAttributes):
                 ``"parameter"`` alone.
 
         Returns:
-            The norm of all gradients together, unscaled and before clipping: a float32 scalar on
+            The norm of all gradients together, unscaled and before clipping, as a float32 scalar on
             the device of the scale. If it is inf or NaN nothing is clipped, and ``step`` will skip.
 
         Raises:
