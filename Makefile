@@ -79,8 +79,9 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/ranks_cost.py
 	$(BIN)/python benchmarks/half_parameters.py
 
-docs: $(READY)  ## the site, docs/_build/html/index.html; a warning is an error
+docs: $(READY)  ## the site, docs/_build/html/index.html; a warning or a failing example is an error
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
+	$(BIN)/pytest -q -n $(JOBS) tests/test_docs.py tests/test_notebook.py tests/test_errors_page.py
 
 clean:  ## remove .venv and caches
 	rm -rf docs/_build docs/cookbook docs/ten_minutes.ipynb $(VENV) .venv-package .venv-torch-* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -133,7 +133,14 @@ def check_public(app: Sphinx, env: BuildEnvironment) -> None:
 def link_pages(app: Sphinx, kind: str, name: str, value: object, *rest: list[str]) -> None:
     """Make links of the pages that a docstring names."""
     lines = rest[-1]
-    lines[:] = [re.sub(r"(?:``)?docs/(\w+)\.md(?:``)?", r":doc:`/\1`", line) for line in lines]
+    lines[:] = [
+        re.sub(
+            r"(?:``)?docs/(\w+)\.md(?:``)?",
+            lambda page: f":doc:`{page[1].replace('_', ' ')} </{page[1]}>`",
+            line,
+        )
+        for line in lines
+    ]
 
 
 def skip_fields(app: Sphinx, kind: str, name: str, member: object, *rest: object) -> bool | None:
