@@ -77,6 +77,7 @@ SLOW = (
     "scaler/test_scaler_machine.py",
     "scaler/test_scaler_outcome.py::test_history_is_bounded",
     "simulate/test_",
+    "test_site.py",
     "trace/test_diff.py",
     "trace/test_trace.py::test_torch_compile_is_not_imported",
     "trace/test_waste.py",
