@@ -72,7 +72,7 @@ def test_the_start_up_is_not_counted(tmp_path, capsys):
     records.write(tmp_path, [*events, records.end(1.0, 20)])
     code, (line,) = check(capsys, tmp_path, "--max-skipped", "0%")
     assert code == 0
-    assert "0 % skipped and 1 normal in dynamic scaling (limit 0 %)" in line
+    assert "0 % skipped, besides 1 by dynamic scaling at the start (limit 0 %)" in line
 
 
 def test_a_run_in_float32_is_not_held_to_what_fp16_would_lose(tmp_path, capsys):

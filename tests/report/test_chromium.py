@@ -195,17 +195,19 @@ def test_the_curves_can_be_read_with_the_keyboard(opened):
 
 def test_the_maps_tell_layer_step_and_value(opened, made):
     page = opened()
+    page.locator("[for=tab-output]").click()
     hover(page.locator(".panel-output .map").first, 0.5)
     name, step, headroom, lost, *_ = tip(page).split("\n")
     layers = made["with_skips"].summary.of_kind("output")
     assert name == layers[len(layers) // 2].name
     assert step == "step 50"
     assert headroom == f"Headroom: about {round(2 * layers[2].headroom) / 2:g} bits"
-    assert lost == "Lost to underflow: none"
+    assert lost == "Underflow: none"
 
 
 def test_the_maps_can_be_read_with_the_keyboard(opened):
     page = opened()
+    page.locator("[for=tab-output]").click()
     heat = page.locator(".panel-output .heat")
     heat.press("ArrowDown")
     assert tip(page).startswith("embed\nstep 10\n")
@@ -275,9 +277,9 @@ def test_without_script_all_is_there(opened, made):
 def test_without_script_tabs_and_kinds_work(opened):
     page = opened(java_script_enabled=False)
     box = page.locator(".box:visible")
-    expect(box).to_have_class("box panel-output")
-    page.locator("[for=tab-parameter_gradient]").click()
     expect(box).to_have_class("box panel-parameter_gradient")
+    page.locator("[for=tab-output]").click()
+    expect(box).to_have_class("box panel-output")
     page.locator("#only [value=output]").click()
     assert set(column(page, 3)) == {"Outputs"}
 

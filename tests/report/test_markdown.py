@@ -44,7 +44,8 @@ def test_markdown_has_all_sentences_and_whole_tables(tmp_path, write):
     summary = summary_of(write(tmp_path))
     text = summary_markdown(summary)
     for sentence in sentences(summary):
-        assert f"- **{sentence.severity}**: {sentence.markdown}\n" in text
+        label = "what followed" if sentence.follows else sentence.severity
+        assert f"- **{label}**: {sentence.markdown}\n" in text
     for block in text.split("\n\n"):
         if block.startswith("|"):
             assert len({len(cells(line)) for line in block.splitlines()}) == 1
@@ -52,8 +53,8 @@ def test_markdown_has_all_sentences_and_whole_tables(tmp_path, write):
 
 def test_markdown_has_the_key_numbers_and_the_worst_layers(tmp_path):
     text = summary_markdown(summary_of(records.with_skips(tmp_path)))
-    assert "| skipped | 5 (5 %), of these at the start 2 |" in text
-    assert "| scale: first, last, smallest, largest | 65536, 2048, 2048, 65536 |" in text
+    assert "| skipped | 5 (5 %), 2 by dynamic scaling at the start and 3 others |" in text
+    assert "| scale: first, last, smallest, largest | 2^16, 2^11, 2^11, 2^16 |" in text
     assert "| policy | float16, `standard` |" in text
     assert "| `head.weight` | gradient | float32 | 12 % |" in text
 

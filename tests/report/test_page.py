@@ -11,6 +11,7 @@ from tests.report.markup import at, page_of
 from halfstep._common import numbers
 from halfstep._numerics.formats import FORMATS
 from halfstep._report.page import MOST_SKIPS
+from halfstep._report.sentences import sentences
 from halfstep._report.text import summary_json
 
 RUNS = (
@@ -99,8 +100,7 @@ def test_marked_numbers_are_those_of_the_json(page):
 
 
 def test_all_sentences_come_first_and_their_severity_is_a_word(page):
-    (says,) = page.tree.all("ul", class_="says")
-    items = list(says.all("li"))
+    items = [item for says in page.tree.all("ul", class_="says") for item in says.all("li")]
     words = {"good": "Good", "notice": "Note", "warning": "Warning", "bad": "Problem"}
     expected = summary_json(page.summary)["sentences"]
     assert [item.classes[0] for item in items] == [s["severity"] for s in expected]
@@ -113,22 +113,47 @@ def test_all_sentences_come_first_and_their_severity_is_a_word(page):
 
 def test_the_table_of_layers_has_the_numbers_of_the_json(page):
     layers = summary_json(page.summary)["layers"]
-    rows = [row for row in page.tree.all("tr") if "data-layer" in row.attributes]
-    assert sorted(int(row.attributes["data-layer"]) for row in rows) == list(range(len(layers)))
-    for row in rows:
-        layer = layers[int(row.attributes["data-layer"])]
-        name, _, _, dtype, headroom, lost, lost_updates, amax, amin, *counts = (
-            cell.text.strip() for cell in cells(row)
-        )
+    rows = {id: row for row in page.tree.all("tr") if (id := row.attributes.get("id"))}
+    assert rows.keys() == {f"layer-{n}" for n in range(len(layers))}
+    for id, row in rows.items():
+        layer = layers[int(id.removeprefix("layer-"))]
+        (
+            name,
+            _,
+            _,
+            dtype,
+            headroom,
+            lost,
+            lost_updates,
+            amax,
+            amin,
+            zeros,
+            nan,
+            inf,
+            *of_formats,
+        ) = (cell.text.strip() for cell in cells(row))
         assert name == layer["name"].strip()
         assert dtype in ("fp16", "bf16", "fp32")
         assert headroom + " bits" == numbers.bits(layer["headroom"])
-        assert lost == share(layer["share_lost_worst"])
+        assert lost == share(layer["share_lost"])
         assert lost_updates == share(layer["share_lost_updates"])
         assert (amax, amin) == (numbers.number(layer["amax"]), numbers.number(layer["amin"]))
         of = [layer[what][name] for what in ("underflow", "overflow") for name in FORMATS]
-        assert counts[:9] == [share(n / layer["measured"]) for n in (*of, layer["zeros"])]
-        assert counts[9:] == [numbers.count(layer["nan"]), numbers.count(layer["inf"])]
+        assert of_formats == [share(n / layer["measured"]) for n in of]
+        assert zeros == share(layer["zeros"] / layer["measured"])
+        assert (nan, inf) == (numbers.count(layer["nan"]), numbers.count(layer["inf"]))
+
+
+def test_sentences_and_cells_lead_to_what_they_tell_of(page):
+    ids = {e.attributes["id"] for e in page.tree.all() if "id" in e.attributes}
+    links = [link.attributes["href"] for link in page.tree.all("a", class_="see")]
+    found = [sentence.evidence for sentence in sentences(page.summary) if sentence.evidence]
+    assert links == [f"#{each}" for each in found]
+    assert set(found) <= ids
+    for tab in page.tree.all("svg", class_="rows"):
+        for link in tab.all("a"):
+            number = int(link.attributes["href"].removeprefix("#layer-"))
+            assert link.one("title").text.startswith(page.summary.layers[number].name or "(the")
 
 
 def cells(row):
@@ -152,7 +177,7 @@ def test_skips_are_marked_with_a_legend_and_told_in_a_table(skips):
     (body,) = policy.all("tbody")
     rows = [[cell.text for cell in cells(row)] for row in body.all("tr")]
     assert [row[0] for row in rows] == ["1", "2", "41", "42", "80"]
-    assert rows[2][:6] == ["41", "AdamW", "overflow", "16384", "8192", "2.049"]
+    assert rows[2][:6] == ["41", "AdamW", "overflow", "2^14", "2^13", "2.049"]
     assert rows[2][6:] == ["blocks.1.attn", "blocks.1.attn.weight"]
 
 
@@ -194,7 +219,14 @@ def test_tabs_work_without_script(skips):
         "tab-parameter_gradient",
         "tab-parameter",
     ]
-    assert ["checked" in radio.attributes for radio in radios] == [True, False, False, False]
+    # The worst layer, with underflow of 12 %, is a gradient of a parameter.
+    assert ["checked" in radio.attributes for radio in radios] == [False, False, True, False]
+    assert [label.text.split("s ")[-1] for label in heat.all("label")] == [
+        "6",
+        "6",
+        "6 1 to look at",
+        "6",
+    ]
     style = skips.tree.one("style").text
     for radio in radios:
         kind = radio.attributes["id"].removeprefix("tab-")

@@ -66,7 +66,7 @@ def test_the_scale_has_an_axis_of_powers_of_two():
     scales = [2.0**e for e in (16, 17, 18, 24)]
     drawn = curves({"": [step(n, scale=scale) for n, scale in enumerate(scales, start=1)]})
     labels = [label for _, label in panel(drawn, "scale").ticks]
-    assert labels == ["65536", "262144", "1048576", "2^22", "2^24"]
+    assert labels == ["2^16", "2^18", "2^20", "2^22", "2^24"]
     places = [at for at, _ in panel(drawn, "scale").ticks]
     distances = [a - b for a, b in pairwise(places)]
     assert distances == pytest.approx([distances[0]] * 4, abs=0.02)

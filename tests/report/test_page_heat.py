@@ -67,7 +67,7 @@ def test_a_gradient_that_never_was_in_fp16_has_lost_nothing(tmp_path):
         drawn = maps_of(tmp_path / told, samples, "float32", has_policy)
         lost = drawn.tabs[0].maps[1]
         assert label(LOST, pixels(lost)[0][0]) == told
-        assert ("lost" in drawn.tabs[0].rows[0].title) == (not has_policy)
+        assert ("underflow" in drawn.tabs[0].rows[0].title) == (not has_policy)
 
 
 def test_where_nan_or_inf_was_seen_is_told_by_colour_and_dot(tmp_path):

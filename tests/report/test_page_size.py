@@ -60,4 +60,4 @@ def test_it_says_what_it_left_out(large):
         "the worst of up to 5 sampled steps (1,000 in all)" in tree.one("section", id="heat").text
     )
     assert "The worst 240 of 800 have a histogram" in tree.one("section", id="layers").text
-    assert len([row for row in tree.all("tr") if "data-layer" in row.attributes]) == 800
+    assert len([row for row in tree.all("tr") if "id" in row.attributes]) == 800

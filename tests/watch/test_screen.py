@@ -148,7 +148,7 @@ def test_curves_are_above_each_other_with_the_skips_below():
     text = draw(live_run(None, update(steps=steps)), width=100)
     assert line_of(text, "loss ").startswith("loss         2.5  █▄!▁")
     assert line_of(text, "loss ").rstrip().endswith("2.5 to 8")
-    assert line_of(text, "scale").startswith("scale       1024  ▅▅▅▅")
+    assert line_of(text, "scale").startswith("scale       2^10  ▅▅▅▅")
     assert line_of(text, "norm ").startswith("norm           9  ▁ ▁█")  # a gap where it was inf
     assert line_of(text, "skips").rstrip() == "skips          1   x"
 
@@ -180,7 +180,7 @@ def test_lost_updates_have_a_curve_and_the_share_of_the_latest_sample():
     known = live_run(None, update(steps=lost))
     assert line_of(draw(known), "lost ").startswith("lost        97 %  ▁ █")
     assert new_lines(known, update(steps=lost[:1]), every=1) == [
-        "step 1  loss 2.5  scale 1024  norm 1.5  taken  lost updates 25 %"
+        "step 1  loss 2.5  scale 2^10  norm 1.5  taken  lost updates 25 %"
     ]
 
 
@@ -204,8 +204,8 @@ def test_skips_with_reason_and_origin_also_if_it_comes_later():
     assert "2 of 3 steps were skipped" in text
     rows = [line.split() for line in text.splitlines() if "→" in line]
     assert rows == [
-        ["3", "loss", "1024", "→", "512", "-"],
-        ["2", "overflow", "1024", "→", "512", "blocks.0"],
+        ["3", "loss", "2^10", "→", "2^9", "-"],
+        ["2", "overflow", "2^10", "→", "2^9", "blocks.0"],
     ]
 
 
@@ -273,7 +273,7 @@ def test_without_unicode_it_is_drawn_in_ascii():
     text = draw(known, width=60, encoding="ascii")
     assert text.isascii()
     assert "#__" in line_of(text, "loss")
-    assert "1024 -> 512" in text
+    assert "2^10 -> 2^9" in text
 
 
 def test_without_colour_the_marks_stay(monkeypatch):
@@ -318,11 +318,11 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
     )
     assert new_lines(live_run(None, new), new, every=None) == [
         "note 1  something",
-        "step 1  loss 2.5  scale 1024  norm 1.5  taken",
-        "step 4  loss 2.5  scale 1024  norm 1.5  taken",
+        "step 1  loss 2.5  scale 2^10  norm 1.5  taken",
+        "step 4  loss 2.5  scale 2^10  norm 1.5  taken",
         r"sample 4  headroom 16.0 bits  underflow 12 %  nan 0  inf 0  output a\nb",
         "sample 4  headroom 16.0 bits  underflow 0 %  nan 0  inf 0  output good",
-        "step 6  loss 2.5  scale 1024  norm inf  skipped: overflow, scale now 512",
+        "step 6  loss 2.5  scale 2^10  norm inf  skipped: overflow, scale now 2^9",
         "skip 6  began in fc  parameters 3  rank 0",
         "diagnosis 6  rank 0  range of float16: linear (addmm) in blocks.1.mlp, forward needs a "
         "wider dtype, in float32 it is finite",

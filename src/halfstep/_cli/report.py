@@ -102,7 +102,6 @@ def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
     """Return what to print on a run, and its page, None if none is asked for."""
     from halfstep._report import text
     from halfstep._report.summarize import summarize
-    from halfstep._report.text import sentences
 
     summary = summarize(run)
     if arguments.json:
@@ -111,8 +110,7 @@ def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
         return text.summary_markdown(summary), None
     from halfstep._report.page import render
 
-    lines = [f"{sentence.severity}: {sentence.text}" for sentence in sentences(summary)]
-    return "\n".join(lines), render(summary, run)
+    return text.summary_text(summary), render(summary, run)
 
 
 def _against(first: Run, second: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:

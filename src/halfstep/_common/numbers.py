@@ -7,10 +7,6 @@ from collections.abc import Iterable, Sequence
 
 NONE = "-"
 """Stands where there is no number."""
-_LARGEST_PLAIN = 2.0**20
-_SMALLEST_PLAIN = 2.0**-7
-_DIGITS_OF_POWERS = 5
-"""All that a power of two has down to there."""
 
 
 def count(value: int) -> str:
@@ -49,16 +45,13 @@ def percent(share: float | None) -> str:
 
 
 def power(scale: float | None) -> str:
-    """Return a scale: ``65536``, ``0.25``, ``2^29`` for a large or small power of two."""
+    """Return a scale as a power of two, ``2^16``; ``1``, and ``1000`` that is none, as they are."""
     if scale is None or not math.isfinite(scale) or scale <= 0:
         return number(scale)
     mantissa, exponent = math.frexp(scale)
-    is_power = mantissa == 0.5
-    if is_power and not _SMALLEST_PLAIN <= scale <= _LARGEST_PLAIN:
-        return f"2^{exponent - 1}"
-    if float(scale).is_integer() and scale <= _LARGEST_PLAIN:
-        return f"{scale:.0f}"
-    return f"{scale:.{_DIGITS_OF_POWERS if is_power else 4}g}"
+    if mantissa != 0.5 or exponent == 1:
+        return f"{scale:g}"
+    return f"2^{exponent - 1}"
 
 
 def bits(value: float | None) -> str:

@@ -35,11 +35,22 @@ class Sentence:
 
     Attributes:
         severity: How bad it is.
-        parts: Plain text and names in order; both may come from outside.
+        what: Plain text and names in order; both may come from outside.
+        cure: What to do about it, in the same way; empty where there is nothing to do.
+        evidence: The id of the part of the page that shows it.
+        follows: Whether it is a consequence of another problem of the run.
     """
 
     severity: Severity
-    parts: tuple[str | Code, ...]
+    what: tuple[str | Code, ...]
+    cure: tuple[str | Code, ...] = ()
+    evidence: str = ""
+    follows: bool = False
+
+    @property
+    def parts(self) -> tuple[str | Code, ...]:
+        """What happened and what to do."""
+        return self.what + self.cure
 
     @property
     def text(self) -> str:
@@ -54,9 +65,15 @@ class Sentence:
         )
 
 
-def say(severity: Severity, *parts: str | Code) -> Sentence:
-    """Return a sentence of parts."""
-    return Sentence(severity, parts)
+def say(
+    severity: Severity,
+    *what: str | Code,
+    cure: Iterable[str | Code] = (),
+    evidence: str = "",
+    follows: bool = False,
+) -> Sentence:
+    """Return a sentence of parts; see :class:`Sentence`."""
+    return Sentence(severity, what, tuple(cure), evidence, follows)
 
 
 def names(of: Iterable[str], most: int = 3) -> Iterator[str | Code]:

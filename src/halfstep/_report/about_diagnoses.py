@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
 from halfstep._common.numbers import at_steps, things
@@ -28,7 +29,9 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
             when(place, summary).capitalize(),
             *_what(place.diagnosis),
             ".",
-            *_cure(place.diagnosis.cure),
+            cure=_cure(place.diagnosis.cure),
+            evidence="diagnoses",
+            follows=_follows(place, summary),
         )
     left = summary.bad_places[MOST_PLACES:]
     if left:
@@ -36,7 +39,15 @@ def about_diagnoses(summary: Summary) -> Iterator[Sentence]:
         yield say(
             min(severities, key=SEVERITIES.index),
             f"{things(len(left), 'more place')} went bad in other steps.",
+            evidence="diagnoses",
         )
+
+
+def _follows(place: BadPlace, summary: Summary) -> bool:
+    """Return whether the op read a weight that an earlier bad step had left with inf or NaN."""
+    weights = {layer.name for layer in summary.of_kind("parameter")}
+    first = summary.went_bad_at
+    return first is not None and first < place.steps[0] and place.diagnosis.tensor in weights
 
 
 def severity_of(place: BadPlace, summary: Summary) -> Severity:
@@ -69,10 +80,10 @@ def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
     """Append how to get a diagnosis to the first sentence that is a warning or worse."""
     advised = list(said)
     for index, sentence in enumerate(said):
-        if sentence.severity in ("bad", "warning"):
+        if sentence.severity in ("bad", "warning") and not sentence.follows:
             call = Code("halfstep run --diagnose train.py")
             advice = (" To find the op and its cure, run ", call, ".")
-            advised[index] = say(sentence.severity, *sentence.parts, *advice)
+            advised[index] = replace(sentence, cure=sentence.cure + advice)
             break
     return advised
 

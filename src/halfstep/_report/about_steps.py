@@ -21,13 +21,14 @@ from halfstep._report.summary import (
     ENDLESS,
     FEW,
     MANY,
+    OTHER_CAUSES,
     Facts,
     Origin,
     StepCounts,
     Summary,
 )
 
-_DEFAULT_SCALE = 65536.0
+_DEFAULT_SCALE = 2.0**16
 
 
 def about_end(summary: Summary) -> Iterator[Sentence]:
@@ -38,12 +39,14 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
         yield say("notice", f"The run was interrupted by hand {when}.")
     elif facts.error is not None:
         what = f"The run ended {when}, with an error{on_error_rank(facts)}: "
-        yield say("bad", what, Code(facts.error), ".")
+        is_consequence = summary.went_bad_at is not None and not summary.has_recovered
+        yield say("bad", what, Code(facts.error), ".", evidence="machine", follows=is_consequence)
     elif facts.state == "no end":
         yield say(
             "warning",
             f"The record has no end: the run is still running, or it was killed {when} "
             "(out of memory, a job's time limit, kill -9).",
+            evidence="machine",
         )
     if lacks_end(facts):
         ranks = on_ranks(facts.without_end, facts)
@@ -51,6 +54,8 @@ def about_end(summary: Summary) -> Iterator[Sentence]:
             "warning",
             f"The record has no end{ranks}: the process was killed (out of memory, kill -9), or "
             "stopped by the launcher after another rank had failed.",
+            evidence="machine",
+            follows=facts.error is not None,
         )
     if not summary.steps.num:
         yield say(
@@ -83,16 +88,10 @@ def lacks_end(facts: Facts) -> bool:
 def about_loss(summary: Summary) -> Iterator[Sentence]:
     """Yield when the loss was not finite."""
     loss, skipped = summary.loss, summary.steps.reasons.get("loss", 0)
-    cure = (
-        " No scale can change that: look at the batch of that step, at the learning rate, and at "
-        "log(), division and sqrt() at 0 in the loss, which should run in float32."
-    )
-    if any("loss" in place.diagnosis.ends for place in summary.bad_places):
-        cure = ""  # the diagnosis has a better one
-    elif any(layer.inf for layer in summary.of_kind("output")):
-        cure = " An output overflowed (see below), and no scale can change that."
+    is_diagnosed = any("loss" in place.diagnosis.ends for place in summary.bad_places)
+    cure = () if is_diagnosed else _cure_of_loss(summary)
     if loss is not None and loss.first_non_finite is not None:
-        is_last = not math.isfinite(loss.last)
+        step, is_last = loss.first_non_finite, not math.isfinite(loss.last)
         became = number(loss.last) if is_last else "inf or NaN"
         where = on_ranks(loss.ranks, summary.facts)
         had = f"{things(loss.num_non_finite, 'step')} had such a loss"
@@ -100,39 +99,46 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
         end = last if is_last else ", and it recovered."
         yield say(
             "bad" if is_last else "warning",
-            f"The loss became {became} at step {loss.first_non_finite}{where}; {had}{end}{cure}",
+            f"The loss became {became} at step {step}{where}; {had}{end}",
+            cure=cure,
+            evidence="steps",
+            follows=is_diagnosed or went_bad_before(step, summary),
         )
     elif skipped:
         were = f"{things(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped because"
-        yield say("bad", f"{were} the loss was inf or NaN before backward().{cure}")
+        yield say(
+            "bad",
+            f"{were} the loss was inf or NaN before backward().",
+            cure=cure,
+            evidence="skips",
+            follows=is_diagnosed,
+        )
+
+
+def went_bad_before(step: int, summary: Summary) -> bool:
+    """Return whether an earlier step went bad, of which this one is a consequence."""
+    bad = summary.went_bad_at
+    return bad is not None and bad < step and summary.follows_from(step)
+
+
+def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:
+    weights_are_bad = any(x.inf or x.nan for x in summary.of_kind("parameter"))
+    overflowed = next((x for x in summary.of_kind("output") if x.inf), None)
+    if overflowed is None or weights_are_bad:
+        return (
+            " No scale can change that: look at the batch of that step, at the learning rate, and "
+            "at log(), division and sqrt() at 0 in the loss, which should run in float32.",
+        )
+    call = island(overflowed.name, summary)
+    keep = () if call is None else (": keep that module in float32, ", call)
+    return (" The outputs of ", Code(overflowed.name), " overflowed", *keep, ".")
 
 
 def about_skips(summary: Summary) -> Iterator[Sentence]:
     """Yield how many steps were skipped, where the skips began, and what would help."""
-    steps = summary.steps
-    if steps.num_skipped_later:
-        yield _skipped(summary, steps)
-    if steps.num and not steps.num_taken and not steps.num_skipped_later:
-        yield say(
-            "warning",
-            "No step was taken: the run ended while the scale was still coming down, as it does at "
-            "the start. Let it run longer.",
-        )
-    if steps.unclear:
-        yield say(
-            "warning",
-            f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
-            f"{'was' if len(steps.unclear) == 1 else 'were'} skipped with NaN and no inf in the "
-            "gradients, while the loss was finite: the scale alone seldom does that.",
-        )
-    if steps.skipped_at_end >= ENDLESS:
-        yield say(
-            "bad",
-            f"The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
-            "skipped, and nothing was learned in them.",
-        )
-    if summary.scale is not None and summary.scale.stuck:
-        where = at_steps(summary.scale.stuck)
+    steps, scale = summary.steps, summary.scale
+    if scale is not None and scale.stuck:
+        where = at_steps(scale.stuck)
         cure = (
             " Look for sqrt(), norm() or pow() at 0, 0/0, a NaN hidden by where(), and NaN in the "
             "parameters."
@@ -140,8 +146,28 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "bad",
             "The gradients were inf or NaN even at the smallest scale, while the loss was finite "
-            f"({where}): the cause is the backward pass, not the scale."
-            f"{'' if summary.bad_places else cure}",
+            f"({where}): the cause is the backward pass, not the scale.",
+            cure=() if summary.bad_places else (cure,),
+            evidence="skips",
+            follows=summary.follows_from(scale.stuck[0]),
+        )
+    if steps.num_skipped_later:
+        yield _skipped(summary, steps)
+    if steps.num and not steps.num_taken and not steps.num_skipped_later:
+        yield say(
+            "warning",
+            "No step was taken: the run ended while the scale was still coming down, as it does at "
+            "the start.",
+            cure=(" Let it run longer.",),
+            evidence="skips",
+        )
+    if steps.unclear:
+        yield say(
+            "warning",
+            f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
+            f"{'was' if len(steps.unclear) == 1 else 'were'} skipped with NaN and no inf in the "
+            "gradients, while the loss was finite: the scale alone seldom does that.",
+            evidence="skips",
         )
     too_large = summary.steps.reasons.get("norm")
     if too_large:
@@ -153,31 +179,34 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
             "limit, ",
             Code("scaler.set_norm_limit(...)"),
             ".",
+            evidence="skips",
         )
 
 
-def start_up(summary: Summary) -> str:
-    """Return the sentence about the skips at the start, without the full stop."""
-    steps, scale = summary.steps, summary.scale
-    num = len(steps.start_up)
-    came_down = "" if scale is None else f" from {power(scale.first)}"
-    is_normal = set(steps.unclear).isdisjoint(steps.start_up)
-    return (
-        f"{things(num, 'step')} at the start {'was' if num == 1 else 'were'} skipped while the "
-        f"scale came down{came_down}{', which is normal' if is_normal else ''}"
+def by_scaling(steps: StepCounts) -> str:
+    """Return which skips are of dynamic scaling: ``by dynamic scaling (13 at the start ...)``."""
+    kinds = (
+        (steps.num_start_up, "at the start"),
+        (steps.num_after_growth, "after the scale had grown"),
     )
+    seen = [(num, when) for num, when in kinds if num]
+    if len(seen) == 1:
+        return f"by dynamic scaling {seen[0][1]}"
+    return f"by dynamic scaling ({listed([f'{count(num)} {when}' for num, when in seen])})"
 
 
-def after_growth(summary: Summary) -> Sentence:
-    """Return the sentence about skips right after the scale had grown."""
-    steps = summary.steps.after_growth
-    what = (
-        f"{things(len(steps), 'step')} {'was' if len(steps) == 1 else 'were'} skipped at a scale "
-        "that had just grown and went back"
-    )
-    if set(summary.steps.unclear).isdisjoint(steps):
-        what += ": this is how dynamic scaling finds the largest usable scale"
-    return say("notice", what, *_began(summary, steps), ".")
+def kinds_of_skips(steps: StepCounts) -> str:
+    """Return what the skipped steps were, after their number: ``, 24 by ... and 1 other``.
+
+    All forms of the report tell them with this function; it is empty where none is of the scale.
+    """
+    later = steps.num_skipped_later
+    if not steps.num_by_scaling:
+        return ""
+    if not later:
+        return f", {'all ' if steps.num_skipped > 1 else ''}{by_scaling(steps)}"
+    others = f"{count(later)} {'other' if later == 1 else 'others'}"
+    return f", {count(steps.num_by_scaling)} {by_scaling(steps)} and {others}"
 
 
 def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
@@ -188,7 +217,21 @@ def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     )
     if steps.longest_in_a_row > 2:
         what += f", up to {count(steps.longest_in_a_row)} in a row"
-    return say(severity_of_skips(steps), what, *_began(summary, later), ".", *_cure(summary, later))
+    if steps.num_by_scaling:
+        what += f", besides {count(steps.num_by_scaling)} {by_scaling(steps)}"
+    parts = [what, *_began(summary, later), "."]
+    if steps.skipped_at_end >= ENDLESS:
+        parts.append(
+            f" The skips do not end: the last {count(steps.skipped_at_end)} iterations were all "
+            "skipped, and nothing was learned in them."
+        )
+    return say(
+        severity_of_skips(steps),
+        *parts,
+        cure=_cure(summary, later),
+        evidence="skips",
+        follows=_has_other_cause(summary),
+    )
 
 
 def severity_of_skips(steps: StepCounts) -> Severity:
@@ -199,13 +242,19 @@ def severity_of_skips(steps: StepCounts) -> Severity:
     return "warning" if share > FEW or steps.longest_in_a_row >= ENDLESS else "notice"
 
 
-def _has_other_cause(summary: Summary, later: Sequence[int]) -> bool:
-    """Return whether diagnoses found another reason than the scale for all of these skips."""
-    places = (p for p in summary.bad_places if p.diagnosis.verdict in ("range", "maths", "data"))
-    return set(later) <= {step for place in places for step in place.steps}
+def _has_other_cause(summary: Summary) -> bool:
+    """Return whether these skips are consequences of what other sentences tell."""
+    steps, scale = summary.steps, summary.scale
+    places = (p for p in summary.bad_places if p.diagnosis.verdict in OTHER_CAUSES)
+    return (
+        set(steps.later) <= {step for place in places for step in place.steps}
+        or steps.reasons.get("loss", 0) >= steps.num_skipped_later
+        or (scale is not None and bool(scale.stuck))
+        or summary.follows_from(steps.later[0])
+    )
 
 
-def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
+def known_origins(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
     """Return the modules where these skips began, with their counts, the most frequent first."""
     known = (origin for origin in summary.origins if origin.module is not None)
     found = ((origin, len(set(origin.steps).intersection(later))) for origin in known)
@@ -213,7 +262,7 @@ def _known(summary: Summary, later: Sequence[int]) -> list[tuple[Origin, int]]:
 
 
 def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
-    known = _known(summary, later)
+    known = known_origins(summary, later)
     if not known:
         where = on_ranks(summary.steps.ranks, summary.facts)
         if where:
@@ -237,22 +286,22 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
 
 def _cure(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
     scale, steps = summary.scale, summary.steps
-    if steps.reasons.get("overflow", 0) <= steps.num_normal or (scale and scale.stuck):
+    if steps.reasons.get("overflow", 0) <= steps.num_by_scaling:
         return  # the scale is not the cause
-    if _has_other_cause(summary, later):
-        return  # the diagnosis has a better one
     if summary.lower == "bf16":
         yield (
             " bf16 has the range of fp32, so no smaller scale helps: lower the learning rate, clip "
             "the gradients, and look at the batches of these steps."
         )
         return
-    known = _known(summary, later)
+    known = known_origins(summary, later)
     cures: list[tuple[str | Code, ...]] = []
     call = island(known[0][0].module, summary) if known else None
     if call is not None:
         cures.append((" keep that module in float32, ", call))
-    if scale is not None and scale.overflowed_at is not None and scale.overflowed_at > 1:
+    gradients = summary.gradients
+    is_possible = gradients is None or not gradients.window.is_empty
+    if is_possible and scale and scale.overflowed_at is not None and scale.overflowed_at > 1:
         below = power_below(scale.overflowed_at)
         first = "" if below >= _DEFAULT_SCALE else f"init_scale={literal(below)}, "
         option = Code(f"halfstep.GradScaler({first}max_scale={literal(below)})")
@@ -279,13 +328,16 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
             "out, or give it ",
             Code("enabled=False"),
             ".",
+            evidence="policy",
         )
     elif max(scale.before_last, scale.last) <= 1 < scale.first:  # not just a probe
         yield say(
             "bad",
             f"The scale fell from {power(scale.first)} to {power(scale.last)}, where it protects "
-            "no gradient from underflow. Overflow at every scale is not caused by the scale: "
-            "look at where the skips began, keep that module in float32, or use bf16.",
+            "no gradient from underflow. Overflow at every scale is not caused by the scale.",
+            cure=(" Look at where the skips began, keep that module in float32, or use bf16.",),
+            evidence="steps",
+            follows=summary.went_bad_at is not None or summary.steps.num_skipped_later > 0,
         )
 
 
@@ -330,4 +382,4 @@ def island(module: str | None, summary: Summary) -> Code | None:
 
 def literal(power: float) -> str:
     """Return a power of two as it is written in code."""
-    return f"{power:g}" if power.is_integer() and power <= 65536 else f"2.0**{math.log2(power):g}"
+    return f"2.0**{math.log2(power):g}"

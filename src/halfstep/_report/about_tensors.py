@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._report.about_steps import island, literal
+from halfstep._report.about_steps import island, known_origins, literal, severity_of_skips
 from halfstep._report.summary import NOTABLE, Layer, Summary
 
 HARMFUL, SEVERE = 0.05, 0.5
@@ -55,7 +55,21 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
     ]
     if len(lossy) > 1:
         parts += [", and ", percent(NOTABLE), " or more of those of ", *_names(lossy[1:])]
-    yield say(severity, *parts, *_better_scale(summary), *_island(summary, worst))
+    larger, cure = _better_scale(summary)
+    is_limited = summary.is_lowered and not cure
+    yield say(
+        severity,
+        *parts,
+        f"{larger}.",
+        cure=_island(summary, worst) if is_limited else cure,
+        evidence=row_of(summary, worst),
+        follows=is_limited and severity_of_skips(summary.steps) in ("bad", "warning"),
+    )
+
+
+def row_of(summary: Summary, layer: Layer) -> str:
+    """Return the id of the row of a layer on the page."""
+    return f"layer-{next(n for n, each in enumerate(summary.layers) if each is layer)}"
 
 
 def underflow(summary: Summary, layer: Layer, ending: str = "") -> str:
@@ -79,15 +93,21 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     where = ("gradients were not zero, and weights did not move; most of all in ", Code(worst.name))
     most = f" ({percent(worst.share_lost_updates)})."
     if not worst.is_low_weight:
-        cure = " No wider weights are of use: look at the learning rate and at tiny gradients."
-        yield say("notice", what, *where, most, cure)
+        yield say("notice", what, *where, most, evidence=row_of(summary, worst))
         return
     severity: Severity = "notice"
     if share >= HARMFUL:
         severity = "bad" if share >= SEVERE else "warning"
     store = "" if worst.dtypes[-1] == "bfloat16" else ', store="float32"'
     call = Code(f"halfstep.master_weights(optimizer{store})")
-    yield say(severity, what, *where, most, " Keep what rounding leaves out: ", call, ".")
+    yield say(
+        severity,
+        what,
+        *where,
+        most,
+        cure=(" Keep what rounding leaves out: ", call, "."),
+        evidence=row_of(summary, worst),
+    )
 
 
 def _at_scale(summary: Summary) -> str:
@@ -99,65 +119,93 @@ def _at_scale(summary: Summary) -> str:
     return f"at the scales of the samples (the last: {power(summary.gradients.scale)})"
 
 
-def _better_scale(summary: Summary) -> Iterator[str | Code]:
+def _better_scale(summary: Summary) -> tuple[str, tuple[str | Code, ...]]:
+    """Return which scale would lose less, as the end of a sentence, and the call that sets it."""
     gradients = summary.gradients
     if gradients is None or gradients.best is None or gradients.share_lost_at_best is None:
-        yield "."
-        return
+        return "", ()
     best, window = gradients.best, gradients.window
+    call = (" ", Code(f"halfstep.GradScaler(init_scale={literal(best)})"), ".")
     if not window.is_empty and not window.is_at_least:
         top = window.largest
         to = "" if top is None or top == window.smallest else f" to {power(top)}"
-        yield f"; a scale of {power(window.smallest)}{to} would lose none: "
-    elif best <= gradients.scale:
-        yield f"; a larger scale than {power(best)} would overflow."
-        return
-    elif window.is_empty:
+        return f"; a scale of {power(window.smallest)}{to} would lose none", call
+    if best <= gradients.scale:
+        return f"; a larger scale than {power(best)} would overflow", ()
+    if window.is_empty:
         at_least = "at least " if window.is_at_least else ""
         left = f"{at_least}{percent(gradients.share_lost_at_best)} of all entries"
-        yield f"; no scale keeps them all, and {power(best)} loses least, {left}: "
-    else:
-        yield (
-            f"; the flushed values are unknown, but a scale of at least {power(window.smallest)}, "
-            f"up to {power(best)}, loses less: "
-        )
-    yield Code(f"halfstep.GradScaler(init_scale={literal(best)})")
-    yield "."
+        is_enough = gradients.share_lost_at_best < HARMFUL
+        least = f"; no scale keeps them all, and {power(best)} loses least, {left}"
+        return least, call if is_enough else ()
+    return (
+        f"; the flushed values are unknown, but a scale of at least {power(window.smallest)}, "
+        f"up to {power(best)}, loses less",
+        call,
+    )
 
 
 def _island(summary: Summary, worst: Layer) -> tuple[str | Code, ...]:
-    """Return the advice to keep one layer in float32, where no scale is good enough."""
-    gradients = summary.gradients
-    if not summary.is_lowered or (gradients is not None and not gradients.window.is_empty):
-        return ()
-    end = ", or use bf16 where the device has it." if summary.lower == "fp16" else "."
-    return _keep(worst.name.rpartition(".")[0], summary, end)
+    """Return which layer to keep in float32, where no scale is good enough.
 
-
-def _keep(module: str, summary: Summary, end: str = ".") -> tuple[str | Code, ...]:
-    call = island(module, summary)
-    return () if call is None else (" Keep it in float32, ", call, end)
+    That is where larger scales overflow, if the record shows it, else what underflows.
+    """
+    known = known_origins(summary, summary.steps.skipped)
+    where = str(known[0][0].module) if known else worst.name.rpartition(".")[0]
+    call = island(where, summary)
+    bf16 = "use bf16 where the device has it" if summary.lower == "fp16" else ""
+    if call is None:
+        return (f" What helps: {bf16}.",) if bf16 else ()
+    overflow = ", where larger scales overflow," if known else ""
+    return (
+        " Keep ",
+        Code(where),
+        f"{overflow} in float32, ",
+        call,
+        f", or {bf16}." if bf16 else ".",
+    )
 
 
 def about_non_finite(summary: Summary) -> Iterator[Sentence]:
     """Yield where inf and NaN were seen in outputs and weights."""
     weights = [layer for layer in summary.of_kind("parameter") if layer.inf or layer.nan]
     if weights:
-        cure = " These weights cannot be recovered: restore an earlier checkpoint."
-        yield _non_finite("The weights of ", weights, cure)
+        bad = summary.went_bad_at
+        before = "" if bad is None else f" from before step {bad}"
+        lost = f" These weights cannot be recovered: restore a checkpoint{before}."
+        yield _non_finite(summary, "The weights of ", weights, lost)
     outputs = [layer for layer in summary.of_kind("output") if layer.inf or layer.nan]
     if outputs:
         is_curable = outputs[0].inf and not weights
-        cures = _keep(outputs[0].name, summary) if is_curable else ()
-        yield _non_finite("The outputs of ", outputs, *cures)
+        call = island(outputs[0].name, summary) if is_curable else None
+        cure = () if call is None else (" Keep it in float32, ", call, ".")
+        yield _non_finite(summary, "The outputs of ", outputs, cure=cure)
 
 
-def _non_finite(whose: str, bad: Sequence[Layer], *cure: str | Code) -> Sentence:
+def _non_finite(
+    summary: Summary,
+    whose: str,
+    bad: Sequence[Layer],
+    end: str = "",
+    cure: tuple[str | Code, ...] = (),
+) -> Sentence:
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
-    what = f" contained {listed(counts)}, first seen in step {first.non_finite_step}"
+    what = f" contained {listed(counts)}, first sampled at step {first.non_finite_step}"
     others = ("; later in the model, so did ", *_names(bad[1:])) if len(bad) > 1 else ()
-    return say("bad", whose, Code(first.name), what, *others, ".", *cure)
+    return say(
+        "bad",
+        whose,
+        Code(first.name),
+        what,
+        *others,
+        f".{end}",
+        cure=cure,
+        evidence=row_of(summary, first),
+        # A loss that stays bad is the headline, and names the output that overflowed before it.
+        follows=(summary.went_bad_at is not None and not summary.has_recovered)
+        or summary.follows_from(first.non_finite_step),
+    )
 
 
 def about_range(summary: Summary) -> Iterator[Sentence]:
@@ -169,9 +217,11 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
         and layer.headroom is not None
         and layer.headroom < LITTLE_HEADROOM
     ]
-    if near:
+    has_overflowed = any(layer.inf for layer in summary.of_kind("output"))
+    if near and not has_overflowed:  # which is told by itself
         headroom, layer = min(near, key=lambda each: each[0])
         others = [other for _, other in near if other is not layer]
+        call = island(layer.name, summary)
         yield say(
             "warning",
             "The outputs of ",
@@ -180,7 +230,8 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             f"{layer.headroom_step})",
             *((", and nearly so did those of ", *_names(others)) if others else ()),
             ".",
-            *_keep(layer.name, summary),
+            cure=() if call is None else (" Keep it in float32, ", call, "."),
+            evidence=row_of(summary, layer),
         )
     for layer in summary.of_kind("parameter"):
         outside = layer.overflow.get(layer.format, 0)
@@ -191,6 +242,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
                 Code(layer.name),
                 f" are above the largest value of {layer.format} (the largest: "
                 f"{layer.amax:.4g}) and become inf where it is cast to it.",
+                evidence=row_of(summary, layer),
             )
 
 
@@ -205,6 +257,7 @@ def about_zeros(summary: Summary) -> Iterator[Sentence]:
             *_names(zero),
             f" are zero (in {things(samples, 'sample')}): either they do not reach the loss and "
             "learn nothing, or all of them underflow, which a larger scale would show.",
+            evidence=row_of(summary, zero[0]),
         )
 
 

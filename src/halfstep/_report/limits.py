@@ -9,7 +9,7 @@ from typing import TypeAlias
 from halfstep._common.numbers import at_steps, count, listed, number, percent, things
 from halfstep._common.text import one_line
 from halfstep._report.about_diagnoses import headline, is_matter_of_skips, when
-from halfstep._report.about_steps import lacks_end, on_error_rank, on_ranks
+from halfstep._report.about_steps import by_scaling, lacks_end, on_error_rank, on_ranks
 from halfstep._report.about_tensors import are_most_lost
 from halfstep._report.summary import Layer, Summary
 
@@ -81,10 +81,10 @@ def pass_line(summary: Summary, limits: Limits) -> str:
     steps = summary.steps
     parts = [things(steps.num, "step")]
     if limits.skipped is not None:
-        normal = f" and {steps.num_normal} normal in dynamic scaling" if steps.num_normal else ""
+        normal = f", besides {count(steps.num_by_scaling)} {by_scaling(steps)}"
         parts.append(
-            f"{percent(steps.share_skipped_later)} skipped{normal} "
-            f"(limit {percent(limits.skipped)})"
+            f"{percent(steps.share_skipped_later)} skipped"
+            f"{normal if steps.num_by_scaling else ''} (limit {percent(limits.skipped)})"
         )
     for limit, layers, what in (
         (limits.underflow, _gradients(summary), _underflow_verb(summary)),
@@ -177,7 +177,18 @@ def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
         counts = f"{count(layer.inf)} inf, {count(layer.nan)} NaN"
         return what, f"{counts} in {count(layer.num_samples)} samples"
 
-    yield from _beyond(limit, "overflow", "outputs and weights", _held_tensors(summary), describe)
+    held = _held_tensors(summary)
+    followed = [x for share, x in held if share and summary.follows_from(x.non_finite_step)]
+    if limit is not None and followed:
+        first = min(layer.non_finite_step or 0 for layer in followed)
+        yield (
+            f"overflow: {things(len(followed), 'output')} or weights held inf or NaN, first "
+            f"sampled at step {first}, after step {summary.went_bad_at} had gone bad; the limit is "
+            f"{percent(limit)}"
+        )
+    others = [each for each in held if not any(each[1] is x for x in followed)]
+    if others or not held:
+        yield from _beyond(limit, "overflow", "outputs and weights", others, describe)
 
 
 def _lost_updates(summary: Summary, limit: float | None) -> Iterator[str]:

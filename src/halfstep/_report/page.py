@@ -26,11 +26,11 @@ from halfstep._report.about_diagnoses import when
 from halfstep._report.compare_runs import RunComparison
 from halfstep._report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._report.page_curves import curves
-from halfstep._report.page_heat import HEADROOM, KIND_TITLES, LOST, Heat, heat
-from halfstep._report.page_tables import format_limits, layer_table, precision_map
+from halfstep._report.page_heat import HEADROOM, LOST, Heat, heat
+from halfstep._report.page_tables import KIND_TITLES, format_limits, layer_table, precision_map
+from halfstep._report.sentences import FOLLOWED, sentences
 from halfstep._report.summarize import Beginning, beginnings
 from halfstep._report.summary import GradientTotals, Summary
-from halfstep._report.text import sentences
 from halfstep._trace.rows import short
 
 MOST_SKIPS = 200
@@ -45,6 +45,14 @@ SEVERITY_WORDS: dict[Severity, tuple[str, str]] = {
     "bad": ("Problem", "something is wrong"),
 }
 """What a sentence of this severity is called, and a run in which it is the worst."""
+EVIDENCE = {
+    "diagnoses": "the diagnosis",
+    "machine": "the run",
+    "policy": "the policy",
+    "skips": "the skipped steps",
+    "steps": "the curves",
+}
+"""What the link from a sentence to a part of the page is called; others lead to a layer."""
 
 
 def render(summary: Summary, run: Run) -> str:
@@ -113,6 +121,8 @@ def _environment() -> Environment:
         version=halfstep.__version__,
         n=numbers,
         severity_words=SEVERITY_WORDS,
+        evidence=EVIDENCE,
+        followed=FOLLOWED,
         island=_island,
     )
     environment.filters.update(short=short, date=_date)
@@ -217,15 +227,16 @@ def tiles(summary: Summary) -> list[Tile]:
         ]
         found.append(Tile(title, figure(summary, key, form), shown))
 
-    later = ("{} out of the ordinary", count, "steps.num_skipped_later")
-    recent = "{} in the last 20"
+    steps, recent = summary.steps, "{} in the last 20"
     add("Steps", "steps.num", count, ("{} taken", count, "steps.num_taken"))
     add(
         "Skipped",
         "steps.num_skipped",
         count,
         ("{} of all", percent, "steps.share_skipped"),
-        later if summary.steps.start_up else None,
+        ("{} at the start", count, "steps.num_start_up") if steps.num_start_up else None,
+        ("{} after growth", count, "steps.num_after_growth") if steps.num_after_growth else None,
+        ("{} other", count, "steps.num_skipped_later") if steps.num_by_scaling else None,
     )
     add("Last scale", "scale.last", power, ("from {} to {}", power, "scale.min", "scale.max"))
     for place, each in enumerate(summary.losses):
@@ -246,7 +257,7 @@ def tiles(summary: Summary) -> list[Tile]:
         ("at scale {}", power, "gradients.scale"),
         _window(summary.gradients),
     )
-    add("Lost updates", "lost_updates.last", percent, ("at most {}", percent, "lost_updates.max"))
+    add("Lost updates", "lost_updates.recent", percent, ("at most {}", percent, "lost_updates.max"))
     add("Time per step", "facts.seconds_per_step", seconds)
     return found
 

@@ -23,25 +23,20 @@ from halfstep._report.drawing import (
     round_numbers,
 )
 from halfstep._report.layers import fitted
-from halfstep._report.summary import Layer, Summary
-
-KIND_TITLES: dict[Kind, str] = {
-    "output": "Outputs",
-    "output_gradient": "Output gradients",
-    "parameter_gradient": "Parameter gradients",
-    "parameter": "Parameters",
-}
+from halfstep._report.page_tables import KIND_TITLES, badness
+from halfstep._report.summary import NOTABLE, Layer, Summary
 
 MOST_COLUMNS, MOST_CELLS = 240, 160_000
 LABEL_HEIGHT, LABEL_LETTERS = 12, 24
 
 
 class HeatRow(NamedTuple):
-    """One layer of a heat map: its upper edge in pixels, and a tooltip with its worst values."""
+    """One layer of a heat map: its upper edge in pixels, worst values, and place in the summary."""
 
     y: float
     name: str
     title: str
+    number: int
 
 
 class HeatMap(NamedTuple):
@@ -65,6 +60,7 @@ class Tab(NamedTuple):
         rows: The layers, from top to bottom.
         row_height: In pixels.
         labels: Middle in pixels, text and full name of each row with room for a label.
+        num_troubled: How many layers have inf or NaN, no headroom, or notable underflow.
     """
 
     kind: Kind
@@ -73,12 +69,17 @@ class Tab(NamedTuple):
     row_height: int
     labels: list[tuple[float, str, str]]
     maps: list[HeatMap]
+    num_troubled: int
 
 
 class Heat(NamedTuple):
-    """All maps, a tab for each kind of tensor; a column has the first and last step in it."""
+    """All maps, a tab for each kind of tensor; a column has the first and last step in it.
+
+    The one that is opened has the worst layer.
+    """
 
     tabs: list[Tab]
+    opened: Kind
     columns: list[tuple[int, int]]
     ticks: list[Tick]
     num_samples: int
@@ -96,12 +97,15 @@ def heat(summary: Summary, run: Run) -> Heat | None:
         by_column[column].append(sample.step)
     columns = [(steps[0], steps[-1]) for steps in by_column]
     cells = _cells(run, column_of, summary)
-    tabs = [
-        _tab(kind, summary.of_kind(kind), cells, num)
-        for kind in KIND_TITLES
-        if summary.of_kind(kind)
-    ]
-    return Heat(tabs, columns, ticks_of(columns), num_samples)
+    tabs = [_tab(kind, summary, cells, num) for kind in KIND_TITLES if summary.of_kind(kind)]
+    troubled = [layer for layer in summary.layers if _is_troubled(layer)]
+    opened = min(troubled, key=badness).kind if troubled else tabs[0].kind
+    return Heat(tabs, opened, columns, ticks_of(columns), num_samples)
+
+
+def _is_troubled(layer: Layer) -> bool:
+    is_outside = layer.headroom is not None and layer.headroom < 0
+    return bool(layer.nan or layer.inf) or is_outside or layer.share_lost >= NOTABLE
 
 
 def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
@@ -144,7 +148,9 @@ def _cells(run: Run, column_of: Sequence[int], summary: Summary) -> _Cells:
     return found
 
 
-def _tab(kind: Kind, layers: Sequence[Layer], cells: _Cells, num_columns: int) -> Tab:
+def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
+    layers = summary.of_kind(kind)
+    numbers = [n for n, layer in enumerate(summary.layers) if layer.kind == kind]
     row_height = max(3, min(16, 720 // len(layers)))
     of_layers = [cells[kind, layer.name] for layer in layers]
     maps = [
@@ -155,13 +161,17 @@ def _tab(kind: Kind, layers: Sequence[Layer], cells: _Cells, num_columns: int) -
     return Tab(
         kind,
         KIND_TITLES[kind],
-        [HeatRow(i * row_height, layer.name, _title(layer)) for i, layer in enumerate(layers)],
+        [
+            HeatRow(i * row_height, layer.name, _title(layer), number)
+            for i, (layer, number) in enumerate(zip(layers, numbers, strict=True))
+        ],
         row_height,
         [
             ((index + 0.5) * row_height, _short(names[index]), names[index])
             for index in labelled(names, row_height)
         ],
         maps,
+        sum(map(_is_troubled, layers)),
     )
 
 
@@ -194,9 +204,10 @@ def _title(layer: Layer) -> str:
     pieces = [layer.name or "(the model)"]
     if layer.headroom is not None:
         pieces.append(f"least headroom {bits(layer.headroom)} at step {layer.headroom_step:,}")
-    if layer.share_lost_worst:
+    if layer.share_lost:
         worst = percent(layer.share_lost_worst)
-        pieces.append(f"at most {worst} lost at step {layer.share_lost_step:,}")
+        most = f"at most {worst}, at step {layer.share_lost_step:,}"
+        pieces.append(f"underflow {percent(layer.share_lost)}, {most}")
     if layer.nan or layer.inf:
         pieces.append(f"{count(layer.nan)} NaN, {count(layer.inf)} inf")
     return "\n".join(pieces)
@@ -295,7 +306,7 @@ def _lost_levels() -> Levels:
 
     shares = [10.0**decade for decade in range(_LOWEST_DECADE + 1, 1)]
     return Levels(
-        "Lost to underflow",
+        "Underflow",
         palette(num),
         ["none", *(f"about {percent(share_of(each))}" for each in range(1, num))],
         [

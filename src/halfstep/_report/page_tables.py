@@ -8,11 +8,18 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from halfstep._numerics.formats import FORMATS
+from halfstep._record.run import Kind
 from halfstep._report.drawing import Tick, bars
-from halfstep._report.page_heat import KIND_TITLES
 from halfstep._report.summary import NOTABLE, Layer, Summary
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Row, grouped, short
+
+KIND_TITLES: dict[Kind, str] = {
+    "output": "Outputs",
+    "output_gradient": "Output gradients",
+    "parameter_gradient": "Parameter gradients",
+    "parameter": "Parameters",
+}
 
 MOST_HISTOGRAMS = 240
 HEIGHT = 26
@@ -100,7 +107,7 @@ def badness(layer: Layer) -> tuple[float, ...]:
         -float(layer.inf > 0),
         -float(headroom < 0),
         float(is_moving),
-        -round(max(layer.share_lost_worst, 0.0 if is_moving else lost), 6),
+        -round(max(layer.share_lost, 0.0 if is_moving else lost), 6),
         headroom,
     )
 

@@ -17,6 +17,7 @@ from halfstep._report.layers import layers_and_gradients, lower_of
 from halfstep._report.summary import (
     ENDLESS,
     MANY,
+    OTHER_CAUSES,
     BadPlace,
     Curve,
     Facts,
@@ -133,7 +134,9 @@ def _steps(run: Run) -> StepCounts:
     normal = {*start_up, *after_growth}
     later = [is_skipped and step not in normal for step, is_skipped in skipped]
     num, num_skipped = len(run.steps), len(run.skipped)
-    num_later = sum(step.step not in normal for step in run.skipped)
+    num_start_up = sum(step.step in start_up for step in run.skipped)
+    num_after_growth = sum(step.step in after_growth for step in run.skipped)
+    num_later = num_skipped - num_start_up - num_after_growth
     at_end = takewhile(lambda each: each[1], reversed(skipped))
     return StepCounts(
         num=num,
@@ -144,8 +147,10 @@ def _steps(run: Run) -> StepCounts:
         skipped=tuple(step for step, is_skipped in skipped if is_skipped),
         start_up=start_up,
         after_growth=after_growth,
-        unclear=tuple(step for step in _with_nan_only(run, skipped) if step in normal),
+        unclear=tuple(step for step in _with_nan_only(run, iterations) if step in normal),
         ranks=tuple(sorted({s.rank for s in run.skipped if s.rank is not None})),
+        num_start_up=num_start_up,
+        num_after_growth=num_after_growth,
         num_skipped_later=num_later,
         share_skipped_later=num_later / num if num else 0.0,
         longest_in_a_row=max((sum(alike) for _, alike in groupby(later)), default=0),
@@ -155,12 +160,10 @@ def _steps(run: Run) -> StepCounts:
 
 def _of_other_causes(run: Run) -> set[int]:
     """Return the iterations that a diagnosis found bad for another reason than the scale."""
-    return {
-        each.step for each in run.diagnoses if each.diagnosis.verdict in ("range", "maths", "data")
-    }
+    return {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
 
 
-def _with_nan_only(run: Run, skipped: Sequence[tuple[int, bool]]) -> Iterator[int]:
+def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[int]:
     """Yield skipped iterations before a taken one whose gradients had NaN, but no inf.
 
     Far above the scales that fit, inf - inf makes NaN of everything. Right above them the first
@@ -168,13 +171,20 @@ def _with_nan_only(run: Run, skipped: Sequence[tuple[int, bool]]) -> Iterator[in
     """
     diagnosed = {each.step for each in run.diagnoses}
     bad = grouped(run.culprits, lambda each: each.step)
-    for (step, is_skipped), (_, is_next_skipped) in pairwise(skipped):
-        found = [] if step in diagnosed else bad.get(step, [])
+    for skipped, taken in pairwise(iterations):
+        found = [] if skipped[0].step in diagnosed else bad.get(skipped[0].step, [])
         has_nan_only = any(each.num_nan for each in found) and not any(
             each.num_inf for each in found
         )
-        if is_skipped and not is_next_skipped and has_nan_only:
-            yield step
+        is_right_above = all(step.taken for step in taken) and not _is_probe(taken)
+        if has_nan_only and is_right_above:
+            yield skipped[0].step
+
+
+def _is_probe(taken: Sequence[Step]) -> bool:
+    """Return whether steps were made far below the scale, which grew at once by more than twice."""
+    scale, after = taken[-1].scale or 1.0, taken[-1].scale_after or 1.0
+    return after > 2 * scale
 
 
 def _by_scaler(
@@ -215,24 +225,26 @@ def _start_up(iterations: Iterable[list[Step]]) -> tuple[int, ...]:
 
 
 def _after_growth(iterations: Iterable[list[Step]]) -> Iterator[int]:
-    """Yield the iterations that overflowed right after growth and brought the scale back."""
-    before = grown_from = None
+    """Yield the iterations that overflowed after growth and brought the scale back."""
+    before: float | None = None
+    was_skipped = is_probe = False  # a probe: a single iteration far below, after a skip
+    grown_from: list[float] = []
     for iteration in iterations:
         scales = [step.scale for step in iteration if step.scale is not None]
         if not scales:
             continue
         scale = scales[-1]
-        if before is not None and scale > before:
-            grown_from = before
-        before = scale
+        if before is not None and before < scale <= (2 * before if is_probe else math.inf):
+            grown_from.append(before)
         skipped = [step for step in iteration if not step.taken]
+        before, is_probe, was_skipped = scale, was_skipped, bool(skipped)
         if not skipped:
             continue
         back_at = skipped[-1].scale_after or 0.0
-        is_back = grown_from is not None and back_at >= grown_from
+        is_back = bool(grown_from) and back_at >= grown_from[-1]
+        grown_from = [scale for scale in grown_from if scale < back_at]
         if is_back and all(step.reason == _OVERFLOW for step in skipped):
             yield iteration[0].step
-        grown_from = None
 
 
 def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | None:

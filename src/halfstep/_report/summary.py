@@ -8,6 +8,7 @@ not seen is None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -22,6 +23,8 @@ ENDLESS = 5
 """From this many skipped iterations at the end on, the skips count as unending."""
 FEW, MANY = 0.01, 0.1
 """Shares of skipped steps: dynamic scaling needs a few; many slow down learning."""
+OTHER_CAUSES = ("absorbed", "range", "maths", "data")
+"""The verdicts of a diagnosis that found another cause than the scale."""
 State: TypeAlias = Literal["ended", "failed", "no end"]
 
 
@@ -90,11 +93,13 @@ class StepCounts:
         ranks: The first ranks with inf or NaN, if the ranks exchanged that.
         start_up: The skipped iterations in which dynamic scaling was still looking for its first
             scale, which is normal.
-        after_growth: The skipped iterations right after growth, which brought the scale back: this
-            is how dynamic scaling finds the largest usable scale.
+        after_growth: The skipped iterations that brought the scale back to where it had grown
+            from: this is how dynamic scaling finds the largest usable scale.
         unclear: The iterations of both kinds whose gradients had NaN and no inf right above a scale
             that fits, which the scale alone seldom causes.
-        num_skipped_later: How many steps were skipped in all other iterations.
+        num_start_up: How many steps were skipped in the iterations at the start.
+        num_after_growth: How many in those after growth.
+        num_skipped_later: How many in all others: the three together are ``num_skipped``.
         share_skipped_later: Those as a share of all steps; 0 if there are none.
         longest_in_a_row: The largest number of iterations in a row with a skipped step, leaving out
             start-up and growth.
@@ -111,15 +116,17 @@ class StepCounts:
     start_up: tuple[int, ...]
     after_growth: tuple[int, ...]
     unclear: tuple[int, ...]
+    num_start_up: int
+    num_after_growth: int
     num_skipped_later: int
     share_skipped_later: float
     longest_in_a_row: int
     skipped_at_end: int
 
     @property
-    def num_normal(self) -> int:
-        """The number of iterations whose skips are part of normal dynamic scaling."""
-        return len(self.start_up) + len(self.after_growth)
+    def num_by_scaling(self) -> int:
+        """The number of steps whose skips are part of normal dynamic scaling."""
+        return self.num_start_up + self.num_after_growth
 
     @property
     def later(self) -> tuple[int, ...]:
@@ -407,6 +414,31 @@ class Summary:
     def can_underflow(self) -> bool:
         """Whether any gradient was in a lower precision."""
         return any(map(self.underflows, self.of_kind("parameter_gradient")))
+
+    @property
+    def went_bad_at(self) -> int | None:
+        """The first step with inf or NaN as loss, or that a diagnosis explains otherwise."""
+        bad = [p.steps[0] for p in self.bad_places if p.diagnosis.verdict in OTHER_CAUSES]
+        if self.loss is not None and self.loss.first_non_finite is not None:
+            bad.append(self.loss.first_non_finite)
+        return min(bad, default=None)
+
+    def follows_from(self, step: int | None) -> bool:
+        """Return whether what was seen in a step is a consequence: it is not before the first bad.
+
+        Of a run that recovered, only what happened in the first bad step itself is one.
+        """
+        bad = self.went_bad_at
+        if bad is None or step is None:
+            return False
+        return step == bad or (step > bad and not self.has_recovered)
+
+    @property
+    def has_recovered(self) -> bool:
+        """Whether the last loss is finite, the last steps were taken and the weights are good."""
+        is_finite = self.loss is None or math.isfinite(self.loss.last)
+        are_good = not any(layer.nan or layer.inf for layer in self.of_kind("parameter"))
+        return is_finite and are_good and self.steps.skipped_at_end < ENDLESS
 
     @property
     def worst_share_lost(self) -> float | None:

@@ -1,8 +1,7 @@
-"""Summaries and comparisons as sentences, Markdown, terminal text, and values for JSON."""
+"""Summaries and comparisons as Markdown, terminal text, and values for JSON."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,90 +16,13 @@ from halfstep._common.numbers import (
     power,
     seconds,
     step_list,
-    things,
 )
-from halfstep._common.text import SEVERITIES, Sentence, Severity, code, one_line, plain, say
-from halfstep._report import about_diagnoses, about_steps, about_tensors
+from halfstep._common.text import Sentence, code, one_line, plain
 from halfstep._report.about_diagnoses import when
+from halfstep._report.about_steps import kinds_of_skips
 from halfstep._report.compare_runs import RunComparison
+from halfstep._report.sentences import FOLLOWED, sentences
 from halfstep._report.summary import BadPlace, Layer, Summary
-
-
-def about_loss_and_skips(summary: Summary) -> list[Sentence]:
-    """Return when steps were bad or skipped and, if unknown, how to find the op."""
-    loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
-    # A run whose bad steps could not be replayed was already run with --diagnose.
-    if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
-        return [*loss, *skips]
-    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
-        return [*about_diagnoses.with_advice(loss), *skips]
-    return about_diagnoses.with_advice([*loss, *skips])
-
-
-_TOPICS = (
-    about_steps.about_end,
-    about_diagnoses.about_diagnoses,
-    about_loss_and_skips,
-    about_tensors.about_non_finite,
-    about_steps.about_scale,
-    about_tensors.about_updates,
-    about_tensors.about_underflow,
-    about_tensors.about_range,
-    about_tensors.about_zeros,
-    about_tensors.about_samples,
-)
-
-
-def sentences(summary: Summary) -> tuple[Sentence, ...]:
-    """Return the sentences about a run, the worst first.
-
-    Without problems and warnings, the first sentence says so, with the numbers.
-    """
-    found = [sentence for topic in _TOPICS for sentence in topic(summary)]
-    if summary.steps.after_growth:
-        found.append(about_steps.after_growth(summary))
-    found += _notes(summary)
-    if not any(sentence.severity in ("bad", "warning") for sentence in found):
-        return (_all_is_well(summary), *found)
-    if summary.steps.start_up:
-        found.append(say("notice", f"{about_steps.start_up(summary)}."))
-    return tuple(sorted(found, key=lambda sentence: SEVERITIES.index(sentence.severity)))
-
-
-def _notes(summary: Summary) -> Iterator[Sentence]:
-    for note in summary.notes:
-        severity: Severity = "bad" if "ranks disagree" in note.text else "notice"
-        is_dated = not note.step or re.search(r"\bstep \d", note.text) is not None
-        yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
-
-
-def _all_is_well(summary: Summary) -> Sentence:
-    steps = summary.steps
-    parts = [f"All is well: {things(steps.num, 'step')}"]
-    if not steps.num_skipped:
-        parts.append("none skipped")
-    elif steps.num_skipped_later:
-        parts.append(f"{percent(steps.share_skipped_later)} skipped")
-    elif steps.start_up:
-        parts.append(about_steps.start_up(summary))
-    course = about_steps.about_course(summary)
-    parts += [course] if course else []
-    layers = summary.of_kind("parameter_gradient")
-    if layers:
-        worst = max(layers, key=lambda layer: layer.share_lost)
-        if worst.share_lost:
-            of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
-            parts.append(f"{of_all} {about_tensors.underflow(summary, worst)}")
-        else:
-            parts.append(f"no gradient {about_tensors.underflow(summary, worst, 's')}")
-    if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
-        share = summary.lost_updates.recent or 0.0
-        parts.append(f"{percent(share)} of the updates were lost to rounding")
-    return say("good", "; ".join(parts) + ".")
-
-
-# --- Markdown and terminal text -------------------------------------------------------------------
-
 
 NUM_WORST = 5
 _KINDS = {
@@ -114,7 +36,10 @@ _KINDS = {
 def summary_json(summary: Summary) -> dict[str, Any]:
     """Return the whole summary and its sentences; inf and NaN are strings, as in the record."""
     plain_values: dict[str, Any] = to_plain(asdict(summary))
-    said = [{"severity": each.severity, "text": each.text} for each in sentences(summary)]
+    said = [
+        {"severity": each.severity, "text": each.text, "follows": each.follows}
+        for each in sentences(summary)
+    ]
     return {"sentences": said, **plain_values}
 
 
@@ -125,14 +50,23 @@ def comparison_json(comparison: RunComparison) -> dict[str, Any]:
     return values | both
 
 
-# --- Markdown -------------------------------------------------------------------------------------
+# --- terminal text and Markdown -------------------------------------------------------------------
+
+
+def summary_text(summary: Summary) -> str:
+    """Return the sentences for a terminal."""
+    return "\n".join(f"{_label(each)}: {each.text}" for each in sentences(summary))
+
+
+def _label(sentence: Sentence) -> str:
+    return FOLLOWED.lower() if sentence.follows else sentence.severity
 
 
 def summary_markdown(summary: Summary) -> str:
     """Return a short summary for the log of a CI job: sentences, key numbers, worst layers."""
     parts = [
         f"## halfstep report: {code(summary.path)}",
-        "\n".join(f"- **{s.severity}**: {s.markdown}" for s in sentences(summary)),
+        "\n".join(f"- **{_label(s)}**: {s.markdown}" for s in sentences(summary)),
         *(_diagnosis(place, summary) for place in summary.bad_places),
         _table(("what", "value"), _key_numbers(summary)),
     ]
@@ -226,10 +160,10 @@ def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Ca
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     facts, steps, policy = summary.facts, summary.steps, summary.policy
     yield "steps", count(steps.num)
-    skipped = f"{count(steps.num_skipped)} ({percent(steps.share_skipped)})"
-    if steps.start_up:
-        skipped += f", of these at the start {len(steps.start_up)}"
-    yield "skipped", skipped
+    yield (
+        "skipped",
+        f"{count(steps.num_skipped)} ({percent(steps.share_skipped)}){kinds_of_skips(steps)}",
+    )
     for name, part, keys, text in _curves_of(summary):
         if summary.at(part) is not None:
             if part == "gradients" and not summary.can_underflow:
