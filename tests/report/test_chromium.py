@@ -1,5 +1,7 @@
 """The page in a browser: no requests, tooltips, sorting; and what is there without script."""
 
+import csv
+import io
 import json
 import re
 import shutil
@@ -62,7 +64,7 @@ def opened(browser, made):
 
     yield open_page
     for page, noticed in visits:
-        url = page.url
+        url = page.url.partition("#")[0]
         page.close()
         assert noticed == [url]
 
@@ -261,6 +263,117 @@ def test_there_is_no_other_name_in_the_window(opened):
     names = "Object.getOwnPropertyNames(window).filter(name => !/^\\d+$/.test(name))"
     blank = opened(java_script_enabled=False)
     assert set(opened().evaluate(names)) == set(blank.evaluate(names))
+
+
+# --- zoom, hash, links, CSV -----------------------------------------------------------------------
+
+
+def drag(page, element, start, end):
+    box = element.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + start * box["width"], y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + end * box["width"], y, steps=4)
+    page.mouse.up()
+
+
+def test_dragging_zooms_and_a_button_shows_all_again(opened):
+    page = opened()
+    plot, reset = page.locator(".plot").first, page.get_by_role("button", name="Show all steps")
+    expect(reset).to_be_hidden()
+    marks = page.locator(".lane .mark:visible")
+    expect(marks).to_have_count(5)
+    plot.scroll_into_view_if_needed()
+    drag(page, plot, 0.35, 0.5)
+    expect(marks).to_have_count(2)  # steps 41 and 42; 1, 2 and 80 are outside
+    ticks = [int(text) for text in page.locator(".curves .x-axis text").all_text_contents()[:-1]]
+    assert ticks
+    assert min(ticks) >= 35
+    assert max(ticks) <= 51
+    hover(plot, 0.5)
+    assert tip(page).split("\n")[0] in ("step 43", "step 44")
+    reset.click()
+    expect(marks).to_have_count(5)
+    expect(reset).to_be_hidden()
+    hover(plot, (41 - 1) / 99)
+    assert tip(page).startswith("step 41\n")
+
+
+def test_a_click_zooms_nowhere(opened):
+    page = opened()
+    page.locator(".plot").first.click()
+    expect(page.get_by_role("button", name="Show all steps")).to_be_hidden()
+
+
+def test_tab_filter_and_sort_live_in_the_address(opened, browser):
+    page = opened()
+    page.locator("[for=tab-output]").click()
+    page.locator("#only [value=parameter_gradient]").click()
+    page.get_by_label("Filter layers by name").fill("mlp")
+    head(page, HEADROOM).get_by_role("button").click()
+    page.get_by_label("all columns").check()
+    shown = column(page, 1)
+    again, _ = visit(browser, page.url)
+    assert column(again, 1) == shown
+    assert len(shown) == 2
+    expect(again.locator(".box:visible")).to_have_class("box panel-output")
+    expect(head(again, HEADROOM)).to_have_attribute("aria-sort", "descending")
+    expect(head(again, 13)).to_be_visible()
+    again.close()
+
+
+def test_an_address_that_makes_no_sense_is_no_harm(browser, made):
+    page, noticed = visit(browser, made["with_skips"].url + "#tab=x&sort0=99up&kind=%00&filter=zzz")
+    assert column(page, 1) == []
+    assert len(noticed) == 1
+    page.close()
+
+
+def test_a_cell_leads_to_its_layer_also_if_it_is_filtered_out(opened, made):
+    page = opened()
+    page.get_by_label("Filter layers by name").fill("embed")
+    rows = page.locator(".panel-parameter_gradient .rows a")
+    rows.last.click()
+    number = rows.last.get_attribute("href").removeprefix("#layer-")
+    target = page.locator("tr:target")
+    expect(target).to_be_in_viewport()
+    expect(target).to_have_id(f"layer-{number}")
+    assert made["with_skips"].summary.layers[int(number)].name == "head.weight"
+
+
+def test_a_sentence_leads_to_what_shows_it(opened):
+    page = opened()
+    page.get_by_role("link", name="the skipped steps").click()
+    expect(page.locator("#skips")).to_be_in_viewport()
+
+
+def test_the_table_is_copied_as_csv(browser, made):
+    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    page.goto(made["with_skips"].url)
+    page.get_by_label("Filter layers by name").fill("head")
+    page.get_by_role("button", name="Copy as CSV").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    rows = list(csv.DictReader(io.StringIO(page.evaluate("navigator.clipboard.readText()"))))
+    assert [(row["name"], row["underflow"]) for row in rows] == [("head.weight", "12 %")]
+    context.close()
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_table_of_layers_fits(opened, width):
+    page = opened(viewport={"width": width, "height": 900})
+    region = page.get_by_role("region", name="Table of layers")
+    assert region.evaluate("element => element.scrollWidth <= element.clientWidth")
+    page.get_by_label("all columns").check()
+    expect(head(page, 20)).to_be_attached()
+    assert head(page, 20).evaluate("element => element.checkVisibility()")
+
+
+def test_no_heading_stands_alone_at_the_foot_of_a_printed_page(opened):
+    page = opened()
+    page.emulate_media(media="print")
+    for heading in page.locator("main h2, main h3").all():
+        assert heading.evaluate("element => getComputedStyle(element).breakAfter") == "avoid"
 
 
 # --- without JavaScript ---------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """What is drawn of the steps: nothing that matters is lost, however many there are."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
 
 from halfstep._record.run import Step
-from halfstep._report.page_curves import COLUMNS, curves, kept
+from halfstep._report.page_curves import COLUMNS, curves, kept, smoothed
 from halfstep._report.tracks import tracks_of
 
 
@@ -26,7 +27,7 @@ def test_nothing_is_drawn_without_steps():
 def test_one_step_can_be_drawn():
     drawn = curves({"": [step(1)]})
     assert [panel.key for panel in drawn.panels] == ["loss", "scale", "norm"]
-    assert all(panel.paths[0] for panel in drawn.panels)
+    assert all(panel.paths[0].path for panel in drawn.panels)
 
 
 def test_extremes_ends_and_non_finite_values_of_a_column_are_kept():
@@ -41,7 +42,7 @@ def test_a_hundred_thousand_steps_become_few_points_and_the_peak_stays():
     told = drawn.data["tracks"][0]
     assert len(told["step"]) < 6 * COLUMNS
     assert told["loss"][told["step"].index(54_321)] == 900
-    assert len(panel(drawn, "loss").paths[0]) < 30_000
+    assert len(panel(drawn, "loss").paths[0].path) < 30_000
 
 
 def test_every_skip_is_in_a_mark():
@@ -86,7 +87,7 @@ def test_values_that_are_not_finite_are_marked_and_interrupt_the_curve():
     loss = panel(curves({"": [step(n, loss=x) for n, x in enumerate(losses, 1)]}), "loss")
     assert [mark.title for mark in loss.nan] == ["step 2: loss is NaN"]
     assert [mark.title for mark in loss.inf] == ["step 4: loss is inf"]
-    assert loss.paths[0].count("M") == 3
+    assert loss.paths[0].path.count("M") == 3
 
 
 def test_only_non_finite_losses_can_be_drawn():
@@ -138,3 +139,31 @@ def test_lost_updates_have_an_axis_of_shares(lost, is_drawn):
         labels = [label for _, label in panels["share_lost_updates"].ticks]
         assert labels[0] == "0 %"
         assert labels[-1] == "100 %"
+
+
+def test_the_scale_goes_in_stairs():
+    scales = [1024.0, 1024.0, 4096.0]
+    drawn = curves({"": [step(n, scale=scale) for n, scale in enumerate(scales, start=1)]})
+    (path,) = panel(drawn, "scale").paths
+    moves = re.findall(r"-?\d+", path.path.partition("l0 0")[2])
+    assert path.kind == "line"
+    assert all("0" in pair for pair in zip(moves[::2], moves[1::2], strict=True))
+
+
+def test_a_long_loss_has_its_mean_over_the_raw_one():
+    steps = [step(n, loss=2.0 + n % 2) for n in range(1, 101)]
+    loss = panel(curves({"": steps}), "loss")
+    assert ([path.kind for path in loss.paths], loss.mean_of) == (["raw", "line"], 20)
+    short = panel(curves({"": steps[:50]}), "loss")
+    assert ([path.kind for path in short.paths], short.mean_of) == (["line"], None)
+
+
+def test_a_mean_leaves_out_what_is_not_finite():
+    assert smoothed([1.0, 3.0, math.nan, None, 5.0], 2)[:2] == [1.0, 2.0]
+    assert smoothed([1.0, 3.0, math.nan, None, 5.0], 2)[4] == 4.0
+
+
+def test_what_only_samples_have_is_drawn_as_dots():
+    steps = [step(n, norm=1.5 if n % 10 == 0 else None) for n in range(1, 41)]
+    (path,) = panel(curves({"": steps}), "norm").paths
+    assert (path.kind, path.path.count("M"), path.path.count("l0 0")) == ("dots", 4, 4)

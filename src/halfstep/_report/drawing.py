@@ -6,7 +6,8 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 UNITS = 1000
@@ -64,7 +65,15 @@ def round_numbers(low: float, high: float, about: int, smallest: float = 0.0) ->
     return [i * step for i in range(first, last + 1)]
 
 
-def line(points: Sequence[tuple[int, int] | None]) -> str:
+def stairs(points: Iterable[tuple[int, int] | None]) -> Iterator[tuple[int, int] | None]:
+    """Yield points between which a line keeps its height up to the next point."""
+    for before, point in pairwise([None, *points]):
+        if before is not None and point is not None:
+            yield point[0], before[1]
+        yield point
+
+
+def line(points: Iterable[tuple[int, int] | None]) -> str:
     """Return the path through points in units; None interrupts it.
 
     Steps are relative, which takes fewer bytes. A single point becomes a line of length zero, which

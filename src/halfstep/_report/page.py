@@ -255,7 +255,7 @@ def tiles(summary: Summary) -> list[Tile]:
         "gradients.share_lost",
         percent,
         ("at scale {}", power, "gradients.scale"),
-        _window(summary.gradients),
+        _window(summary.gradients) if summary.lower == "fp16" else None,
     )
     add("Lost updates", "lost_updates.recent", percent, ("at most {}", percent, "lost_updates.max"))
     add("Time per step", "facts.seconds_per_step", seconds)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from halfstep._common import numbers
 from halfstep._record.run import Step
-from halfstep._report.drawing import UNITS, Axis, Tick, line, round_numbers
+from halfstep._report.drawing import UNITS, Axis, Tick, line, round_numbers, stairs
+from halfstep._report.summarize import RECENT
 from halfstep._report.summary import NOTABLE
 from halfstep._report.tracks import Track, tracks_of
 from halfstep._trace.rows import grouped
@@ -47,13 +49,28 @@ class Lane(NamedTuple):
     marks: list[Mark]
 
 
+class Path(NamedTuple):
+    """A curve in units of the plot.
+
+    Attributes:
+        track: The place of its track.
+        kind: ``"line"``; ``"raw"`` for one that has a smooth one over it; ``"dots"`` where most
+            steps have no value, since only samples are measured.
+    """
+
+    track: int
+    kind: Literal["line", "raw", "dots"]
+    path: str
+
+
 class Panel(NamedTuple):
     """One diagram.
 
     Attributes:
         axis: The kind of vertical axis, in words.
         ticks: Of the vertical axis.
-        paths: The curve of each track, in units of the plot.
+        paths: The curves of the tracks.
+        mean_of: The number of steps whose mean the smooth curves show; None where there are none.
         nan: Where values are NaN.
         inf: Where values are inf.
     """
@@ -62,7 +79,8 @@ class Panel(NamedTuple):
     title: str
     axis: str
     ticks: list[Tick]
-    paths: list[str]
+    paths: list[Path]
+    mean_of: int | None
     nan: list[Mark]
     inf: list[Mark]
 
@@ -195,19 +213,56 @@ def _panel(key: Key, tracks: Sequence[Track], x: Axis) -> Panel | None:
         title,
         {None: "", 2.0: "powers of two", 10.0: "logarithmic"}[y.base],
         y.ticks(),
-        [_path(key, track, x, y) for track in tracks],
+        [path for place, track in enumerate(tracks) for path in _paths(key, place, track, x, y)],
+        _mean_of(tracks) if key == "loss" else None,
         marks(nan, x, f"{title.lower()} is NaN"),
         marks(inf, x, f"{title.lower()} is inf"),
     )
 
 
-def _path(key: Key, track: Track, x: Axis, y: _Vertical) -> str:
+def _paths(key: Key, place: int, track: Track, x: Axis, y: _Vertical) -> Iterator[Path]:
     values = [getattr(step, key) for step in track.steps]
-    points: list[tuple[int, int] | None] = []
+    num_known = sum(value is not None for value in values)
+    if key == "scale":
+        yield Path(place, "line", line(stairs(_points_of(values, track, x, y))))
+    elif 2 * num_known < len(values):
+        apart = ([point, None] for point in _points_of(values, track, x, y))
+        yield Path(place, "dots", line(itertools.chain.from_iterable(apart)))
+    else:
+        mean_of = _mean_of([track]) if key == "loss" else None
+        yield Path(place, "raw" if mean_of else "line", line(_points_of(values, track, x, y)))
+        if mean_of:
+            yield Path(place, "line", line(_points_of(smoothed(values, mean_of), track, x, y)))
+
+
+def _points_of(
+    values: Sequence[float | None], track: Track, x: Axis, y: _Vertical
+) -> Iterator[tuple[int, int] | None]:
     for index in kept(_columns(track, x), values):
         height = y.units(values[index])
-        points.append(None if height is None else (x.units(track.steps[index].step), height))
-    return line(points)
+        yield None if height is None else (x.units(track.steps[index].step), height)
+
+
+def _mean_of(tracks: Sequence[Track]) -> int | None:
+    """Return how many steps a smooth loss is the mean of; None for a run that is too short."""
+    num = max(len(track.steps) for track in tracks)
+    return max(RECENT, num // 50) if num > 3 * RECENT else None
+
+
+def smoothed(values: Sequence[float | None], mean_of: int) -> list[float | None]:
+    """Return the mean of the finite values of the last steps, where a step has a finite value."""
+    total, recent = 0.0, deque[float]()
+    found: list[float | None] = []
+    for value in values:
+        if value is None or not math.isfinite(value):
+            found.append(value)
+            continue
+        recent.append(value)
+        total += value
+        if len(recent) > mean_of:
+            total -= recent.popleft()
+        found.append(total / len(recent))
+    return found
 
 
 # --- what the tooltip reads -----------------------------------------------------------------------

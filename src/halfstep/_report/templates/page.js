@@ -59,12 +59,13 @@ const curveData = island("curve-data");
 for (const element of all(".curves")) {
   const plots = all(".plot", element);
   const { first, last, tracks } = curveData;
+  let low = first, high = last;  /* what is shown */
   const steps = [...new Set(tracks.flatMap(track => track.step))].sort((a, b) => a - b);
   const cross = make(element, "cross");
   const nearest = step => {
-    let low = 0, high = steps.length - 1;
-    while (high - low > 1) { const mid = (low + high) >> 1; steps[mid] < step ? low = mid : high = mid; }
-    return step - steps[low] <= steps[high] - step ? low : high;
+    let left = 0, right = steps.length - 1;
+    while (right - left > 1) { const mid = (left + right) >> 1; steps[mid] < step ? left = mid : right = mid; }
+    return step - steps[left] <= steps[right] - step ? left : right;
   };
   const describe = (track, step) => {
     const i = track.step.indexOf(step);
@@ -75,15 +76,66 @@ for (const element of all(".curves")) {
     return track.name ? [track.name + ": " + lines.join(", ")] : lines;
   };
   takeTitles(".odd title, .mark title", element);
+  const stepAt = x => {
+    const { left, width } = box(plots[0]);
+    return low + clamp((x - left) / width, 0, 1) * (high - low);
+  };
+  const marks = all(".odd[x], .mark[x]", element).map(mark => [mark, first + parseFloat(mark.getAttribute("x")) / 100 * (last - first)]);
+  const axis = element.querySelector(".x-axis"), label = axis.lastElementChild, reset = element.querySelector(".reset");
+  const zoom = (from, to) => {
+    [low, high] = [from, to];
+    const percent = step => 100 * (step - low) / (high - low) + "%", units = 1000 / (last - first);
+    for (const plot of all(".zoom", element)) plot.setAttribute("viewBox", [(low - first) * units, 0, (high - low) * units, 1000].join(" "));
+    for (const [mark, step] of marks) {
+      mark.setAttribute("x", percent(step));
+      mark.style.display = step < low || step > high ? "none" : "";
+    }
+    const about = Math.max(1, (high - low) / 5), power = 10 ** Math.floor(Math.log10(about));
+    const apart = [1, 2, 5, 10].map(factor => factor * power).find(distance => distance >= about * .999);
+    const ticks = [];
+    for (let at = Math.ceil(low / apart) * apart; at <= high; at += apart) {
+      const tick = label.cloneNode();
+      tick.setAttribute("x", percent(at));
+      tick.setAttribute("y", 15);
+      tick.textContent = count(at);
+      ticks.push(tick);
+    }
+    axis.replaceChildren(...ticks, label);
+    reset.hidden = low === first && high === last;
+  };
+  reset.addEventListener("click", () => zoom(first, last));
+  const dragged = make(element, "dragged");
+  let start = null;
+  element.addEventListener("pointerdown", event => {
+    const { left, right } = box(plots[0]);
+    if (event.button || event.target === reset || event.clientX < left || event.clientX > right) return;
+    start = event.clientX;
+    event.preventDefault();
+    element.focus({ preventScroll: true });
+  });
+  element.addEventListener("pointermove", event => {
+    if (start === null) return;
+    const outer = box(element), { left, right, top } = box(plots[0]), to = clamp(event.clientX, left, right);
+    put(dragged, { left: Math.min(start, to) - outer.left, top: top - outer.top, width: Math.abs(to - start), height: box(plots.at(-1)).bottom - top });
+  });
+  addEventListener("pointerup", event => {
+    if (start === null) return;
+    const [from, to] = [stepAt(start), stepAt(event.clientX)].sort((a, b) => a - b);
+    const isDrag = Math.abs(event.clientX - start) > 8;
+    start = null;
+    dragged.hidden = true;
+    if (isDrag && to - from >= 1) zoom(from, to);
+  });
   explore(element, {
     from: event => {
-      const { left, right, width } = box(plots[0]), x = event.clientX;
+      const { left, right } = box(plots[0]), x = event.clientX;
       if (x < left - 8 || x > right + 8) return null;
-      return { index: nearest(first + clamp((x - left) / width, 0, 1) * (last - first)), y: event.clientY };
+      return { index: nearest(stepAt(x)), y: event.clientY };
     },
     at: ({ index, y }) => {
       const step = steps[index], outer = box(element), { left, top, width } = box(plots[0]);
-      const x = left + width * (step - first) / (last - first);
+      if (step < low || step > high) zoom(first, last);
+      const x = left + width * (step - low) / (high - low);
       put(cross, { left: x - outer.left, top: top - outer.top, height: box(plots.at(-1)).bottom - top });
       show("step " + count(step), tracks.flatMap(track => describe(track, step)).join("\n"), x, y ?? top);
     },
@@ -151,6 +203,23 @@ for (const element of all(".heat")) {
   });
 }
 
+/* Tab, filter and sort live in the hash, #tab=output&filter=head, so that a link shows the same. */
+const state = new URLSearchParams(location.hash.includes("=") ? location.hash.slice(1) : "");
+const keep = (name, value) => {
+  value ? state.set(name, value) : state.delete(name);
+  history.replaceState(null, "", "#" + state);
+};
+const kept = (selector, name) => {
+  for (const input of all(selector)) {
+    if (input.type === "checkbox") input.checked = state.has(name);
+    else if (state.has(name)) input.checked = input.value === state.get(name);
+    input.addEventListener("change", () => keep(name, input.checked ? input.value : ""));
+  }
+};
+kept(".tab", "tab");
+kept("#only [name=kind]", "kind");
+kept("#more", "columns");
+
 /* tables: sorting by click and key, and a filter by name */
 const key = cell => {
   const [said, unit] = cell.textContent.trim().replace(/[<,]/g, "").split(" ");
@@ -158,11 +227,19 @@ const key = cell => {
   return said === "" || Number.isNaN(number) ? null : number * ({ ms: 1e-3, min: 60, h: 3600 }[unit] ?? 1);
 };
 const compare = (a, b, isText) => isText ? a.localeCompare(b, "en", { numeric: true }) : a - b;
-for (const head of all("tr.sort")) {
-  const body = head.closest("table").tBodies[0], cells = [...head.cells];
+for (const [number, head] of all("tr.sort").entries()) {
+  const body = head.closest("table").tBodies[0], cells = [...head.cells], name = "sort" + number;
+  const sort = (column, isDown) => {
+    const isText = cells[column].matches(".t, .name");
+    for (const other of cells) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
+    cells[column].setAttribute("aria-sort", isDown ? "descending" : "ascending");
+    const rows = [...body.rows].map(row => [isText ? row.cells[column].textContent : key(row.cells[column]), row]);
+    rows.sort(([a], [b]) => (a === null) - (b === null) || a !== null && compare(a, b, isText) * (isDown ? -1 : 1));
+    body.append(...rows.map(([, row]) => row));
+  };
   for (const [column, cell] of cells.entries()) {
     if ("nosort" in cell.dataset) continue;
-    const button = document.createElement("button"), isText = cell.matches(".t, .name");
+    const button = document.createElement("button");
     button.type = "button";
     button.append(...cell.childNodes);
     if (cell.hasAttribute("aria-label")) button.setAttribute("aria-label", cell.getAttribute("aria-label"));
@@ -170,21 +247,44 @@ for (const head of all("tr.sort")) {
     cell.setAttribute("aria-sort", "none");
     button.addEventListener("click", () => {
       const now = cell.getAttribute("aria-sort");
-      const isDown = now === "none" ? !isText : now === "ascending";
-      for (const other of cells) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
-      cell.setAttribute("aria-sort", isDown ? "descending" : "ascending");
-      const rows = [...body.rows].map(row => [isText ? row.cells[column].textContent : key(row.cells[column]), row]);
-      rows.sort(([a], [b]) => (a === null) - (b === null) || a !== null && compare(a, b, isText) * (isDown ? -1 : 1));
-      body.append(...rows.map(([, row]) => row));
+      const isDown = now === "none" ? !cell.matches(".t, .name") : now === "ascending";
+      sort(column, isDown);
+      keep(name, column + (isDown ? "down" : "up"));
     });
   }
+  const [, column, way] = (state.get(name) ?? "").match(/^(\d+)(up|down)$/) ?? [];
+  if (cells[column]?.hasAttribute("aria-sort")) sort(+column, way === "down");
 }
 const search = document.querySelector("#only input[type=search]");
 if (search) {
+  const table = document.querySelector(".layers"), rows = [...table.tBodies[0].rows];
+  const filter = () => {
+    for (const row of rows) row.hidden = !row.cells[0].textContent.toLowerCase().includes(search.value.toLowerCase());
+  };
   search.hidden = false;
-  search.addEventListener("input", () => {
-    for (const row of document.querySelector(".layers").tBodies[0].rows)
-      row.hidden = !row.cells[0].textContent.toLowerCase().includes(search.value.toLowerCase());
+  search.value = state.get("filter") ?? "";
+  filter();
+  search.addEventListener("input", () => { filter(); keep("filter", search.value); });
+  /* a link to a row that the filter or the kind hides shows it */
+  addEventListener("hashchange", () => {
+    const row = document.getElementById(location.hash.slice(1));
+    if (!row?.matches(".layers tr") || row.checkVisibility()) return;
+    search.value = "";
+    state.delete("filter");
+    filter();
+    document.querySelector("#only [name=kind]").checked = true;
+    state.delete("kind");
+    row.scrollIntoView({ block: "center" });
+  });
+  const copy = document.getElementById("csv");
+  copy.hidden = false;
+  copy.addEventListener("click", async () => {
+    const shown = [...table.rows].filter(row => row.cells[0].checkVisibility());
+    const text = cell => (cell.getAttribute("title") || cell.querySelector("button")?.firstChild.textContent || cell.textContent).trim();
+    const lines = shown.map(row => [...row.cells].filter((_, i) => i !== 1)
+      .map(cell => '"' + text(cell).replace(/"/g, '""') + '"').join(","));
+    try { await navigator.clipboard.writeText(lines.join("\n") + "\n"); copy.textContent = "Copied"; }
+    catch { copy.textContent = "The browser does not allow it"; }
   });
 }
 })();
