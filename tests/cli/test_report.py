@@ -69,7 +69,7 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     _, out, _ = report(capsys, first, "--against", second, "--md")
     assert "| skipped steps | 5 | 0 | +5 |" in out
     _, out, _ = report(capsys, first, "--against", second, "--json")
-    assert json.loads(out)["second"]["steps"]["num"] == 60
+    assert json.loads(out)["runs"][1]["steps"]["num"] == 60
 
 
 def test_the_newest_record_is_taken_and_said(tmp_path, capsys):

@@ -186,7 +186,7 @@ def look(folder):
     pass_line(summary, limits) if summary.layers else None
     comparison = compare_runs(summary, summary)
     text.comparison_text(comparison)
-    render_comparison(comparison, run, run)
+    render_comparison(comparison, [run, run])
     return run
 
 

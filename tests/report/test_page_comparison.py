@@ -1,6 +1,7 @@
 """The page of two runs."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ def both(tmp_path):
     second = read_run(records.write(tmp_path / "bf16", [records.header(torch="2.14"), *other]))
     comparison = compare_runs(summarize(first), summarize(second))
     return SimpleNamespace(
-        comparison=comparison, tree=parse(render_comparison(comparison, first, second))
+        comparison=comparison, tree=parse(render_comparison(comparison, (first, second)))
     )
 
 
@@ -45,23 +46,42 @@ def test_the_numbers_of_a_comparison_are_those_of_the_json(both):
     for element in marked:
         assert json.loads(element.attributes["value"]) == at(data, element.attributes["data-key"])
     texts = [element.text for element in marked]
-    assert texts == [entry[which] for entry in data["entries"] for which in ("first", "second")]
+    assert texts == [text for entry in data["entries"] for text in entry["texts"]]
 
 
 def test_a_comparison_tells_what_differs(both):
     text = both.tree.one("main").text
-    assert both.comparison.policy
-    assert both.comparison.policy in text
+    assert both.comparison.policies[0]
+    assert both.comparison.policies[0] in text
     assert both.comparison.layers
-    for pair in both.comparison.layers:
-        assert pair.first.name in text
-    for name, first, second in both.comparison.versions:
-        assert all(word in text for word in (name, first, second))
+    for row in both.comparison.layers:
+        assert row[0].name in text
+    for name, texts in both.comparison.versions:
+        assert all(word in text for word in (name, *texts))
+
+
+def test_a_comparison_opens_with_the_verdict_and_marks_the_better(both):
+    (says,) = both.tree.all("ul", class_="says")
+    verdict = both.comparison.verdict.text.replace("`", "")
+    assert verdict in re.sub(r"\s+", " ", says.text)
+    numbers = next(both.tree.all("table"))
+    marked = [cell.text for cell in numbers.all("td", class_="best")]
+    entries = both.comparison.entries
+    assert marked == [entry.texts[entry.best] for entry in entries if entry.best is not None]
+
+
+def test_three_runs_stand_beside_each_other(tmp_path):
+    runs = [read_run(records.healthy(tmp_path / name, 60 + n)) for n, name in enumerate("abc")]
+    page = parse(render_comparison(compare_runs(*map(summarize, runs)), runs))
+    assert page.one("h1").text == "a against b against c"
+    head = [cell.text for cell in next(page.all("thead")).all("th")]
+    assert head == ["what", "a", "b", "c"]
+    assert len(list(next(page.all("tbody")).all("data"))) % 3 == 0
 
 
 def test_hostile_names_are_text_in_a_comparison_too(tmp_path):
     first = read_run(records.hostile(tmp_path / "a"))
     second = read_run(records.healthy(tmp_path / "b"))
-    page = render_comparison(compare_runs(summarize(first), summarize(second)), first, second)
+    page = render_comparison(compare_runs(summarize(first), summarize(second)), (first, second))
     assert records.HOSTILE not in page
     assert not list(parse(page).all("img"))

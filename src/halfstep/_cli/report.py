@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ examples:
   halfstep report runs                    a line on each record in a folder
   halfstep report runs/a --json           all numbers as JSON
   halfstep report runs/a --md             a short summary for the log of a CI job
-  halfstep report runs/a --against runs/b     two runs side by side, in runs/a/comparison.html
+  halfstep report runs/a --against runs/b     two runs, in runs/a/comparison.html
 """
 
 
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
     parser.add_argument(
-        "--against", type=Path, metavar="RUN", help="another record to compare it with"
+        "--against",
+        type=Path,
+        action="append",
+        metavar="RUN",
+        help="another record to compare it with; may be repeated",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the numbers as JSON; no page")
@@ -58,17 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
         _list(arguments.run_path)
         return 0
     run = run_at(arguments.run_path)
-    against = None if arguments.against is None else run_at(arguments.against)
+    others = [run_at(path) for path in arguments.against or ()]
     with ending_at_interrupts(by_signal=False):  # PyTorch may be imported, to check a cure
-        text, page = (
-            _about(run, arguments) if against is None else _against(run, against, arguments)
-        )
+        text, page = _against([run, *others], arguments) if others else _about(run, arguments)
     if arguments.json:
         print(text)  # as it is, or it would not be JSON
     else:
         tell(text)
     if page is not None:
-        name = "report.html" if against is None else "comparison.html"
+        name = "comparison.html" if others else "report.html"
         print(_written(arguments.output or run.path / name, page))
     return 0
 
@@ -82,8 +85,8 @@ def _is_folder_of_records(arguments: argparse.Namespace) -> bool:
 def _list(folder: Path) -> None:
     """Print a line on each record in a folder, the newest first."""
     from halfstep._record.read import read_run
+    from halfstep._report.sentences import sentences
     from halfstep._report.summarize import summarize
-    from halfstep._report.text import sentences
 
     for path in records_in(folder):
         try:
@@ -113,13 +116,13 @@ def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
     return text.summary_text(summary), render(summary, run)
 
 
-def _against(first: Run, second: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:
-    """Return what to print on two runs, and the page on both, None if none is asked for."""
+def _against(runs: Sequence[Run], arguments: argparse.Namespace) -> tuple[str, str | None]:
+    """Return what to print on several runs, and the page on all, None if none is asked for."""
     from halfstep._report import text
     from halfstep._report.compare_runs import compare_runs
     from halfstep._report.summarize import summarize
 
-    comparison = compare_runs(summarize(first), summarize(second))
+    comparison = compare_runs(*map(summarize, runs))
     if arguments.json:
         return _json(text.comparison_json(comparison)), None
     if arguments.md:
@@ -127,7 +130,7 @@ def _against(first: Run, second: Run, arguments: argparse.Namespace) -> tuple[st
     from halfstep._report.page import render_comparison
 
     printed = text.comparison_text(comparison) + "\n"
-    return printed, render_comparison(comparison, first, second)
+    return printed, render_comparison(comparison, runs)
 
 
 def _json(values: dict[str, Any]) -> str:

@@ -1,107 +1,272 @@
-"""A comparison of two runs: numbers, layers, policies and versions."""
+"""A comparison of runs: a verdict, numbers, layers, policies and versions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Literal
 
-from halfstep._common.numbers import NONE, count, number, percent, power, seconds
+from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
+from halfstep._common.text import Code, Sentence, say
 from halfstep._record.run import Kind, PolicySeen
 from halfstep._report.summary import Layer, Summary
 
 MOST_LAYERS = 20
+ALIKE = 0.02
+"""Losses and times that differ by a smaller share are called about the same."""
+_SAME_LOSS = 2.0
+"""First losses that differ by a larger factor are not of one task, or not in one unit."""
 
 
 @dataclass(frozen=True)
 class ComparedNumber:
-    """A number of both runs, as text and as it is; None, ``"-"``, where there is none.
+    """A number of all runs, as text and as it is; None, ``"-"``, where there is none.
 
-    The difference is the first minus the second, empty where there is nothing to subtract.
+    The difference is that of two runs, the first minus the second; empty where there are more, or
+    nothing to subtract. ``best`` is the place of the better run, None where no run is.
     """
 
     name: str
-    first: str
-    second: str
+    texts: tuple[str, ...]
+    values: tuple[float | None, ...]
     difference: str
-    values: tuple[float | None, float | None]
-
-
-@dataclass(frozen=True)
-class LayerPair:
-    """A layer that is in both runs."""
-
-    first: Layer
-    second: Layer
+    best: int | None
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The run of interest beside the run it is compared with.
+    """The run of interest, the first, beside those it is compared with.
 
     Attributes:
-        layers: At most 20 layers of both runs that differ most in underflow, headroom or lost
-            updates, the most different first.
-        only_first: Kind and name of layers that only the first has, as for the second.
-        policy: How the first policy differs from the second, as text; empty if it does not.
-        versions: The versions, machine, command and so on that differ: name, first, second.
+        names: A short name for each run.
+        verdict: Which run is better, or why that cannot be said, as the first sentence.
+        layers: At most 20 layers that differ most in underflow, headroom or lost updates, the most
+            different first; None for a run that lacks the layer.
+        only: For each run, kind and name of the layers that no other has.
+        policies: For each other run, how the first policy differs from it; empty if it does not.
+        versions: The versions, machine, command and so on that differ: name, and a text for each.
     """
 
-    first: Summary
-    second: Summary
+    runs: tuple[Summary, ...]
+    names: tuple[str, ...]
+    verdict: Sentence
     entries: tuple[ComparedNumber, ...]
-    layers: tuple[LayerPair, ...]
-    only_first: tuple[tuple[Kind, str], ...]
-    only_second: tuple[tuple[Kind, str], ...]
-    policy: str
-    versions: tuple[tuple[str, str, str], ...]
+    layers: tuple[tuple[Layer | None, ...], ...]
+    only: tuple[tuple[tuple[Kind, str], ...], ...]
+    policies: tuple[str, ...]
+    versions: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-_NUMBERS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-    ("steps", "steps.num", count),
-    ("skipped steps", "steps.num_skipped", count),
-    ("skipped out of the ordinary", "steps.num_skipped_later", count),
-    ("share skipped", "steps.share_skipped", percent),
-    ("skipped in a row", "steps.longest_in_a_row", count),
-    ("last loss", "loss.last", number),
-    ("mean of the last 20 losses", "loss.recent", number),
-    ("smallest loss", "loss.min", number),
-    ("steps with inf or NaN as loss", "loss.num_non_finite", count),
-    ("last scale", "scale.last", power),
-    ("smallest scale", "scale.min", power),
-    ("mean of the last 20 norms", "norm.recent", number),
-    ("gradient entries that underflow (of float32: in fp16)", "gradients.share_lost", percent),
-    ("of the worst parameter", "worst_share_lost", percent),
-    ("mean of the last 20 shares of lost updates", "lost_updates.recent", percent),
-    ("of the worst weight", "worst_share_lost_updates", percent),
-    ("time per step", "facts.seconds_per_step", seconds),
-    ("duration", "facts.duration", seconds),
+@dataclass(frozen=True)
+class _Number:
+    """What is compared: its name, its place in a summary, and how it is written.
+
+    A smaller number ``of`` loss or time is better where runs can be compared in these; one of
+    health always is.
+    """
+
+    name: str
+    key: str
+    text: Callable[[Any], str]
+    of: Literal["", "health", "loss", "time"] = ""
+
+
+_LOSSES = (
+    _Number("last loss", "last", number, "loss"),
+    _Number("mean of the last 20 losses", "recent", number, "loss"),
+    _Number("smallest loss", "min", number, "loss"),
 )
-"""What is compared: its name, its place in a summary, and how it is written."""
+_NUMBERS = (
+    _Number("steps", "steps.num", count),
+    _Number("skipped steps", "steps.num_skipped", count),
+    _Number("skipped other than by dynamic scaling", "steps.num_skipped_later", count, "health"),
+    _Number("share skipped", "steps.share_skipped", percent),
+    _Number("skipped in a row", "steps.longest_in_a_row", count, "health"),
+    _Number("steps with inf or NaN as loss", "loss.num_non_finite", count, "health"),
+    _Number("last scale", "scale.last", power),
+    _Number("smallest scale", "scale.min", power),
+    _Number("mean of the last 20 norms", "norm.recent", number),
+    _Number(
+        "gradient entries that underflow (of float32: in fp16)", "gradients.share_lost", percent
+    ),
+    _Number("of the worst parameter", "worst_share_lost", percent),
+    _Number("mean of the last 20 shares of lost updates", "lost_updates.recent", percent, "health"),
+    _Number("of the worst weight", "worst_share_lost_updates", percent),
+    _Number("time per step", "facts.seconds_per_step", seconds, "time"),
+    _Number("duration", "facts.duration", seconds),
+)
 
 
-def compare_runs(first: Summary, second: Summary) -> RunComparison:
-    """Compare two runs; differences are the first minus the second."""
-    mine = {(layer.kind, layer.name): layer for layer in first.layers}
-    its = {(layer.kind, layer.name): layer for layer in second.layers}
-    pairs = [LayerPair(layer, its[key]) for key, layer in mine.items() if key in its]
-    pairs = sorted((pair for pair in pairs if _distance(pair)), key=_distance, reverse=True)
+def compare_runs(*runs: Summary) -> RunComparison:
+    """Compare two runs or more; the first is the one of interest."""
+    by_run = [{(layer.kind, layer.name): layer for layer in run.layers} for run in runs]
+    keys = dict.fromkeys(key for layers in by_run for key in layers)
+    shared = [tuple(layers.get(key) for layers in by_run) for key in keys]
+    differing = sorted((row for row in shared if _distance(row)), key=_distance, reverse=True)
+    names = _names(runs)
     return RunComparison(
-        first=first,
-        second=second,
-        entries=tuple(_entries(first, second)),
-        layers=tuple(pairs[:MOST_LAYERS]),
-        only_first=tuple(key for key in mine if key not in its),
-        only_second=tuple(key for key in its if key not in mine),
-        policy=_policy_difference(first.policy, second.policy),
-        versions=tuple(_versions(first, second)),
+        runs=runs,
+        names=names,
+        verdict=_verdict(runs, names),
+        entries=tuple(_entries(runs)),
+        layers=tuple(differing[:MOST_LAYERS]),
+        only=tuple(
+            tuple(key for key in mine if not any(key in its for its in by_run if its is not mine))
+            for mine in by_run
+        ),
+        policies=tuple(_policy_difference(runs[0].policy, run.policy) for run in runs[1:]),
+        versions=tuple(_versions(runs)),
     )
 
 
-def _distance(pair: LayerPair) -> float:
+def _names(runs: Sequence[Summary]) -> tuple[str, ...]:
+    """Return the names of the folders; letters if they are not different."""
+    names = tuple(PurePath(run.path).name for run in runs)
+    are_different = all(names) and len(set(names)) == len(names)
+    return names if are_different else tuple(chr(ord("A") + n) for n in range(len(runs)))
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+
+def _verdict(runs: Sequence[Summary], names: Sequence[str]) -> Sentence:
+    """Return which run is best: one that fails loses to one that does not, then the loss counts."""
+    good = [n for n, run in enumerate(runs) if not _has_failed(run)]
+    bad = [Code(name) for n, name in enumerate(names) if n not in good]
+    if bad and good:
+        better = _listed([Code(names[n]) for n in good])
+        what = f"{' is' if len(good) == 1 else ' are'} better: "
+        end = " went bad: its loss, weights or skips did not recover."
+        return say("warning", *better, what, *_listed(bad), end)
+    if bad:
+        return say(
+            "bad", "All of these runs went bad: their loss, weights or skips did not recover."
+        )
+    reasons = list(_why_not(runs))
+    if reasons:
+        return say("warning", f"The losses of these runs cannot be compared: {listed(reasons)}.")
+    losses = [run.loss.recent if run.loss and not run.losses else None for run in runs]
+    known = [loss for loss in losses if loss is not None]
+    if len(known) < len(runs):
+        return say(
+            "notice", "The losses of the optimizers of a GAN do not say which run is better."
+        )
+    best = losses.index(min(known))
+    others = [Code(name) for n, name in enumerate(names) if n != best]
+    if max(known) - min(known) <= ALIKE * max(map(abs, known)):
+        said = ["The losses of ", *_listed([Code(name) for name in names]), " are about the same"]
+    else:
+        said = [Code(names[best]), " has a lower loss than ", *_listed(others)]
+    values = listed([number(loss) for loss in known])
+    return say("good", *said, f" ({values}, means of the last 20){_speed(runs, names)}.")
+
+
+def _listed(names: Sequence[Code]) -> list[str | Code]:
+    parts: list[str | Code] = []
+    for place, name in enumerate(names):
+        parts += [" and " if place == len(names) - 1 else ", ", name] if place else [name]
+    return parts
+
+
+def _has_failed(run: Summary) -> bool:
+    return not run.has_recovered or run.steps.num_taken == 0
+
+
+def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
+    """Yield why the losses of runs cannot be compared."""
+    if len({(model.name, model.num_parameters) for run in runs for model in run.models}) > max(
+        len(run.models) for run in runs
+    ):
+        yield "their models differ"
+    if any(run.loss is None for run in runs):
+        yield "not every run has one"
+    if len({tuple(each.optimizer for each in run.losses) for run in runs}) > 1:
+        yield "their optimizers differ"
+    first = [abs(run.loss.first) for run in runs if run.loss]
+    if first and all(map(math.isfinite, first)) and max(first) > _SAME_LOSS * min(first):
+        begin = listed([number(run.loss.first) for run in runs if run.loss])
+        yield f"they begin at {begin}, so they are not the same loss"
+    lengths = {run.steps.num for run in runs}
+    if max(lengths) > (1 + ALIKE) * min(lengths):
+        yield f"the runs have {listed([count(run.steps.num) for run in runs])} steps"
+
+
+def _speed(runs: Sequence[Summary], names: Sequence[str]) -> str:
+    times = [run.facts.seconds_per_step for run in runs]
+    known = [time for time in times if time]
+    if len(known) < len(runs) or not _is_one_machine(runs):
+        return "; their times cannot be compared" if not _is_one_machine(runs) else ""
+    if max(known) <= (1 + ALIKE) * min(known):
+        return "; their steps take as long"
+    fastest = times.index(min(known))
+    return f"; a step of {names[fastest]} is the fastest ({seconds(min(known))} against " + (
+        f"{listed([seconds(time) for n, time in enumerate(times) if n != fastest])})"
+    )
+
+
+def _is_one_machine(runs: Sequence[Summary]) -> bool:
+    return len({(run.facts.device, run.facts.machine, run.facts.world_size) for run in runs}) == 1
+
+
+# --- numbers and layers ---------------------------------------------------------------------------
+
+
+def _entries(runs: Sequence[Summary]) -> Iterator[ComparedNumber]:
+    """Yield the numbers that a run has; where optimizers step by losses of their own, of each."""
+    can = {"": False, "health": True, "loss": not [*_why_not(runs)], "time": _is_one_machine(runs)}
+    head, *rest = _NUMBERS
+    yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
+    optimizers = dict.fromkeys(each.optimizer for run in runs for each in run.losses)
+    for name in optimizers:
+        curves = [next((x.curve for x in run.losses if x.optimizer == name), None) for run in runs]
+        for each in _LOSSES:
+            values = [None if curve is None else getattr(curve, each.key) for curve in curves]
+            yield from _compared(f"{each.name} of {name}", each, values, False)
+    for each in () if optimizers else _LOSSES:
+        yield from _compared(each.name, each, [r.at(f"loss.{each.key}") for r in runs], can["loss"])
+    for each in rest:
+        yield from _compared(each.name, each, [run.at(each.key) for run in runs], can[each.of])
+
+
+def _compared(
+    name: str, what: _Number, values: Sequence[Any], is_less_better: bool
+) -> Iterator[ComparedNumber]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return
+    all_known = len(known) == len(values)
+    difference = ""
+    if all_known and len(values) == 2:
+        difference = _difference(values[0], values[1], what.text)
+    has_best = is_less_better and all_known and min(known) < max(known)
+    yield ComparedNumber(
+        name,
+        texts=tuple(NONE if value is None else what.text(value) for value in values),
+        values=tuple(values),
+        difference=difference,
+        best=values.index(min(known)) if has_best and values.count(min(known)) == 1 else None,
+    )
+
+
+def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
+    difference = first - second
+    if difference == 0:
+        return "0"
+    if text is power and second:
+        return f"x {power(first / second)}"
+    return ("+" if difference > 0 else "-" if difference < 0 else "") + text(abs(difference))
+
+
+def _distance(layers: Sequence[Layer | None]) -> float:
     """Return how different a layer is: 1 % more is lost, or 1 bit of headroom, counts as 1."""
-    first, second = pair.first, pair.second
+    known = [layer for layer in layers if layer is not None]
+    return max((_distance_of(known[0], other) for other in known[1:]), default=0.0)
+
+
+def _distance_of(first: Layer, second: Layer) -> float:
     distance = 100 * abs(first.share_lost - second.share_lost)
     if first.share_lost_updates is not None and second.share_lost_updates is not None:
         distance += 100 * abs(first.share_lost_updates - second.share_lost_updates)
@@ -109,26 +274,6 @@ def _distance(pair: LayerPair) -> float:
     if is_alike and first.headroom is not None and second.headroom is not None:
         distance += abs(first.headroom - second.headroom)
     return distance
-
-
-def _entries(first: Summary, second: Summary) -> Iterator[ComparedNumber]:
-    for name, key, text in _NUMBERS:
-        mine, its = first.at(key), second.at(key)
-        if mine is None and its is None:
-            continue
-        yield ComparedNumber(
-            name,
-            first=NONE if mine is None else text(mine),
-            second=NONE if its is None else text(its),
-            difference="" if mine is None or its is None else _difference(mine - its, text),
-            values=(mine, its),
-        )
-
-
-def _difference(difference: float, text: Callable[[Any], str]) -> str:
-    if difference == 0:
-        return "0"
-    return ("+" if difference > 0 else "-" if difference < 0 else "") + text(abs(difference))
 
 
 # --- policies and versions ------------------------------------------------------------------------
@@ -145,11 +290,12 @@ def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
     return "\n".join(f"{sign} {seen.text}" for sign, seen in (("-", its), ("+", mine)) if seen)
 
 
-def _versions(first: Summary, second: Summary) -> Iterator[tuple[str, str, str]]:
-    mine, its = _facts(first), _facts(second)
-    for name, value in mine.items():
-        if value != its[name]:
-            yield name, value, its[name]
+def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    facts = [_facts(run) for run in runs]
+    for name in facts[0]:
+        texts = tuple(each[name] for each in facts)
+        if len(set(texts)) > 1:
+            yield name, texts
 
 
 def _facts(summary: Summary) -> dict[str, str]:

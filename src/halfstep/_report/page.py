@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cache, partial
 from importlib.resources import files
@@ -88,15 +88,14 @@ def render(summary: Summary, run: Run) -> str:
     )
 
 
-def render_comparison(comparison: RunComparison, first: Run, second: Run) -> str:
-    """Return the page that compares two runs."""
-    names = _names(comparison)
+def render_comparison(comparison: RunComparison, runs: Sequence[Run]) -> str:
+    """Return the page that compares runs."""
     return _render(
         "comparison.html.jinja",
         comparison=comparison,
-        names=names,
-        runs=list(zip(names, (comparison.first, comparison.second), strict=True)),
-        curves=curves(dict(zip(names, (first.steps, second.steps), strict=True))),
+        names=comparison.names,
+        runs=list(zip(comparison.names, comparison.runs, strict=True)),
+        curves=curves({n: r.steps for n, r in zip(comparison.names, runs, strict=True)}),
         kind_titles=KIND_TITLES,
         value=value_tag,
     )
@@ -157,12 +156,6 @@ def _date(started: str) -> str:
         return datetime.fromisoformat(started).strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:
         return started
-
-
-def _names(comparison: RunComparison) -> tuple[str, str]:
-    """Return the names of the folders; A and B if they are the same."""
-    first, second = (PurePath(s.path).name for s in (comparison.first, comparison.second))
-    return (first, second) if first and second and first != second else ("A", "B")
 
 
 _DTYPE_CLASSES = {"fp32": "p0", "fp16": "p1", "bf16": "p2", "casts": "p3", "fp64": "p4"}

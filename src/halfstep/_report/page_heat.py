@@ -98,14 +98,20 @@ def heat(summary: Summary, run: Run) -> Heat | None:
     columns = [(steps[0], steps[-1]) for steps in by_column]
     cells = _cells(run, column_of, summary)
     tabs = [_tab(kind, summary, cells, num) for kind in KIND_TITLES if summary.of_kind(kind)]
-    troubled = [layer for layer in summary.layers if _is_troubled(layer)]
+    troubled = [layer for layer in summary.layers if _is_troubled(layer, summary)]
     opened = min(troubled, key=badness).kind if troubled else tabs[0].kind
     return Heat(tabs, opened, columns, ticks_of(columns), num_samples)
 
 
-def _is_troubled(layer: Layer) -> bool:
+def _is_troubled(layer: Layer, summary: Summary) -> bool:
+    """Return whether a layer had inf or NaN, no headroom, or notable underflow.
+
+    The inf and NaN of steps that dynamic scaling skipped are as they should be.
+    """
+    steps = summary.steps
+    is_odd = layer.non_finite_step not in (None, *steps.start_up, *steps.after_growth)
     is_outside = layer.headroom is not None and layer.headroom < 0
-    return bool(layer.nan or layer.inf) or is_outside or layer.share_lost >= NOTABLE
+    return is_odd or is_outside or layer.share_lost >= NOTABLE
 
 
 def ticks_of(columns: Sequence[tuple[int, int]]) -> list[Tick]:
@@ -171,7 +177,7 @@ def _tab(kind: Kind, summary: Summary, cells: _Cells, num_columns: int) -> Tab:
             for index in labelled(names, row_height)
         ],
         maps,
-        sum(map(_is_troubled, layers)),
+        sum(_is_troubled(layer, summary) for layer in layers),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from halfstep._common.json import to_plain
@@ -20,7 +20,7 @@ from halfstep._common.numbers import (
 from halfstep._common.text import Sentence, code, one_line, plain
 from halfstep._report.about_diagnoses import when
 from halfstep._report.about_steps import kinds_of_skips
-from halfstep._report.compare_runs import RunComparison
+from halfstep._report.compare_runs import ComparedNumber, RunComparison
 from halfstep._report.sentences import FOLLOWED, sentences
 from halfstep._report.summary import BadPlace, Layer, Summary
 
@@ -33,6 +33,12 @@ _KINDS = {
 }
 
 
+SCHEMA = 1
+"""The version of what ``--json`` prints: fields are only added; what is changed has another."""
+BEST = " *"
+"""Stands behind the number of the better run."""
+
+
 def summary_json(summary: Summary) -> dict[str, Any]:
     """Return the whole summary and its sentences; inf and NaN are strings, as in the record."""
     plain_values: dict[str, Any] = to_plain(asdict(summary))
@@ -40,14 +46,15 @@ def summary_json(summary: Summary) -> dict[str, Any]:
         {"severity": each.severity, "text": each.text, "follows": each.follows}
         for each in sentences(summary)
     ]
-    return {"sentences": said, **plain_values}
+    return {"schema": SCHEMA, "kind": "report", "sentences": said, **plain_values}
 
 
 def comparison_json(comparison: RunComparison) -> dict[str, Any]:
-    """Return the whole comparison, with both summaries."""
-    values: dict[str, Any] = to_plain(asdict(comparison))
-    both = {"first": summary_json(comparison.first), "second": summary_json(comparison.second)}
-    return values | both
+    """Return the whole comparison, with the summaries of all runs."""
+    verdict = {"severity": comparison.verdict.severity, "text": comparison.verdict.text}
+    values: dict[str, Any] = to_plain(asdict(replace(comparison, runs=())))
+    runs = [summary_json(run) for run in comparison.runs]
+    return {"schema": SCHEMA, "kind": "comparison"} | values | {"verdict": verdict, "runs": runs}
 
 
 # --- terminal text and Markdown -------------------------------------------------------------------
@@ -87,13 +94,15 @@ def _diagnosis(place: BadPlace, summary: Summary) -> str:
 
 
 def comparison_markdown(comparison: RunComparison) -> str:
-    """Return what differs between two runs as tables."""
-    return "\n\n".join(_comparison(comparison, _table, code))
+    """Return what differs between runs as tables."""
+    verdict = f"**{comparison.verdict.severity}**: {comparison.verdict.markdown}"
+    return "\n\n".join((verdict, *_comparison(comparison, _table, code)))
 
 
 def comparison_text(comparison: RunComparison) -> str:
-    """Return what differs between two runs for a terminal."""
-    return "\n\n".join(_comparison(comparison, _columns, one_line))
+    """Return what differs between runs for a terminal."""
+    verdict = f"{comparison.verdict.severity}: {comparison.verdict.text}"
+    return "\n\n".join((verdict, *_comparison(comparison, _columns, one_line)))
 
 
 def _comparison(
@@ -101,42 +110,46 @@ def _comparison(
     table: Callable[[Sequence[str], Iterable[Sequence[str]]], str],
     name: Callable[[str], str],
 ) -> Iterator[str]:
-    first, second = comparison.first, comparison.second
-    yield f"{name(first.path)} against {name(second.path)}"
-    entries = ((e.name, e.first, e.second, e.difference) for e in comparison.entries)
-    yield table(("", "first", "second", "difference"), entries)
+    names = [name(each) for each in comparison.names]
+    yield " against ".join(name(run.path) for run in comparison.runs)
+    is_pair = len(names) == 2
+    head = ("", *names, *(["difference"] if is_pair else []))
+    yield table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
+    if any(entry.best is not None for entry in comparison.entries):
+        yield f"{BEST}: the better one"
     if comparison.versions:
-        rows = ((what, name(a), name(b)) for what, a, b in comparison.versions)
-        yield table(("what differs", "first", "second"), rows)
-    if comparison.policy:
-        lines = (name(line) for line in comparison.policy.splitlines())
-        yield table(("policy: the second becomes the first by",), ((line,) for line in lines))
+        rows = ((what, *map(name, texts)) for what, texts in comparison.versions)
+        yield table(("what differs", *names), rows)
+    for other, policy in zip(names[1:], comparison.policies, strict=True):
+        if policy:
+            lines = ((name(line),) for line in policy.splitlines())
+            yield table((f"policy: {other} becomes {names[0]} by",), lines)
     if comparison.layers:
-        layers = (
-            (
-                name(a.name),
-                _KINDS[a.kind],
-                percent(a.share_lost),
-                percent(b.share_lost),
-                bits(a.headroom),
-                bits(b.headroom),
-                percent(a.share_lost_updates),
-                percent(b.share_lost_updates),
-            )
-            for a, b in ((pair.first, pair.second) for pair in comparison.layers[:NUM_WORST])
-        )
         columns = ("underflow", "headroom", "lost updates")
-        head = (
-            "layers that differ most",
-            "what",
-            *(x for name in columns for x in (name, "second")),
-        )
-        yield table(head, layers)
-    for only, whose in ((comparison.only_first, "first"), (comparison.only_second, "second")):
+        titles = (f"{column}: {each}" for column in columns for each in names)
+        rows = (_differing(row, name) for row in comparison.layers[:NUM_WORST])
+        yield table(("layers that differ most", "what", *titles), rows)
+    for whose, only in zip(names, comparison.only, strict=True):
         if only:
             shown = ", ".join(f"{name(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
             more = f" and {len(only) - NUM_WORST} more" if len(only) > NUM_WORST else ""
-            yield f"only in the {whose}: {shown}{more}"
+            yield f"only in {whose}: {shown}{more}"
+
+
+def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
+    texts = (f"{text}{BEST}" if n == entry.best else text for n, text in enumerate(entry.texts))
+    return entry.name, *texts, *([entry.difference] if is_pair else [])
+
+
+def _differing(row: Sequence[Layer | None], name: Callable[[str], str]) -> tuple[str, ...]:
+    layer = next(each for each in row if each is not None)
+    return (
+        name(layer.name),
+        _KINDS[layer.kind],
+        *(NONE if each is None else percent(each.share_lost) for each in row),
+        *(NONE if each is None else bits(each.headroom) for each in row),
+        *(NONE if each is None else percent(each.share_lost_updates) for each in row),
+    )
 
 
 _CURVES = (
