@@ -93,7 +93,7 @@ def test_json(tmp_path, capsys) -> None:
     code, printed = doctor(capsys, "--json", script)
     values = json.loads(printed)
     assert code == 1
-    assert values["worst"] == "bad"
+    assert (values["schema"], values["kind"], values["worst"]) == (1, "doctor", "bad")
     assert [each["id"] for each in values["findings"]] == ["scaler-bypassed"]
     assert values["machine"]["advice"]["precision"] == "bf16"
     assert {flag["name"] for flag in values["machine"]["flags"]} >= {

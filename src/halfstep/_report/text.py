@@ -116,7 +116,7 @@ def _comparison(
     head = ("", *names, *(["difference"] if is_pair else []))
     yield table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
     if any(entry.best is not None for entry in comparison.entries):
-        yield f"{BEST}: the better one"
+        yield f"{BEST.strip()} the better one"
     if comparison.versions:
         rows = ((what, *map(name, texts)) for what, texts in comparison.versions)
         yield table(("what differs", *names), rows)
