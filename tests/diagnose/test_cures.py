@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,11 @@ def test_an_eps_that_is_zero_in_the_dtype_is_told() -> None:
 
 
 def test_the_lines_around_are_shown(tmp_path: Path) -> None:
-    text = str(diagnosed("x = zero + 0\nloss = x.log().sum()\ny = loss\nz = y", tmp_path))
+    found = diagnosed("x = zero + 0\nloss = x.log().sum()\ny = loss\nz = y", tmp_path)
+    (tmp_path / "a.py").unlink()  # a record may be read elsewhere
+    linecache.clearcache()
+    text = str(found.from_json(found.to_json()))
+    assert len(found.source) == 5
     assert ">   12  " in text
     shown = [line.strip() for line in text.splitlines() if "    " in line]
     assert any(line.endswith("x = zero + 0") for line in shown)

@@ -12,7 +12,7 @@ from halfstep._common.machine import rank
 from halfstep._diagnose import across_ranks
 from halfstep._diagnose.absorbed import find_absorbed
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
-from halfstep._diagnose.diagnosis import Diagnosis
+from halfstep._diagnose.diagnosis import Diagnosis, source_of
 from halfstep._diagnose.inspect_op import described, find_underflow, inspect, names_in
 from halfstep._diagnose.inspecting import InspectingTracker
 from halfstep._diagnose.replay import Replayer
@@ -108,6 +108,7 @@ def diagnosis_of(
         num_replays=replayer.num_replays,
         seconds=replayer.seconds,
         rank=rank(),
+        source=source_of(found.bad),
     )
 
 

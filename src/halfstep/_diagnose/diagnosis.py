@@ -209,6 +209,7 @@ class Diagnosis:
         seconds: How long that took.
         rank: The rank that it comes from.
         others: The diagnoses of other ranks.
+        source: The lines of code around that of ``bad``, each after its number.
 
     Example:
         >>> import halfstep, torch
@@ -232,6 +233,7 @@ class Diagnosis:
     seconds: float = 0.0
     rank: Count = 0
     others: tuple[Diagnosis, ...] = ()
+    source: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return diagnosis_text(self)
@@ -316,7 +318,7 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
     if bad.forward_op is not None:
         line = "" if bad.forward_line is None else f"  {line_text(bad.forward_line)}"
         yield "gradient", f"of {bad.forward_op}{line}"
-    for text in _source_around(bad.line or bad.forward_line):
+    for text in found.source:
         yield "", text
     for operand in bad.inputs:
         yield "reads", _operand(operand)
@@ -378,15 +380,18 @@ def short_path(file: str) -> str:
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else file
 
 
-def _source_around(line: Line | None) -> Iterator[str]:
-    """Yield the lines around a line, if its file can be read and is still the same."""
+def source_of(bad: BadOp | None) -> tuple[str, ...]:
+    """Return the lines around that of an op; none if its file cannot be read or has changed."""
+    line = None if bad is None else bad.line or bad.forward_line
     if line is None or linecache.getline(line.file, line.number).strip() != line.text:
-        return
-    lines = linecache.getlines(line.file)
-    first = max(0, line.number - 1 - _AROUND)
-    shown = dedent("".join(lines[first : line.number + _AROUND])).splitlines()
-    for number, text in enumerate(shown, first + 1):
-        yield f"{'>' if number == line.number else ' '} {number:>4}  {text}"
+        return ()
+    first = max(1, line.number - _AROUND)
+    lines = linecache.getlines(line.file)[first - 1 : line.number + _AROUND]
+    shown = dedent("".join(lines)).splitlines()
+    return tuple(
+        f"{'>' if number == line.number else ' '} {number:>4}  {text}"
+        for number, text in enumerate(shown, first)
+    )
 
 
 def _op(bad: BadOp) -> str:

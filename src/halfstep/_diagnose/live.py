@@ -14,7 +14,7 @@ from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import replicated
 from halfstep._common.patches import Patches
 from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE, Blame, BlameTracker
-from halfstep._diagnose.diagnosis import BadOp, Diagnosis, Line
+from halfstep._diagnose.diagnosis import BadOp, Diagnosis, Line, source_of
 from halfstep._diagnose.inspect_op import (
     described,
     name_of_bad,
@@ -93,7 +93,8 @@ class LiveTrace:
         bad, tensor = self._tracker.inspected[blame.reader]
         verdict, cure = judge_alone(bad, blame, scale, self.model)
         ends = ("loss",) if self._tracker.is_loss_bad else ()
-        return Diagnosis(verdict, bad, tensor, ends, scale, cure, notes=(NOTE,))
+        source = source_of(bad)
+        return Diagnosis(verdict, bad, tensor, ends, scale, cure, notes=(NOTE,), source=source)
 
 
 class _LiveMode(ObserverMode):  # type: ignore[no-untyped-call]
