@@ -36,11 +36,11 @@ def test_percent_never_says_none_or_all_of_what_is_not():
 @pytest.mark.parametrize(
     ("write", "value", "text"),
     [
-        (power, 65536.0, "65536"),
+        (power, 65536.0, "2^16"),
         (power, 2.0**29, "2^29"),
-        (power, 0.25, "0.25"),
-        (power, 2.0**-6, "0.015625"),
-        (power, 2.0**-7, "0.0078125"),
+        (power, 1.0, "1"),
+        (power, 1000.0, "1000"),
+        (power, 0.25, "2^-2"),
         (power, 2.0**-8, "2^-8"),
         (power, 2.0**-20, "2^-20"),
         (power, 0.3, "0.3"),

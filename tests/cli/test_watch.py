@@ -61,8 +61,8 @@ def test_it_waits_follows_and_ends_with_the_run(tmp_path, training, capsys):
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         f"run {folder}  train.py",
-        "step 1  loss 2.5  scale 8  norm 1  taken",
-        "step 2  loss 2.5  scale 8  norm 1  skipped: overflow, scale now 4",
+        "step 1  loss 2.5  scale 2^3  norm 1  taken",
+        "step 2  loss 2.5  scale 2^3  norm 1  skipped: overflow, scale now 2^2",
         "ended  step 3, 0:00:03, 1 s/step, skipped 1 of 3 (33 %)",
     ]
     assert err == (

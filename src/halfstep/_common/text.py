@@ -129,7 +129,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 # --- on a terminal --------------------------------------------------------------------------------
 
 _COLORS = {"bad": 31, "warning": 33, "notice": 36, "good": 32}  # of the ANSI standard
-_SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|cure): ")
+_SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|cure|what followed): ")
 
 
 def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
