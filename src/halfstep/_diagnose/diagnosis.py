@@ -13,7 +13,7 @@ from textwrap import dedent
 from typing import Literal, Self
 
 from halfstep._common.json import Count, Finite, Positive, decoded, to_plain
-from halfstep._common.numbers import percent
+from halfstep._common.numbers import percent, power
 from halfstep._common.text import preformatted
 from halfstep._trace.rows import Phase, short
 
@@ -329,7 +329,7 @@ def _facts(found: Diagnosis, bad: BadOp) -> Iterator[tuple[str, str]]:
         if bad.needs > bad.limit:
             yield "needs", f"{_number(bad.needs)}, {end}: {bad.needs / bad.limit:.3g} times as much"
     if found.scale is not None:
-        yield "scale", f"{found.scale:g}"
+        yield "scale", power(found.scale)
     if found.ends:
         more = len(found.ends) - _MOST_ENDS
         ends = ", ".join(found.ends[:_MOST_ENDS]) + (f" and {more} more" if more > 0 else "")
@@ -358,7 +358,7 @@ def _underflow(flushes: tuple[Flush, ...]) -> Iterator[str]:
     for flush in worth[:MOST_FLUSHES]:
         where = f"{flush.phase} {flush.op}{_in_module(flush.module)} ({short(flush.dtype)})"
         scales = ", ".join(
-            f"{percent(count / flush.values)} at {scale:g}" for scale, count in flush.at_scales
+            f"{percent(count / flush.values)} at {power(scale)}" for scale, count in flush.at_scales
         )
         yield f"  {percent(flush.share):>7}  {where}" + (f"; {scales}" if scales else "")
     if len(worth) > MOST_FLUSHES:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
 from halfstep._common.text import Code, Sentence, say
 from halfstep._record.run import Kind, PolicySeen
-from halfstep._report.summary import Layer, Summary
+from halfstep._report.summary import NOTABLE, Layer, Summary
 
 MOST_LAYERS = 20
 ALIKE = 0.02
@@ -216,7 +216,13 @@ def _is_one_machine(runs: Sequence[Summary]) -> bool:
 
 def _entries(runs: Sequence[Summary]) -> Iterator[ComparedNumber]:
     """Yield the numbers that a run has; where optimizers step by losses of their own, of each."""
-    can = {"": False, "health": True, "loss": not [*_why_not(runs)], "time": _is_one_machine(runs)}
+    are_good = not any(map(_has_failed, runs))
+    can = {
+        "": False,
+        "health": True,
+        "loss": are_good and not [*_why_not(runs)],
+        "time": are_good and _is_one_machine(runs),
+    }
     head, *rest = _NUMBERS
     yield from _compared(head.name, head, [run.at(head.key) for run in runs], False)
     optimizers = dict.fromkeys(each.optimizer for run in runs for each in run.losses)
@@ -241,14 +247,21 @@ def _compared(
     difference = ""
     if all_known and len(values) == 2:
         difference = _difference(values[0], values[1], what.text)
-    has_best = is_less_better and all_known and min(known) < max(known)
     yield ComparedNumber(
         name,
         texts=tuple(NONE if value is None else what.text(value) for value in values),
         values=tuple(values),
         difference=difference,
-        best=values.index(min(known)) if has_best and values.count(min(known)) == 1 else None,
+        best=_best(what, values) if is_less_better and all_known else None,
     )
+
+
+def _best(what: _Number, values: Sequence[Any]) -> int | None:
+    """Return the place of the smallest number, if it is smaller by enough to matter."""
+    low, *others = sorted(values)
+    enough = NOTABLE if what.text is percent else ALIKE * abs(others[-1])
+    is_single = low < others[0]
+    return values.index(low) if is_single and others[-1] - low >= enough else None
 
 
 def _difference(first: float, second: float, text: Callable[[Any], str]) -> str:
