@@ -78,5 +78,10 @@ def _with_strings(part: Any) -> Any:
     return changed
 
 
+def _with_a_line_for_each_type(schema: dict[str, Any]) -> str:
+    types = (f'"{name}": {json.dumps(part)}' for name, part in schema.pop("$defs").items())
+    return f'{json.dumps(schema)[:-1]}, "$defs": {{\n' + ",\n".join(types) + "\n}}"
+
+
 if __name__ == "__main__":
-    print(json.dumps(json_schema(), indent=1))
+    print(_with_a_line_for_each_type(json_schema()))
