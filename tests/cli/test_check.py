@@ -270,3 +270,17 @@ def test_updates_that_were_not_counted_cannot_be_held_to_a_limit(tmp_path, capsy
     code, (line,) = check(capsys, records.healthy(tmp_path), "--max-lost-updates", "10%")
     assert code == 1
     assert "lost updates: no updates were sampled, so the limit of 10 % cannot be checked" in line
+
+
+def test_what_followed_from_a_bad_step_is_one_line(tmp_path, capsys):
+    nan = counted({}, nan=9)
+    rows = [tensor("output", f"block.{n}", nan, "float16") for n in range(20)]
+    steps = [records.step(n, loss=math.nan if n >= 7 else 1.0) for n in range(1, 21)]
+    events = [records.header(), records.policy(), *steps, sample(10, rows), records.end(1.0, 20)]
+    code, (loss, overflow) = check(capsys, records.write(tmp_path, events), "--max-overflow", "0%")
+    assert code == 1
+    assert "the loss was inf or NaN in 14 steps, first in step 7" in loss
+    assert overflow == (
+        f"{tmp_path}: overflow: 20 of the outputs and weights held inf or NaN, first sampled at step 10, "
+        "after step 7 had gone bad; the limit is 0 %"
+    )

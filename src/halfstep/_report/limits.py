@@ -182,7 +182,7 @@ def _overflow(summary: Summary, limit: float | None) -> Iterator[str]:
     if limit is not None and followed:
         first = min(layer.non_finite_step or 0 for layer in followed)
         yield (
-            f"overflow: {things(len(followed), 'output')} or weights held inf or NaN, first "
+            f"overflow: {count(len(followed))} of the outputs and weights held inf or NaN, first "
             f"sampled at step {first}, after step {summary.went_bad_at} had gone bad; the limit is "
             f"{percent(limit)}"
         )
