@@ -281,6 +281,6 @@ def test_what_followed_from_a_bad_step_is_one_line(tmp_path, capsys):
     assert code == 1
     assert "the loss was inf or NaN in 14 steps, first in step 7" in loss
     assert overflow == (
-        f"{tmp_path}: overflow: 20 of the outputs and weights held inf or NaN, first sampled at step 10, "
-        "after step 7 had gone bad; the limit is 0 %"
+        f"{tmp_path}: overflow: 20 of the outputs and weights held inf or NaN, first sampled at "
+        "step 10, after step 7 had gone bad; the limit is 0 %"
     )
