@@ -15,7 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from halfstep import __version__
-from halfstep._cli.exits import EXIT_INTERRUPTED, EXIT_USAGE, CommandError, ending_at_interrupts
+from halfstep._cli.exits import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    CommandError,
+    ending_at_interrupts,
+    options_of,
+)
 from halfstep._common.text import did_you_mean, printable
 from halfstep.errors import DemoError, RecordError
 
@@ -68,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
         arguments, unknown = self.parse_known_args(argv)
         if unknown:
             command: _Parser = getattr(arguments, "parser", self)
-            near = did_you_mean(unknown[0].partition("=")[0], command._option_string_actions)
+            near = did_you_mean(unknown[0].partition("=")[0], options_of(command))
             command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
         return arguments
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,6 +27,11 @@ def require_rich() -> None:
         raise CommandError(
             "needs the package rich, which is not installed; install it with: pip install rich"
         ) from None
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the long options of a command, as its help lists them."""
+    return re.findall(r"^  (?:-\w[^,\n]*, )?(--[\w-]+)", parser.format_help(), re.MULTILINE)
 
 
 @contextmanager

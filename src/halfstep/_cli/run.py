@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts
+from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts, options_of
 from halfstep._cli.paths import near
 from halfstep._cli.policy import read_policy
 from halfstep._common.text import tell
@@ -153,7 +153,7 @@ def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace
 def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser) -> None:
     """Say which options of ours a script gets that does not mention them."""
     text = Path(script).read_text(encoding="utf-8", errors="replace")
-    ours = {name for name in parser._option_string_actions if name.startswith("--")} - {"--help"}
+    ours = set(options_of(parser)) - {"--help"}
     for word in rest:
         option = word.partition("=")[0]
         if option in ours and option.removeprefix("--") not in text:
