@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
@@ -42,6 +43,7 @@ def guard(
     that it works in any framework, and does what :class:`GradScaler` does with a scale of 1: it
     looks at all gradients in one pass, clips them in the same one, and asks the ranks that train
     together, so that all step or none. A step that is skipped leaves parameters and state alone.
+    Steps of meta and fake tensors, which have no values, are made as without a guard.
 
     A closure is evaluated once, before the step.
 
@@ -231,9 +233,9 @@ class Guard:
         self._call = args, kwargs
         was_in_step, _THIS_THREAD.is_in_step = _THIS_THREAD.is_in_step, True
         try:
-            if first is not None:
+            if first is not None and not _has_no_values(first):
                 scaler._engine.begin(first.device)
-            elif not self._decides_with_others(optimizer):
+            elif first is not None or not self._decides_with_others(optimizer):
                 return optimizer.step()
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:
@@ -244,6 +246,11 @@ class Guard:
             _THIS_THREAD.is_in_step = was_in_step
         scaler.update()
         return loss if result is None else result
+
+
+def _has_no_values(param: torch.Tensor) -> bool:
+    """Return whether a model is only tried for its shapes and its memory."""
+    return param.is_meta or is_fake(param)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
