@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -126,13 +125,6 @@ class _Alarm(Alarm):
         super().speak(replace(report, scale=None), began_at_floor=False)
 
 
-class _Thread(threading.local):
-    is_in_step = False
-
-
-_THIS_THREAD = _Thread()
-"""Whether a guard makes the step of an optimizer that runs in this thread."""
-
 _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -210,7 +202,8 @@ class Guard:
         return self._scaler._engine.ranks_of("step", optimizer, params).is_together
 
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        is_scalers = THIS_THREAD.is_in_step and not _THIS_THREAD.is_in_step
+        stepping = THIS_THREAD.stepping
+        is_scalers = stepping is not None and not isinstance(stepping, GuardScaler)
         if is_scalers or getattr(optimizer, "found_inf", None) is not None:
             raise CallOrderError(
                 f"{type(optimizer).__name__} has a guard and is stepped by a GradScaler, which "
@@ -231,7 +224,6 @@ class Guard:
         with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
         first = next(with_gradient, None)
         self._call = args, kwargs
-        was_in_step, _THIS_THREAD.is_in_step = _THIS_THREAD.is_in_step, True
         try:
             if first is not None and not _has_no_values(first):
                 scaler._engine.begin(first.device)
@@ -243,7 +235,6 @@ class Guard:
             raise
         finally:
             self._call = None
-            _THIS_THREAD.is_in_step = was_in_step
         scaler.update()
         return loss if result is None else result
 
