@@ -570,7 +570,8 @@ def test_lost_updates_are_named_with_the_cure(tmp_path, lost, severity):
     sentence = the_one(found, "updates were lost to rounding in bfloat16")
     assert sentence.severity == severity
     assert sentence.text.startswith(f"{lost * 100:.0f} % of the updates")
-    assert codes(sentence) == ["blocks.1.mlp.weight", "halfstep.master_weights(optimizer)"]
+    cure = 'halfstep.master_weights(optimizer, store="split")'
+    assert codes(sentence) == ["blocks.1.mlp.weight", cure]
 
 
 def test_the_cure_of_float16_weights_is_another_store(tmp_path):

@@ -483,7 +483,8 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
                 "DistributedDataParallel(model), and then master_weights(optimizer, ...)"
             )
 
-    handles = [param.register_hook(check) for param in params if param.requires_grad]
+    trained = (param for param in params if param.requires_grad)
+    handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:

@@ -85,9 +85,10 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     severity: Severity = "notice"
     if share >= HARMFUL:
         severity = "bad" if share >= SEVERE else "warning"
-    store = "" if worst.dtypes[-1] == "bfloat16" else ', store="float32"'
-    call = Code(f"halfstep.master_weights(optimizer{store})")
-    yield say(severity, what, *where, most, " Keep what rounding leaves out: ", call, ".")
+    # Named, since the weights may have the store "kahan", which keeps a part of it.
+    store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
+    call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
+    yield say(severity, what, *where, most, " Keep all that rounding leaves out: ", call, ".")
 
 
 def _at_scale(summary: Summary) -> str:

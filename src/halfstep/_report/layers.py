@@ -32,6 +32,7 @@ class FormatFit(Struct, frozen=True, gc=False):
             there is none.
         lost: Entries that are lost to underflow.
         share_lost: Those as a share of what was measured.
+        is_used: Whether the run computed in it; otherwise the numbers say what it would lose.
         is_held: Whether it is the gradient of a parameter that autocast left in a wider dtype, such
             as that of a norm: no scale makes it overflow or underflow.
     """
@@ -40,7 +41,13 @@ class FormatFit(Struct, frozen=True, gc=False):
     headroom: float | None
     lost: int
     share_lost: float
+    is_used: bool
     is_held: bool
+
+    @property
+    def verb(self) -> str:
+        """The word before the share that is lost."""
+        return "underflow" if self.is_used else f"would underflow in {self.format}"
 
 
 def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
@@ -61,7 +68,8 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
     else:
         lost, is_held = measured.lost(format), False
     headroom = measured.headroom(format)
-    return FormatFit(format.name, headroom, lost, measured.share(lost), is_held)
+    is_used = is_in_force or measured.dtype in FORMATS_BY_DTYPE
+    return FormatFit(format.name, headroom, lost, measured.share(lost), is_used, is_held)
 
 
 def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Measured, FormatFit]]:
