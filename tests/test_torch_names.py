@@ -268,14 +268,14 @@ def test_recording_before_the_autocast_keys_is_known() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        seen.append(modes.is_tracing_before_autocast())
+        seen.append((modes.is_tracing_before_autocast(), modes.is_making_graph()))
         return x + 1
 
     make_fx(function, pre_dispatch=True)(torch.ones(1))
     make_fx(function)(torch.ones(1))
     with torch.device("cpu"):  # a mode for functions too
         function(torch.ones(1))
-    assert seen == [True, False, False]
+    assert seen == [(True, False), (False, True), (False, False)]
 
 
 def test_the_compile_guard_is_guarded_on() -> None:

@@ -203,6 +203,21 @@ def test_compiled_code_is_made_for_each_policy() -> None:
     assert seen == [torch.float32, BF16, torch.float32]
 
 
+def test_compiled_code_is_told_apart_in_a_thread_that_enters_the_policy_too() -> None:
+    compiled = torch.compile(lambda x: softmax(x) * 1, backend="aot_eager")
+
+    def dtype() -> torch.dtype:
+        with theirs():
+            return compiled(torch.ones(2, 3)).dtype
+
+    with use_policy(SOFTMAX_LOW):
+        seen = [in_thread(use_policy(SOFTMAX_LOW)(dtype))]
+    seen += [dtype(), in_thread(dtype)]
+    with use_policy(SOFTMAX_LOW):
+        seen.append(in_thread(use_policy(SOFTMAX_LOW)(dtype)))
+    assert seen == [BF16, torch.float32, torch.float32, BF16]
+
+
 # --- casts of weights -----------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -407,6 +408,30 @@ async def stream() -> AsyncIterator[int]:
 def test_wrong_use(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_make_fx_takes_held_weights_as_arguments_only() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+
+    def run(x: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return model(x)
+
+    def functional(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+        with autocast("cpu", BF16):
+            return F.linear(x, weight, bias)
+
+    with hold_casts(model) as held:
+        run(x)
+        with pytest.raises(CallOrderError, match="make_fx records no weights that hold_casts"):
+            make_fx(run)(x)
+        graph = make_fx(functional)(model.weight, model.bias, x)
+        held.release()
+        of_model = make_fx(run)(x)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    for result in (graph(model.weight, model.bias, x), of_model(x)):
+        assert torch.equal(result, run(x))
 
 
 def test_what_cannot_be_held_is_told() -> None:

@@ -1,4 +1,4 @@
-"""Examples of integrations, run in this process and recorded in another; loops that equal them."""
+"""Examples of integrations, run as a user runs them, and loops that equal them."""
 
 from __future__ import annotations
 
@@ -45,23 +45,14 @@ def load(name: str) -> dict[str, Any]:
 
 
 def run(
-    name: str,
-    arguments: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, arguments: str, runner: Path | None = None, cwd: Path | None = None, **env: str
 ) -> str:
-    """Run an example in this process and return what it prints."""
-    monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
-    capsys.readouterr()
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    return capsys.readouterr().out
-
-
-def recorded(name: str, arguments: str, folder: Path, **env: str) -> Run:
-    """Run an example under `halfstep run` and return its record."""
-    command = ["-m", "halfstep", "run", "-o", folder, FOLDER / f"{name}.py", *arguments.split()]
+    """Run an example, by itself or by `halfstep run` into a folder; return what it prints."""
+    by_runner = [] if runner is None else ["-m", "halfstep", "run", "-q", "-o", runner]
+    script = FOLDER / f"{name}.py"
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-W", "ignore", *by_runner, script, *arguments.split()],
+        cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
         capture_output=True,
         text=True,
@@ -69,7 +60,42 @@ def recorded(name: str, arguments: str, folder: Path, **env: str) -> Run:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def recorded(name: str, arguments: str, folder: Path, **env: str) -> Run:
+    """Run an example by `halfstep run` and return its record."""
+    run(name, arguments, folder, **env)
     return read_run(folder)
+
+
+def recorded_by_itself(name: str, arguments: str, folder: Path) -> tuple[str, Run]:
+    """Run an example that records itself, and again by `halfstep run`, which records the same.
+
+    Returns:
+        What it prints, and its record.
+    """
+    alone = run(name, f"{arguments} --record {folder / 'alone'}", cwd=folder)
+    by_runner = f"{arguments} --record {folder / 'under'}"
+    under = run(name, by_runner, folder / "runner", cwd=folder)
+    assert share_right(under) == share_right(alone)
+    record = read_run(folder / "alone")
+    for other in ("under", "runner"):
+        assert steps_of(record) == steps_of(read_run(folder / other))
+    return alone, record
+
+
+def steps_of(run: Run) -> list[str]:
+    """Return what became of each step, as text, in which NaN equals NaN."""
+    names = ("step", "optimizer", "taken", "reason", "scale", "scale_after", "loss", "norm")
+    return [str({name: getattr(step, name) for name in names}) for step in run.steps]
+
+
+def share_right(printed: str) -> float:
+    """Return the share of digits that a trained model names, the last line of an example."""
+    last = printed.splitlines()[-1]
+    assert last.startswith("result: ")
+    return float(last.split()[1].removesuffix("%")) / 100
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.digits import run_example, share_right
+from tests.integrations.by_hand import recorded_by_itself, share_right
 from torch import Tensor, nn
 
 import halfstep
@@ -156,7 +156,7 @@ def test_a_framework_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    printed, run = run_example("accelerate_digits", tmp_path, "--steps", "60")
+    printed, run = recorded_by_itself("accelerate_digits", "--steps 60", tmp_path)
     assert "step 21 was skipped\n59 steps taken, 1 skipped\n" in printed
     assert [step.step for step in run.steps if not step.taken] == [21]
     assert share_right(printed) > 0.8

@@ -36,8 +36,8 @@ def trained(num: int) -> tuple[by_hand.Trained, nn.Module]:
     return done, model
 
 
-def test_the_example_is_the_loop_by_hand(monkeypatch, capsys) -> None:
-    printed = by_hand.run(NAME, "--steps 60", monkeypatch, capsys)
+def test_the_example_is_the_loop_by_hand() -> None:
+    printed = by_hand.run(NAME, "--steps 60")
     by_hand.assert_printed(printed, trained(60)[0])
 
 

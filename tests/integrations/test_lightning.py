@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.digits import run_example, share_right
+from tests.integrations.by_hand import recorded_by_itself, share_right
 from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep
+from halfstep._autocast import context
+from halfstep._autocast.modules import name_modules
 from halfstep._record.read import read_run
 from halfstep.errors import CallOrderError, DiagnosisWarning
 
@@ -296,6 +298,26 @@ def test_policy(tmp_path: Path) -> None:
     with halfstep.use_policy("standard; linear:fp32"):
         fit(tmp_path, module, plugins=[HalfstepPrecision("bf16-mixed")])
     assert set(module.dtypes) == {torch.float32}
+
+
+class Growing(Module):
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index == 3:
+            self.net[2] = nn.Linear(16, 1)
+
+
+def test_rules_for_modules_walk_the_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks = []
+    monkeypatch.setattr(context, "name_modules", lambda *given: walks.append(name_modules(*given)))
+    for module, num in ((Module(), 1), (Growing(), 2)):
+        walks.clear()
+        plugin = HalfstepPrecision("bf16-mixed", policy="standard; @net.2:fp32")
+        fit(tmp_path, module, batches(bad=None), plugins=[plugin])
+        assert module.dtypes == [torch.float32] * NUM_STEPS
+        assert len(walks) == num
+        assert plugin._changes is None  # and so no module that is made later is looked at
 
 
 def test_accumulates(tmp_path: Path) -> None:
@@ -588,7 +610,7 @@ def test_two_ranks(strategy: str, tmp_path: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    printed, run = run_example("lightning_digits", tmp_path, "--steps", "60")
+    printed, run = recorded_by_itself("lightning_digits", "--steps 60", tmp_path)
     assert "59 steps taken, 1 skipped" in printed
     assert "leave this batch out" in printed
     assert [step.step for step in run.steps if not step.taken] == [21]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integrations.digits import run_example, share_right
+from tests.integrations.by_hand import recorded_by_itself, share_right
 from torch import Tensor, nn
 
 import halfstep
@@ -131,7 +131,7 @@ def test_bfloat16_with_a_guard(tmp_path: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    printed, run = run_example("transformers_digits", tmp_path, "--steps", "60")
+    printed, run = recorded_by_itself("transformers_digits", "--steps 60", tmp_path)
     skipped = [step for step in run.steps if not step.taken]
     assert len(skipped) in (2, 3)  # one in each epoch of 24 steps
     assert all(step.reason == "loss" for step in skipped)

@@ -167,6 +167,18 @@ def test_a_guard_without_gradients_decides_with_the_others(pool: Pool) -> None:
     assert pool.run(guarded_without_gradients_on_rank_1) == [[True, False, True]] * 2
 
 
+def test_a_guard_of_which_no_rank_has_a_gradient_is_told_so(pool: Pool) -> None:
+    for kind, message in pool.run(guarded_without_gradients):
+        assert kind == "CallOrderError"
+        assert "no rank has a gradient. Call backward() before it" in message
+
+
+def guarded_without_gradients(rank: int) -> tuple[str, str]:
+    optimizer = cases.sgd(cases.model())
+    halfstep.guard(optimizer, process_group=cases.world())
+    return cases.raised(optimizer.step)
+
+
 def test_a_step_is_one_small_collective_and_none_under_ddp(pool: Pool) -> None:
     assert (
         pool.run(collectives_of_steps)
@@ -315,6 +327,9 @@ def stage_without_parameters(rank: int) -> Any:
 
 def test_what_cannot_be_known_is_an_error_with_its_cure(pool: Pool) -> None:
     for found in pool.run(unknown_groups):
+        guarded = found.pop("guarded")
+        assert "halfstep.guard takes it too" in guarded[1]
+        assert "which scale" not in guarded[1]
         for name, (kind, message) in found.items():
             assert kind == "RanksError", name
             assert "GradScaler(process_group=torch.distributed.group.WORLD)" in message
@@ -330,7 +345,13 @@ def unknown_groups(rank: int) -> Any:
         cases.backward(books, module, cases.batch(rank))
         return cases.raised(lambda: books.step(cases.sgd(module)))
 
-    found = {"plain": step(cases.model())}
+    def guarded(module: nn.Module) -> tuple[str, str]:
+        optimizer = cases.sgd(module)
+        halfstep.guard(optimizer)
+        module(cases.batch(rank)).sum().backward()
+        return cases.raised(optimizer.step)
+
+    found = {"plain": step(cases.model()), "guarded": guarded(cases.model())}
     left_out = cases.model()
     left_out._ddp_params_and_buffers_to_ignore = ["0.weight"]  # type: ignore[assignment]
     found["left out"] = step(cases.ddp(left_out))

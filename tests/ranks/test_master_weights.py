@@ -546,11 +546,16 @@ def unused(rank: int) -> tuple[str, str]:
 
 def test_a_model_that_is_wrapped_too_late(pool: Pool) -> None:
     for kind, message in pool.run(too_late):
-        assert kind == "RuntimeError"
-        assert "Expected Half, got Float" in message
+        assert kind == "ValueError"
+        assert "a DistributedDataParallel that was made later cannot" in message
+        assert "Make it first" in message
 
 
 def too_late(rank: int) -> tuple[str, str]:
+    alone = net(FP16)
+    optimizer = master_weights(torch.optim.SGD(alone.parameters(), lr=0.1), "float32")
+    alone(cases.batch(rank).half()).sum().backward()
+    optimizer.step()
     model = net(FP16)
     master_weights(torch.optim.SGD(model.parameters(), lr=0.1), "float32")
     module = DistributedDataParallel(model)

@@ -23,7 +23,7 @@ STATISTICS = Statistics(
     amax=3.0,
     amin=2.0**-30,
     first=-30,
-    histogram=[1, 1, *[0] * 30, 4],
+    histogram=(1, 1, *[0] * 30, 4),
     underflow={"fp16": 2, "bf16": 0, "e4m3": 2, "e5m2": 2},
     overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
     square_sum=math.inf,
@@ -216,7 +216,7 @@ def test_ranks_are_put_together_exactly(tmp_path):
         amax=5.0,
         amin=0.25,
         first=3,
-        histogram=[3],
+        histogram=(3,),
         underflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
         overflow={"fp16": 0, "bf16": 0, "e4m3": 0, "e5m2": 0},
     )

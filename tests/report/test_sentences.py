@@ -599,7 +599,7 @@ def test_lost_updates_are_named_with_the_cure(tmp_path, lost, severity):
     sentence = the_one(found, "updates were lost to rounding in bfloat16")
     assert sentence.severity == severity
     assert sentence.text.startswith(f"{lost * 100:.0f} % of the updates")
-    cure = ["halfstep.master_weights(optimizer)"] if severity != "notice" else []
+    cure = ['halfstep.master_weights(optimizer, store="split")'] if severity != "notice" else []
     assert codes(sentence) == ["blocks.1.mlp.weight", *cure]
 
 

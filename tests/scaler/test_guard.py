@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.integrations.quiet import quiet_trainer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
 from halfstep import guard
@@ -216,6 +217,57 @@ def test_one_that_steps_another() -> None:
     assert [made.outcome().taken for made in guards] == [True, False]
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow those of another optimizer, at every second step of it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.num_steps = optimizer, 0
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.num_steps += 1
+        params = (p for g in self.param_groups for p in g["params"])
+        for param, slow in zip(params, self.slow, strict=True):
+            if self.num_steps % 2 == 0:
+                slow.lerp_(param.detach(), 0.5)
+                param.data.copy_(slow)
+        return loss
+
+
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_lookahead(is_outer: bool) -> None:
+    plain, guarded = net(), net()
+    reference, inner = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, guarded))
+    around_reference, around = Lookahead(reference), Lookahead(inner)
+    made = guard(around if is_outer else inner, on_skips=silent)
+    for seed in range(6):
+        is_bad = seed == 3
+        backward(guarded, seed, is_bad=is_bad)
+        around.step()
+        if not is_bad:
+            backward(plain, seed)
+            around_reference.step()
+        elif not is_outer:  # the outer step is made, with an inner one that changes nothing
+            reference.zero_grad()
+            around_reference.step()
+    assert made.counts()[:2] == (5, 1)
+    assert all(map(torch.equal, weights(plain), weights(guarded)))
+
+
+@pytest.mark.parametrize("make", [lambda: torch.device("meta"), FakeTensorMode])
+def test_tensors_without_values_step_as_without_it(make: Callable[[], Any]) -> None:
+    with make():
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        made = guard(optimizer, max_norm=1.0, on_skips="raise")
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].shape == (1, 4)
+    assert made.counts()[:2] == (0, 0)
+
+
 def test_schedulers_and_checkpoints_go_on() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -347,6 +399,8 @@ def test_records_and_reports(tmp_path: Path) -> None:
     assert run.policies[0].dtype == "bfloat16"
     said = " ".join(sentence.text for sentence in sentences(summarize(run)))
     assert "1 of 20 steps was skipped" in said
+    assert "The loss became inf or NaN at step 13" in said
+    assert "while the loss was finite" not in said
     assert "needs no GradScaler" not in said
 
 

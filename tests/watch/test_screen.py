@@ -41,10 +41,10 @@ def skipped(number, **values):
     return taken(number, taken=False, **values)
 
 
-def tensor(name, amax=1.0, lost=0, nan=0, inf=0, kind="output"):
+def tensor(name, amax=1.0, lost=0, nan=0, inf=0, kind="output", dtype="float16"):
     underflow = NONE_LOST | {"fp16": lost}
-    statistics = Statistics(100, 100, 0, nan, inf, amax, 0.5, 0, [100], underflow, NONE_LOST)
-    return Measured.of(kind, name, "float16", statistics)
+    statistics = Statistics(100, 100, 0, nan, inf, amax, 0.5, 0, (100,), underflow, NONE_LOST)
+    return Measured.of(kind, name, dtype, statistics)
 
 
 def update(**values):
@@ -329,6 +329,25 @@ def test_lines_are_every_fourth_step_each_skip_and_each_sample():
     ]
     numbers = [line.split()[1] for line in new_lines(live_run(None, new), new, every=3)]
     assert numbers == ["1", "1", "3", "4", "4", "6", "6", "6"]
+
+
+def test_float32_that_no_autocast_lowers_would_underflow():
+    new = update(
+        steps=(taken(1), taken(2)),
+        samples=(Sample(2, 1.0, (tensor("fc", lost=3, dtype="float32"),)),),
+    )
+    known = live_run(None, new)
+    line = "sample 2  headroom 16.0 bits  would underflow in fp16 3 %  nan 0  inf 0  output fc"
+    assert line in new_lines(known, new, every=2)
+    assert "would underflow in fp16" in draw(known)
+    lowered = update(
+        steps=new.new.steps,
+        samples=new.new.samples,
+        policies=(PolicySeen(1, "cpu", "float16", ""),),
+    )
+    assert line.replace("would underflow in fp16", "underflow") in new_lines(
+        live_run(None, lowered), lowered, every=2
+    )
 
 
 def test_first_and_last_line():

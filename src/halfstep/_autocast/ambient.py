@@ -29,7 +29,8 @@ class use_policy:
 
     It holds for this thread, for checkpoints that are recomputed in others, and in the block's time
     for all threads that have no policy of their own, such as those of ``DataParallel``. Code that
-    ``torch.compile`` makes is made for the policy; call it in the thread of the block.
+    ``torch.compile`` makes is made for the policy; where another thread calls it, enter
+    ``use_policy`` in that thread too.
 
     Args:
         policy: A :class:`Policy` or its text: a preset and rules, ``"torch; softmax:lower"``.

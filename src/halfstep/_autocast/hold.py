@@ -85,6 +85,9 @@ class hold_casts:
     Warns:
         UserWarning: No parameter of the model can be held.
 
+    ``make_fx`` over a function that uses held parameters which are not among its arguments raises
+    :class:`CallOrderError`: call it outside of the hold.
+
     Sync: none.
 
     Example:
@@ -248,7 +251,15 @@ def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if result is not NotImplemented:
             return result
     with modes.no_torch_function():
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if not modes.is_making_graph():
+                raise
+            raise CallOrderError(
+                "make_fx records no weights that hold_casts holds. Call make_fx outside of the "
+                "hold, or after release(), or give it the weights as arguments"
+            ) from error
 
 
 def _forget_unseen(function: Any, arguments: Any) -> None:

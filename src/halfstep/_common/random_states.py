@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class RandomStates:
@@ -28,6 +29,11 @@ class RandomStates:
         self._cpu, self._python = torch.get_rng_state(), random.getstate()
         numpy_random: Any = sys.modules.get("numpy.random")
         self._numpy = None if numpy_random is None else numpy_random.get_state()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states of PyTorch's generators."""
+        return [self._cpu, *self._devices.values()]
 
     def restore(self) -> None:
         """Put all of them back."""

@@ -286,7 +286,9 @@ class MasterWeights:
     def _see_to_buckets(params: list[Tensor]) -> None:
         """Let DistributedDataParallel take float32 gradients, once all that it reduces are."""
         if params and has_process_group():
-            for module in dict.fromkeys(module for _, module in reduced_by(params)):
+            modules = dict(reduced_by(params))
+            _refuse_later_wrapping([param for param in params if id(param) not in modules])
+            for module in dict.fromkeys(modules.values()):
                 left_out = names_left_out(module)
                 reduced = {
                     param.grad_dtype
@@ -463,6 +465,26 @@ def kept_of(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor
     """Return what the state of an optimizer keeps of a parameter beside it, by key."""
     state = optimizer.state.get(param, {})
     return {key: state[key] for key in _KEYS & state.keys()}
+
+
+def _refuse_later_wrapping(params: list[Tensor]) -> None:
+    """Raise in the first backward pass, if a DistributedDataParallel has wrapped them meanwhile.
+
+    PyTorch raises "Expected Half, got Float" there: its buckets have the dtypes of parameters.
+    """
+
+    def check(gradient: Tensor) -> None:
+        for handle in handles:
+            handle.remove()
+        if any(reduced_by(params)):
+            raise ValueError(
+                "master_weights(): a DistributedDataParallel that was made later cannot reduce the "
+                "float32 gradients of its parameters. Make it first: model = "
+                "DistributedDataParallel(model), and then master_weights(optimizer, ...)"
+            )
+
+    trained = (param for param in params if param.requires_grad)
+    handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:

@@ -115,7 +115,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
     bits = sample.view(-1).view(torch.int32) & 0x7FFFFFFF
     if not bits.numel():
         none = dict.fromkeys(FORMATS, 0)
-        return Statistics(size, 0, 0, 0, 0, 0.0, None, 0, [], none, none)
+        return Statistics(size, 0, 0, 0, 0, 0.0, None, 0, (), none, none)
     # One less, so that a power of two is the last number of its bin.
     bins = torch.bincount(((bits - 1) >> 23) + 1, minlength=_NUM_BINS)
     zeros, *counts, nan, low, high = torch.cat([bins, torch.stack(torch.aminmax(bits))]).tolist()
@@ -131,7 +131,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
     above = {name: _count_above(bits, histogram, f.last_held) for name, f in FORMATS.items()}
     held = {name: _count_above(bits, histogram, f.flushed_below) for name, f in FORMATS.items()}
     num_nonzero = sum(histogram.values())
-    first, counts = binned(histogram)
+    first, by_bin = binned(histogram)
     return Statistics(
         size=size,
         measured=bits.numel(),
@@ -141,7 +141,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
         amax=_float(high) if amax is None else amax,
         amin=None if low is None else _float(low),
         first=first,
-        histogram=counts,
+        histogram=by_bin,
         underflow={name: num_nonzero - count for name, count in held.items()},
         overflow=above,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from operator import add
+from itertools import zip_longest
+from operator import itemgetter
 from typing import TypeVar
 
 from msgspec import Struct
@@ -50,7 +51,7 @@ class Statistics(Struct, frozen=True, gc=False):
     amax: Magnitude
     amin: Positive | None
     first: int
-    histogram: list[Count]
+    histogram: tuple[Count, ...]
     underflow: dict[str, Count]
     overflow: dict[str, Count]
     flushed: Count | None = None
@@ -84,10 +85,11 @@ class Statistics(Struct, frozen=True, gc=False):
         return {e: count for e, count in enumerate(self.histogram, start=self.first) if count}
 
 
-def binned(by_exponent: Mapping[int, int]) -> tuple[int, list[int]]:
+def binned(by_exponent: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
     """Return the exponent of the first bin of a histogram, and the counts of all bins."""
     first = min(by_exponent, default=0)
-    return first, [by_exponent.get(e, 0) for e in range(first, max(by_exponent, default=-1) + 1)]
+    exponents = range(first, max(by_exponent, default=-1) + 1)
+    return first, tuple([by_exponent.get(e, 0) for e in exponents])
 
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
@@ -112,29 +114,29 @@ def merged(statistics: Iterable[Statistics]) -> Statistics:
         histogram=histogram,
         underflow=_sum([part.underflow for part in parts]),
         overflow=_sum([part.overflow for part in parts]),
-        flushed=_sum_of_known(part.flushed for part in parts),
-        square_sum=_sum_of_known(part.square_sum for part in parts),
-        updates=_sum_of_known(part.updates for part in parts),
-        lost_updates=_sum_of_known(part.lost_updates for part in parts),
+        flushed=_sum_of_known([part.flushed for part in parts]),
+        square_sum=_sum_of_known([part.square_sum for part in parts]),
+        updates=_sum_of_known([part.updates for part in parts]),
+        lost_updates=_sum_of_known([part.lost_updates for part in parts]),
     )
 
 
-def _sum_of_bins(parts: list[Statistics]) -> tuple[int, list[int]]:
-    if not parts:
-        return 0, []
-    first = min([part.first for part in parts])
-    total = [0] * (max([part.first + len(part.histogram) for part in parts]) - first)
+def _sum_of_bins(parts: list[Statistics]) -> tuple[int, tuple[int, ...]]:
+    by_first: dict[int, list[tuple[int, ...]]] = {}
     for part in parts:
-        its = slice(part.first - first, part.first - first + len(part.histogram))
-        total[its] = map(add, total[its], part.histogram)
-    return first, total
+        by_first.setdefault(part.first, []).append(part.histogram)
+    first = min(by_first, default=0)
+    total = [0] * (max([part.first + len(part.histogram) for part in parts], default=0) - first)
+    for its_first, histograms in by_first.items():
+        for bin, counts in enumerate(zip_longest(*histograms, fillvalue=0), its_first - first):
+            total[bin] += sum(counts)
+    return first, tuple(total)
 
 
 def _sum(counts: list[dict[str, int]]) -> dict[str, int]:
-    keys = dict.fromkeys(key for each in counts for key in each)
-    return {key: sum([each.get(key, 0) for each in counts]) for key in keys}
+    return {name: sum(map(itemgetter(name), counts)) for name in FORMATS}
 
 
-def _sum_of_known(values: Iterable[_Number | None]) -> _Number | None:
+def _sum_of_known(values: list[_Number | None]) -> _Number | None:
     known = [value for value in values if value is not None]
     return sum(known[1:], known[0]) if known else None

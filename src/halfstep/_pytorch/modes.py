@@ -161,6 +161,12 @@ def is_tracing_before_autocast() -> bool:
     return mode is not None
 
 
+def is_making_graph() -> bool:
+    """Return whether ``make_fx`` records ops; it takes no subclass that it was not given."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(proxy) is not None
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Say whether a tensor has no values: it belongs to a FakeTensorMode."""
     module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # else there is none

@@ -271,7 +271,7 @@ class RankFile:
     def _take(self, line: bytes) -> None:
         self._offset += len(line)
         self._num_lines += 1
-        if line.strip():
+        if not line.isspace():
             self.rank.take(self._num_lines, line)
         if self._is_growing:
             del self.rank.samples[:-2]

@@ -273,7 +273,7 @@ def _began(summary: Summary, later: Sequence[int]) -> Iterator[str | Code]:
         yield f"; {count(num)} of them began in "
     else:
         yield "; all began in " if num > 1 else "; it began in "
-    yield Code(str(origin.module))
+    yield Code(origin.module or "(the model)")
     where = on_ranks(origin.ranks, summary.facts)
     if where:
         yield f"{where} ("

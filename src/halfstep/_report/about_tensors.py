@@ -98,14 +98,15 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     severity: Severity = "notice"
     if share >= HARMFUL:
         severity = "bad" if share >= SEVERE else "warning"
-    store = "" if worst.dtypes[-1] == "bfloat16" else ', store="float32"'
-    call = Code(f"halfstep.master_weights(optimizer{store})")
+    # Named, since the weights may have the store "kahan", which keeps a part of it.
+    store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
+    call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
     yield say(
         severity,
         what,
         *where,
         most,
-        cure=(" Keep what rounding leaves out: ", call, "."),
+        cure=(" Keep all that rounding leaves out: ", call, "."),
         evidence=row_of(summary, worst),
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
+
+from msgspec import Struct
 
 from halfstep._numerics.formats import FORMATS, FORMATS_BY_DTYPE, Format
 from halfstep._numerics.statistics import Statistics, merged
@@ -21,7 +23,7 @@ def lower_of(policies: Sequence[PolicySeen]) -> str:
     return "fp16" if format is None else format.name
 
 
-class FormatFit(NamedTuple):
+class FormatFit(Struct, frozen=True, gc=False):
     """How well one tensor of one sample fits its format.
 
     Attributes:
@@ -30,6 +32,7 @@ class FormatFit(NamedTuple):
             there is none.
         lost: Entries that are lost to underflow.
         share_lost: Those as a share of what was measured.
+        is_used: Whether the run computed in it; otherwise the numbers say what it would lose.
         is_held: Whether it is the gradient of a parameter that autocast left in a wider dtype, such
             as that of a norm: no scale makes it overflow or underflow.
     """
@@ -38,7 +41,13 @@ class FormatFit(NamedTuple):
     headroom: float | None
     lost: int
     share_lost: float
+    is_used: bool
     is_held: bool
+
+    @property
+    def verb(self) -> str:
+        """The word before the share that is lost."""
+        return "underflow" if self.is_used else f"would underflow in {self.format}"
 
 
 def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFit:
@@ -59,7 +68,8 @@ def format_fit(measured: Measured, lower: str, *, is_in_force: bool) -> FormatFi
     else:
         lost, is_held = measured.lost(format), False
     headroom = measured.headroom(format)
-    return FormatFit(format.name, headroom, lost, measured.share(lost), is_held)
+    is_used = is_in_force or measured.dtype in FORMATS_BY_DTYPE
+    return FormatFit(format.name, headroom, lost, measured.share(lost), is_used, is_held)
 
 
 def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Measured, FormatFit]]:
@@ -74,7 +84,7 @@ def fitted(sample: Sample, policies: Sequence[PolicySeen]) -> Iterator[tuple[Mea
         yield measured, format_fit(measured, lower, is_in_force=is_in_force)
 
 
-class SampledTensor(NamedTuple):
+class SampledTensor(Struct, frozen=True, gc=False):
     """One tensor of one sample.
 
     Attributes:
@@ -248,22 +258,24 @@ def smallest_scale(gradients: Iterable[SampledTensor]) -> float | None:
     It is None if all entries are zero. If some were flushed, the true one may be larger.
     """
     needed = []
-    for _, scale, _, measured, fit in gradients:
-        if measured.amin is not None and not fit.is_held:
-            needed.append(FORMATS[fit.format].flushed_below / measured.amin * scale)
+    for each in gradients:
+        measured = each.measured
+        if measured.amin is not None and not each.fit.is_held:
+            needed.append(FORMATS[each.fit.format].flushed_below / measured.amin * each.scale)
         if measured.flushed:
-            needed.append(scale)
+            needed.append(each.scale)
     return _power_above(max(needed)) if needed else None
 
 
 def largest_scale(gradients: Iterable[SampledTensor]) -> float | None:
     """Return the largest power of two at which no gradient overflows; None if any will do."""
     allowed, too_large = [], []
-    for _, scale, is_overflow, measured, fit in gradients:
+    for each in gradients:
+        measured, fit = each.measured, each.fit
         if measured.amax and not fit.is_held:
-            allowed.append(FORMATS[fit.format].largest / measured.amax * scale)
-        if measured.inf and is_overflow and not fit.is_held:
-            too_large.append(scale)
+            allowed.append(FORMATS[fit.format].largest / measured.amax * each.scale)
+        if measured.inf and each.is_overflow and not fit.is_held:
+            too_large.append(each.scale)
     powers = [_power_up_to(min(allowed))] if allowed else []
     return min([*powers, *map(power_below, too_large)], default=None)
 

@@ -266,8 +266,13 @@ def _scale(steps: Iterable[Step], overflowed_at: float | None) -> ScaleCourse | 
         min=min(*kept, last),
         max=max(*seen, last),
         overflowed_at=overflowed_at,
-        stuck=tuple(dict.fromkeys(step.step for step, _ in scaled if step.reason == _STUCK)),
+        stuck=tuple(dict.fromkeys(step.step for step, _ in scaled if _is_stuck(step))),
     )
+
+
+def _is_stuck(step: Step) -> bool:
+    """Return whether gradients were bad at the smallest scale; a guard skips bad losses so, too."""
+    return step.reason == _STUCK and (step.loss is None or math.isfinite(step.loss))
 
 
 def _without_probes(used: Sequence[tuple[float, bool]]) -> Iterator[float]:

@@ -62,11 +62,11 @@ def unobserved() -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    is_in_step = False
+    stepping: GradScaler | None = None
 
 
 THIS_THREAD = _Thread()
-"""The state of the present thread."""
+"""The state of the present thread: the scaler, of a guard too, that steps an optimizer in it."""
 
 
 def is_in_step() -> bool:
@@ -74,7 +74,7 @@ def is_in_step() -> bool:
 
     A stage of a pipeline scales no loss: nothing else tells its steps from plain ones.
     """
-    return THIS_THREAD.is_in_step
+    return THIS_THREAD.stepping is not None
 
 
 # --- driving a scaler -----------------------------------------------------------------------------

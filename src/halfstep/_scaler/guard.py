@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.alarm import Alarm, OnSkips, SkipReport
@@ -42,6 +42,7 @@ def guard(
     that it works in any framework, and does what :class:`GradScaler` does with a scale of 1: it
     looks at all gradients in one pass, clips them in the same one, and asks the ranks that train
     together, so that all step or none. A step that is skipped leaves parameters and state alone.
+    Steps of meta and fake tensors, which have no values, are made as without a guard.
 
     A closure is evaluated once, before the step.
 
@@ -124,13 +125,6 @@ class _Alarm(Alarm):
         super().speak(replace(report, scale=None), began_at_floor=False)
 
 
-class _Thread(threading.local):
-    is_in_step = False
-
-
-_THIS_THREAD = _Thread()
-"""Whether a guard makes the step of an optimizer that runs in this thread."""
-
 _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
@@ -208,7 +202,8 @@ class Guard:
         return self._scaler._engine.ranks_of("step", optimizer, params).is_together
 
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        is_scalers = THIS_THREAD.is_in_step and not _THIS_THREAD.is_in_step
+        stepping = THIS_THREAD.stepping
+        is_scalers = stepping is not None and not isinstance(stepping, GuardScaler)
         if is_scalers or getattr(optimizer, "found_inf", None) is not None:
             raise CallOrderError(
                 f"{type(optimizer).__name__} has a guard and is stepped by a GradScaler, which "
@@ -229,11 +224,10 @@ class Guard:
         with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
         first = next(with_gradient, None)
         self._call = args, kwargs
-        was_in_step, _THIS_THREAD.is_in_step = _THIS_THREAD.is_in_step, True
         try:
-            if first is not None:
+            if first is not None and not _has_no_values(first):
                 scaler._engine.begin(first.device)
-            elif not self._decides_with_others(optimizer):
+            elif first is not None or not self._decides_with_others(optimizer):
                 return optimizer.step()
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:
@@ -241,9 +235,13 @@ class Guard:
             raise
         finally:
             self._call = None
-            _THIS_THREAD.is_in_step = was_in_step
         scaler.update()
         return loss if result is None else result
+
+
+def _has_no_values(param: torch.Tensor) -> bool:
+    """Return whether a model is only tried for its shapes and its memory."""
+    return param.is_meta or is_fake(param)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:

@@ -276,7 +276,7 @@ class GradScaler(TorchAttributes):
             require_optimizer("step", optimizer)
         if max_norm is not None and not (type(max_norm) is float and max_norm >= 0.0):
             max_norm = clipping.checked_max_norm(max_norm)
-        was_in_step, THIS_THREAD.is_in_step = THIS_THREAD.is_in_step, True
+        before, THIS_THREAD.stepping = THIS_THREAD.stepping, self
         try:
             if args or kwargs:
                 closure, args, kwargs = split_closure(args, kwargs)
@@ -289,7 +289,7 @@ class GradScaler(TorchAttributes):
                 return self._step_with_scaler(optimizer, args, kwargs, max_norm)
             return step.take(self._engine, optimizer, args, kwargs, max_norm, is_fused=is_fused)
         finally:
-            THIS_THREAD.is_in_step = was_in_step
+            THIS_THREAD.stepping = before
 
     @keep_out_of_graphs
     def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from halfstep._autocast.region import Region, Settings, current_settings
 from halfstep._common.nested import map_tensors, tensors_in
-from halfstep._common.random_states import accelerators
+from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._pytorch import modes
 from halfstep._tune.passes import StepRunner, TensorPlace, module_hooks, tensor_hooks
 from halfstep._tune.tolerances import SPREAD, Depths
@@ -178,7 +178,7 @@ def repeat(
     values = [each.detach().clone() for each in outputs]
     parameters = [each for each in module.parameters() if each.requires_grad]
     gradients = _gradients(outputs, call.gradients, [*leaves, *parameters])
-    states = generator_states()
+    states = RandomStates(accelerators()).tensors
     num = len(leaves)
     return Repetition(values, gradients[:num], gradients[num:], depth, states)
 
@@ -208,10 +208,3 @@ def perturbed(tensor: Tensor) -> Tensor:
     off = SPREAD * torch.finfo(torch.float32).eps / 2
     signs = torch.rand_like(tensor, dtype=torch.float32).round() * 2 - 1
     return tensor.float() * (1 + off * signs)
-
-
-def generator_states() -> list[Tensor]:
-    """Return the states of PyTorch's random number generators. Sync: none."""
-    devices = [each for each in accelerators() if each.type != "mps"]
-    of_devices = [torch.get_device_module(each).get_rng_state(each) for each in devices]
-    return [torch.get_rng_state(), *of_devices]

@@ -208,7 +208,7 @@ def _skips(live: LiveRun, num: int, width: int, signs: Signs) -> list[Text]:
 def _layers(live: LiveRun, worst: list[WorstTensor], width: int, signs: Signs) -> list[Text]:
     assert live.sample is not None
     title = f"worst layers in step {live.sample.step:,} (headroom in bits)"
-    titles = ["layer", "", "headroom", "underflow"]
+    titles = ["layer", "", "headroom", worst[0].fit.verb]
     rows = []
     for measured, fit in worst:
         headroom, lost = fit.headroom, fit.share_lost

@@ -59,7 +59,7 @@ def _new_lines(live: LiveRun, new: Run, every: int) -> Iterator[tuple[int, str]]
             yield (
                 sample.step,
                 f"sample {sample.step}  headroom {bits(fit.headroom)}  "
-                f"underflow {percent(fit.share_lost)}  nan {measured.nan}  inf {measured.inf}  "
+                f"{fit.verb} {percent(fit.share_lost)}  nan {measured.nan}  inf {measured.inf}  "
                 f"{measured.kind} {measured.name}",
             )
 

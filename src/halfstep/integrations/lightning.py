@@ -9,7 +9,9 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from halfstep import Diagnosis, GradScaler, Policy, autocast, record
 from halfstep._autocast.context import settled_policy
@@ -86,6 +88,8 @@ class HalfstepPrecision(MixedPrecision):
         self.scaler = scaler
         self._policy = policy if policy is None else settled_policy(policy)
         self._module: LightningModule | None = None
+        self._contexts: dict[tuple[str, bool], autocast] = {}
+        self._changes: RemovableHandle | None = None
         self._waiting: Waiting | None = None
         self._max_norm: float | None = None
         self._clips_in_step = False
@@ -97,6 +101,9 @@ class HalfstepPrecision(MixedPrecision):
     ) -> tuple[Any, list[Optimizer], list[Any]]:
         """Get to know the module, before it runs."""
         module = self._module = model if isinstance(model, LightningModule) else model.module
+        self._contexts.clear()
+        if self._changes is None:  # a module that is put into another may be one with a rule
+            self._changes = register_module_module_registration_hook(self._forget_contexts)
         if self.scaler is not None:
             self.scaler.watch(module)
             self._waiting = Waiting()
@@ -109,6 +116,10 @@ class HalfstepPrecision(MixedPrecision):
             # Kept itself: a summary of it, after the training, runs it under autocast.
             vars(self._module).pop("lr_scheduler_step", None)
         self._waiting = None
+        if self._changes is not None:
+            self._changes.remove()
+            self._changes = None
+        self._contexts.clear()
         super().teardown()
 
     def autocast_context_manager(self) -> autocast:
@@ -117,12 +128,18 @@ class HalfstepPrecision(MixedPrecision):
             raise CallOrderError(
                 "HalfstepPrecision does not know its module yet: call this in or after a fit"
             )
-        return autocast(
-            self._module.device.type,
-            DTYPES[self.precision],
-            policy=self._policy,
-            module=self._module if self._policy and self._policy.module_rules else None,
-        )
+        key = self._module.device.type, torch.is_autocast_cache_enabled()
+        if key not in self._contexts:  # rules for modules walk the model
+            self._contexts[key] = autocast(
+                self._module.device.type,
+                DTYPES[self.precision],
+                policy=self._policy,
+                module=self._module if self._policy and self._policy.module_rules else None,
+            )
+        return self._contexts[key]
+
+    def _forget_contexts(self, *_: object) -> None:
+        self._contexts.clear()
 
     def optimizer_step(
         self,

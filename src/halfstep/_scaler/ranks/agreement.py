@@ -274,8 +274,8 @@ class Agreement:
             )
         if not values[HAS_GRADIENTS]:
             raise CallOrderError(
-                f"{self._ranks.call}: no rank has a gradient. Call scaler.scale(loss).backward() "
-                "before it and zero_grad() after it, or leave it out on all ranks"
+                f"{self._ranks.call}: no rank has a gradient. Call backward() before it and "
+                "zero_grad() after it, or leave it out on all ranks"
             )
 
     def _require_same(self, values: list[int]) -> None:
@@ -293,9 +293,9 @@ class Agreement:
                 f"{self._ranks.call}: the norm of the gradients is the same on all "
                 f"{len(self._ranks.group.ranks)} ranks, "
                 f"{float32_from_bits(largest[OWN_NORM]):g}. They "
-                "seem to be copies, averaged by hand, and would be counted once for each rank. Say "
-                "so: scaler.replicated(model.parameters(), process_group), or use "
-                "DistributedDataParallel"
+                "seem to be copies, averaged by hand, and would be counted once for each rank. Use "
+                "DistributedDataParallel, or tell a GradScaler: "
+                "scaler.replicated(model.parameters(), process_group)"
             )
 
     def _who_has_what(self) -> str:

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 CURE = (
     "Cure: say which ranks step together: "
     "halfstep.GradScaler(process_group=torch.distributed.group.WORLD), "
-    "after init_process_group(), for all of them, another process group, or device_mesh=...; or "
-    "process_group='local' if this rank trains something of its own. If gradients are averaged by "
-    "hand, scaler.replicated(model.parameters(), process_group) too, for their norm"
+    "after init_process_group(), for all of them, or another process group; "
+    "process_group='local' if this rank trains something of its own. halfstep.guard takes it too. "
+    "A GradScaler also takes device_mesh=... and, if gradients are averaged by hand, "
+    "scaler.replicated(model.parameters(), process_group) for their norm"
 )
 
 REDUCED = Alone(sees_all_losses=False)
@@ -228,8 +229,7 @@ class Ranks:
         )
         raise RanksError(
             f"{call}: there are {num_ranks} ranks, and {what}: nothing says which ranks step "
-            "together, and each would decide by its own gradients whether to step, and at which "
-            f"scale to go on.\n{CURE}"
+            f"together, and each would decide by its own gradients whether to step.\n{CURE}"
         )
 
 

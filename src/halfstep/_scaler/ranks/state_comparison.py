@@ -105,8 +105,8 @@ class StateComparison:
                 "DistributedDataParallel had averaged them, a checkpoint or update(new_scale=...) "
                 "on some ranks only, or calls of the scaler that some ranks leave out.\n"
                 "Cure: load the same checkpoint on all ranks, one from before that. With "
-                "GradScaler(process_group=torch.distributed.group.WORLD) all ranks decide "
-                "together, in every step."
+                "process_group=torch.distributed.group.WORLD, for GradScaler or guard, all ranks "
+                "decide together, in every step."
             )
 
     def _ask(self, function: Callable[..., _T], *args: Any) -> _T | None:
