@@ -27,6 +27,7 @@ MOST_PATHS = 16
 Names: TypeAlias = Mapping[str, "str | int"]
 """What names stand for on a path: another name, or a value that the follower computes."""
 _EXITS = ("exit", "sys.exit", "quit", "os._exit")
+_VISITED = (ast.Call, ast.NamedExpr)
 _ENDS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 
 
@@ -442,13 +443,22 @@ class Walk:
                 inside = (*inside, Around("loop", node))
                 for each in node.generators:
                     paths = [self._bind_element(each.target, each.iter, scope, p) for p in paths]
-        for child in ast.iter_child_nodes(node):
+        for child in self._parts(node):
             paths = self._calls(child, statement, scope, inside, paths)
         if isinstance(node, ast.NamedExpr):
             paths = [self._bind(node.target, node.value, scope, path, "") for path in paths]
         if isinstance(node, ast.Call):
             return self._call(node, statement, scope, inside, paths)
         return paths
+
+    def _parts(self, node: ast.AST) -> list[ast.AST]:
+        """Return the children that contain something to visit."""
+        found = self._meaning.values.names.parts.get(node)
+        if found is None:
+            children = ast.iter_child_nodes(node)
+            found = [each for each in children if isinstance(each, _VISITED) or self._parts(each)]
+            self._meaning.values.names.parts[node] = found
+        return found
 
     def _call(
         self,

@@ -55,10 +55,16 @@ class Program:
 
     @cached_property
     def roots(self) -> list[Root]:
-        """The parts of the file to check."""
-        scopes = self.values.names.scopes
-        chosen = [self._function] if self._function else [s.node for s in scopes.values()]
-        return [Root(node, tuple(Walk(self.meaning).sites(node))) for node in chosen]
+        """The parts of the file to check: what is called from one of them is seen there."""
+        names, found = self.values.names, list[Root]()
+        functions = [scope.node for scope in names.scopes.values()]
+        functions.sort(key=names.called_here.__contains__)
+        seen: set[ast.AST] = set()
+        for node in [self._function] if self._function else functions:
+            if node not in seen:
+                found.append(Root(node, tuple(Walk(self.meaning).sites(node))))
+                seen |= {site.scope.node for site in found[-1].sites}
+        return found
 
     @property
     def sites(self) -> Iterator[Site]:

@@ -89,7 +89,10 @@ class Values:
             return known.__name__
         if isinstance(known, type | FunctionType):
             return f"{known.__module__}.{known.__qualname__}"
-        return ".".join([module.__name__, *rest]) if isinstance(module, ModuleType) else ""
+        if isinstance(module, ModuleType):
+            return ".".join([module.__name__, *rest])
+        is_from_star = first == "torch" and "*" in self.names.imports
+        return dotted(node) if is_from_star else ""
 
     def dtype(self, node: ast.expr, scope: NameScope) -> str:
         """Return the name of a dtype, ``"float16"``; empty if uncertain."""
