@@ -12,6 +12,7 @@ from halfstep._doctor.iteration_texts import finding
 from halfstep._doctor.read_names import dotted
 from halfstep._doctor.read_paths import Walk
 from halfstep._doctor.read_program import Program, Root, is_inherited
+from halfstep._doctor.read_sites import Site
 
 
 def findings(program: Program) -> Iterator[Finding]:
@@ -19,11 +20,43 @@ def findings(program: Program) -> Iterator[Finding]:
     for root in program.roots:
         if any(program.is_backward(site) or site.method == "step" for site in root.sites):
             calls = IterationFollower(program, root)
-            Walk(program.meaning, calls).sites(root.node, Iteration())
+            walk = Walk(program.meaning, calls)
+            walk.sites(root.node, _before(program, root))
+            if _is_whole(root):
+                Walk(program.meaning, calls).sites(root.node, *walk.ends)
             yield from {(each.id, each.line): each for each in calls.found}.values()
         yield from _schedules(program, root)
     yield from _never_updated(program)
     yield from _closures(program)
+
+
+def _before(program: Program, root: Root) -> Iteration:
+    """Return the state in which a root begins.
+
+    Where it runs no backward pass, the gradients come from elsewhere: they are those of scaled
+    losses if it steps through a scaler, or if all losses of the class are scaled.
+    """
+    if any(map(program.is_backward, root.sites)):
+        return Iteration()
+    steps = [dotted(site.owner) for site in root.sites if program.is_scaler_step(site)]
+    own = root.sites[:1]
+    near = [site for site in program.sites if any(_are_near(site, each) for each in own)]
+    scalers = {program.scaled_by(site) for site in near if program.is_backward(site)}
+    is_stepped = any(map(program.is_scaler_step, near))
+    if not steps and (is_stepped or len(scalers) != 1 or "" in scalers):
+        return Iteration()
+    return Iteration(losses=frozenset({1}), scaler=(steps or sorted(scalers))[0])
+
+
+def _are_near(one: Site, other: Site) -> bool:
+    """Return whether two calls are in methods of one class."""
+    return bool(one.scope.class_name) and one.scope.class_name == other.scope.class_name
+
+
+def _is_whole(root: Root) -> bool:
+    """Return whether a function is one whole iteration, which a loop elsewhere runs again."""
+    methods = {site.method for site in root.sites if not site.around("loop")}
+    return not isinstance(root.node, ast.Module) and methods >= {"backward", "step", "update"}
 
 
 def _schedules(program: Program, root: Root) -> Iterator[Finding]:
@@ -67,30 +100,38 @@ def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
 
 
 def _never_updated(program: Program) -> Iterator[Finding]:
-    """Yield scalers that are made and used only in this file and never updated."""
+    """Yield scalers that are made and stepped in this file, and never updated or handed on."""
     for site in program.sites:
-        name = dotted(site.owner)
         made = program.meaning.scaler(site.owner, site.scope)
+        name = dotted(site.owner)
         if made is None or not made.line or not program.is_scaler_step(site):
             continue
-        if not _is_handed_on(program.tree, name) and not is_inherited(program.tree, site):
+        scales = any(program.scaled_by(each) for each in program.sites if _are_near(each, site))
+        is_elsewhere = is_inherited(program.tree, site) and not scales
+        if not is_elsewhere and not _is_handed_on(program, name):
             yield finding("update-missing", site.line, scaler=name, optimizer=optimizer_of(site))
 
 
-def _is_handed_on(tree: ast.Module, name: str) -> bool:
-    """Return whether a scaler is updated, or is used in another way than by its methods."""
+def _is_handed_on(program: Program, name: str) -> bool:
+    """Return whether a scaler is updated, or is given to something outside of this file."""
     last = name.rpartition(".")[2]
-    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    owners = {id(node.value) for node in attributes}
-    is_updated = any(
-        node.attr == "update" and dotted(node.value).rpartition(".")[2] == last
-        for node in attributes
-    )
-    return is_updated or any(
-        dotted(node) == name and isinstance(node.ctx, ast.Load) and id(node) not in owners
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name | ast.Attribute)
-    )
+    for node in ast.walk(program.tree):
+        parts: list[ast.expr | None] = []
+        match node:
+            case ast.Attribute(value=owner, attr="update"):
+                if dotted(owner).rpartition(".")[2] == last:
+                    return True
+            case ast.Call(args=args, keywords=keywords) if node not in program.values.names.calls:
+                parts = [*args, *(keyword.value for keyword in keywords)]
+            case ast.Return(value=value) | ast.Assign(value=value):
+                parts = [value]
+            case ast.Dict(values=values):
+                parts = [*values]
+            case ast.Tuple(elts=elts, ctx=ast.Load()) | ast.List(elts=elts, ctx=ast.Load()):
+                parts = [*elts]
+        if any(part is not None and dotted(part).rpartition(".")[2] == last for part in parts):
+            return True
+    return False
 
 
 def _closures(program: Program) -> Iterator[Finding]:

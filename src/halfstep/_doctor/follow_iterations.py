@@ -232,7 +232,7 @@ class IterationFollower:
             return True
         if site.method in ("div_", "mul_"):
             return "grad" in ast.unparse(site.owner)
-        if site.method in ("train", "eval"):
+        if site.method in ("train", "eval") or self.program.is_model(site.call.func):
             return False
         name = dotted(site.call.func).rpartition(".")[2]
         is_hook = name.lower().startswith(("before_", "after_", "on_"))

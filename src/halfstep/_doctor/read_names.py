@@ -58,7 +58,7 @@ class FileNames:
         self.attributes: Bindings = {}  # of self.scaler and other attributes
         self.methods: dict[tuple[str, str], Function] = {}  # by class and name
         self.parts: dict[ast.AST, list[ast.AST]] = {}
-        self.called_here: set[Function] = set()
+        self.calls: dict[ast.Call, Function] = {}  # of functions of the file
         self.bases: dict[str, list[str]] = {}  # of each class
         self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
@@ -163,24 +163,23 @@ class FileNames:
 
     def _bind_parameters(self, tree: ast.Module) -> None:
         """Bind the arguments of functions that are called once; others stay unknown."""
-        calls: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
+        uses: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
 
         def find_calls(node: ast.AST, scope: NameScope) -> None:
             for child in ast.iter_child_nodes(node):
                 inner = self.scopes.get(child, scope)
                 if isinstance(child, ast.Call) and (called := self.called(child, inner)):
-                    calls.setdefault(called, []).append((child, inner))
+                    self.calls[child] = called
+                    uses.setdefault(called, []).append((child, inner))
                 find_calls(child, inner)
 
         find_calls(tree, self.scopes[tree])
-        self.called_here = set(calls)
         for scope in self.scopes.values():
             if isinstance(scope.node, ast.Module):
                 continue
-            uses = calls.get(scope.node, [])
             known: dict[str, Written] = {}
-            if len(uses) == 1:
-                call, caller = uses[0]
+            if len(uses.get(scope.node, ())) == 1:
+                [(call, caller)] = uses[scope.node]
                 passed = passed_to(scope.node, call)
                 known = {name: (value, caller) for name, value in passed.items()}
             for arg in ast.iter_child_nodes(scope.node.args):

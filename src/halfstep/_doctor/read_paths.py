@@ -92,13 +92,15 @@ class Walk:
         self._frames: dict[NameScope, str] = {}
         self._left: dict[str, list[Path]] = {"return": [], "break": [], "continue": []}
         self._visits = 0
+        self.ends: list[Hashable] = []  # the states in which the last root ended
         self._mattering: dict[ast.AST, bool] = {}
         self._conditions: dict[tuple[ast.expr, int], tuple[str, int]] = {}
         self._sites: dict[tuple[ast.Call, Inside], Site] = {}
 
-    def sites(self, root: ast.Module | Function, state: Hashable = None) -> list[Site]:
-        """Return the calls of a root; the follower sees each on every path."""
-        self._body(root, (), [Path(state)] if self._follower else [])
+    def sites(self, root: ast.Module | Function, *states: Hashable) -> list[Site]:
+        """Return the calls of a root; the follower sees each on every path from these states."""
+        paths = self._body(root, (), [Path(state) for state in states])
+        self.ends = list(dict.fromkeys(path.state for path in paths))
         return list(self._sites.values())
 
     # --- names ------------------------------------------------------------------------------------

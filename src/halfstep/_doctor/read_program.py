@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,12 @@ _CLIP_OWNERS = (
     "engine",
     "trainer",
 )
+
+_OF_MODELS = ("parameters", "named_parameters", "train", "eval")
+_MODEL = re.compile(
+    r"(^|[._])(model|net|unet|network|generator|discriminator)$|(^|\.)net[A-Z_]\w*$"
+)
+"""Matches names that are typical for a model."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,8 @@ class Program:
         """The parts of the file to check: what is called from one of them is seen there."""
         names, found = self.values.names, list[Root]()
         functions = [scope.node for scope in names.scopes.values()]
-        functions.sort(key=names.called_here.__contains__)
+        called = {*names.calls.values()}
+        functions.sort(key=called.__contains__)
         seen: set[ast.AST] = set()
         for node in [self._function] if self._function else functions:
             if node not in seen:
@@ -84,6 +92,18 @@ class Program:
     def imported(self) -> set[str]:
         """The full names of what the file imports."""
         return set(self.values.names.imports.values())
+
+    @cached_property
+    def models(self) -> set[str]:
+        """The names of objects that are used as models: their parameters or mode are."""
+        names = {dotted(site.owner) for site in self.sites if site.method in _OF_MODELS}
+        return names - {"", "self"}
+
+    def is_model(self, node: ast.expr) -> bool:
+        """Return whether an expression is a model, by its name or by what is done with it."""
+        name = dotted(node).removesuffix(".module")
+        is_defined = bool(name) and name.partition(".")[0] in self.values.names.imports
+        return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
 
     # --- kinds of calls ---------------------------------------------------------------------------
 
