@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.follow_iterations import IterationFollower, optimizer_of
-from halfstep._doctor.iteration import Iteration
+from halfstep._doctor.iteration import Iteration, next_iteration
 from halfstep._doctor.iteration_texts import finding
 from halfstep._doctor.read_names import dotted
 from halfstep._doctor.read_paths import Walk
@@ -23,7 +23,8 @@ def findings(program: Program) -> Iterator[Finding]:
             walk = Walk(program.meaning, calls)
             walk.sites(root.node, _before(program, root))
             if _is_whole(root):
-                Walk(program.meaning, calls).sites(root.node, *walk.ends)
+                again = [next_iteration(end) for end in walk.ends if isinstance(end, Iteration)]
+                Walk(program.meaning, calls).sites(root.node, *again)
             yield from {(each.id, each.line): each for each in calls.found}.values()
         yield from _schedules(program, root)
     yield from _never_updated(program)

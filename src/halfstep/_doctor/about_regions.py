@@ -141,6 +141,8 @@ def _is_plain_backward(program: Program, site: Site) -> bool:
     """Return whether a call is a backward pass of a loss without any factor."""
     if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
         return False
+    if site.call.args and dotted(site.owner) != "torch.autograd":  # an object that may scale
+        return False
     of = program.values.candidates(site.owner, site.scope)
     return not any(
         each and isinstance(each[0], ast.BinOp) and isinstance(each[0].op, ast.Mult) for each in of
@@ -187,7 +189,8 @@ def _other_device(program: Program) -> Iterator[Finding]:
             is_chosen = any(_DEVICES.search(test) for test in site.arms)
             device = "" if is_chosen else around.autocast.device
             regions.setdefault(site.scope, {})[around.line] = device
-    for lines in regions.values():
+    is_training = any(map(program.is_backward, program.sites))
+    for lines in regions.values() if is_training else ():
         types = set(lines.values())
         lowered = types.pop()
         seen = "" if types or not lowered else _elsewhere(program, lowered)
@@ -258,7 +261,7 @@ def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | No
     for site in own:
         if site.autocast is not None or not program.is_model(site.call.func):
             continue
-        results = _assigned(site.statement)
+        results = _results(site)
         beside = [each for each in inside if not each.excludes(site)]
         is_used = any(_names_in(each.call) & results for each in beside)
         if is_used and not any(_may_run_model(program, each, results) for each in inside):
@@ -266,9 +269,14 @@ def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | No
     return None
 
 
-def _assigned(statement: ast.stmt) -> set[str]:
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    return {node.id for each in targets for node in ast.walk(each) if isinstance(node, ast.Name)}
+def _results(site: Site) -> set[str]:
+    """Return the names that have the result of a call, or something made of it."""
+    found: set[str] = set()
+    assignments = [node for node in ast.walk(site.scope.node) if isinstance(node, ast.Assign)]
+    for each in sorted(assignments, key=lambda node: node.lineno):
+        if each is site.statement or (found and _names_in(each.value) & found):
+            found.update(*map(_names_in, each.targets))
+    return found
 
 
 def _names_in(node: ast.AST) -> set[str]:

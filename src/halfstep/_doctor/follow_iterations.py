@@ -90,6 +90,8 @@ class IterationFollower:
             return self._of_scaler(now, site, key, path.names, walk) if is_on else now
         is_optimizer = self.program.meaning.is_optimizer(site.owner, site.scope)
         if site.method == "step" and (is_optimizer or is_optimizer_name(key)):
+            if not now.line and path.facts.get(_AMP):  # of an iteration without a scaler
+                return now
             return iteration.after_plain_step(now, self._call(site, optimizer=key), self._report)
         if site.method == "zero_grad":
             is_named = is_optimizer_name(key)

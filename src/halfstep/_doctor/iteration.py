@@ -134,11 +134,12 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
     """Return the state after ``optimizer.step()``."""
     steps = [line for _, key, line in now.stepped if key == call.optimizer]
     is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
+    is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them up
     names = {"scaler": now.scaler or "scaler", **call.names}
     is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
     if is_known and steps:
         report("step-twice", call.line, first=steps[0], **names)
-    elif is_known and not now.is_used and (now.is_scaled or is_unscaled):
+    elif is_known and ((now.is_scaled and not is_late) or (is_unscaled and not now.is_used)):
         report("scaler-bypassed", call.line, **names)
     elif is_known and not now.is_used and _zeroed_at(now, call.optimizer):
         _dropped(now, call, report)
@@ -188,6 +189,11 @@ def after_clip(now: Iteration, line: int) -> Iteration:
     if now.is_scaled and not now.is_unscaled and not now.is_used:
         now = replace(now, clipped=line)
     return replace(now, has_clip=True)
+
+
+def next_iteration(now: Iteration) -> Iteration:
+    """Return the state in which a function that ended so is called again."""
+    return Iteration(unscaled=now.unscaled, stepped=now.stepped)
 
 
 def after_unknown(now: Iteration) -> Iteration:
