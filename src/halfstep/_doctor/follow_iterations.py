@@ -13,8 +13,10 @@ from halfstep._doctor.finding import Finding
 from halfstep._doctor.follow_losses import Losses
 from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, is_optimizer_name
 from halfstep._doctor.iteration_texts import finding
+from halfstep._doctor.read_bindings import Bindings
+from halfstep._doctor.read_conditions import Names, Path, condition_of
 from halfstep._doctor.read_names import NameScope, dotted
-from halfstep._doctor.read_paths import Names, Path, Walk, condition_of
+from halfstep._doctor.read_paths import Walk
 from halfstep._doctor.read_program import Program, Root, is_inherited
 from halfstep._doctor.read_sites import Site
 from halfstep._doctor.read_values import argument
@@ -140,9 +142,9 @@ class IterationFollower:
                 found[text] = 1 - which
         return found
 
-    def value(self, node: ast.expr, scope: NameScope, names: Names, walk: Walk) -> int:
+    def value(self, node: ast.expr, scope: NameScope, names: Names, keys: Bindings) -> int:
         """Return how often a value was multiplied by a scale; -1 if uncertain."""
-        return self._losses.times_scaled(node, scope, names, walk)
+        return self._losses.times_scaled(node, scope, names, keys)
 
     # --- calls ------------------------------------------------------------------------------------
 

@@ -6,8 +6,9 @@ import ast
 from collections.abc import Sequence
 
 from halfstep._doctor.iteration import UNKNOWN
+from halfstep._doctor.read_bindings import Bindings, call_key
+from halfstep._doctor.read_conditions import Names
 from halfstep._doctor.read_names import NameScope, dotted
-from halfstep._doctor.read_paths import Names, Walk, call_key
 from halfstep._doctor.read_program import Program
 
 _KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
@@ -20,21 +21,21 @@ class Losses:
     def __init__(self, program: Program) -> None:
         self._meaning = program.meaning
 
-    def times_scaled(self, node: ast.expr, scope: NameScope, names: Names, walk: Walk) -> int:
+    def times_scaled(self, node: ast.expr, scope: NameScope, names: Names, keys: Bindings) -> int:
         """Return how often a value was multiplied by a scale; -1 if uncertain."""
 
         def of(part: ast.expr) -> int:
-            return self.times_scaled(part, scope, names, walk)
+            return self.times_scaled(part, scope, names, keys)
 
         match node:
             case ast.Constant():
                 return 0
             case ast.Name() | ast.Attribute():
-                return self._named(node, scope, names, walk)
+                return self._named(node, scope, names, keys)
             case ast.Subscript(value=part) | ast.Starred(value=part) | ast.NamedExpr(value=part):
                 return of(part)
             case ast.Call():
-                return self._returned(node, scope, names, walk)
+                return self._returned(node, scope, names, keys)
             case ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right):
                 return _added([of(left), of(right)])
             case ast.BinOp(left=left, right=right):
@@ -52,9 +53,9 @@ class Losses:
         return UNKNOWN if any(of(child) > 0 for child in inner) else 0
 
     def _named(
-        self, node: ast.Name | ast.Attribute, scope: NameScope, names: Names, walk: Walk
+        self, node: ast.Name | ast.Attribute, scope: NameScope, names: Names, keys: Bindings
     ) -> int:
-        key = walk.key(node, scope, names)
+        key = keys.key(node, scope, names)
         found = names.get(key)
         if isinstance(found, int):
             return found
@@ -62,24 +63,24 @@ class Losses:
             return UNKNOWN
         if isinstance(node, ast.Attribute):
             is_of_other = isinstance(node.value, ast.Name) and node.value.id != "self"
-            return self.times_scaled(node.value, scope, names, walk) if is_of_other else UNKNOWN
+            return self.times_scaled(node.value, scope, names, keys) if is_of_other else UNKNOWN
         is_local = node.id in scope.bindings and node.id not in scope.parameters
         return 0 if is_local else UNKNOWN
 
-    def _returned(self, call: ast.Call, scope: NameScope, names: Names, walk: Walk) -> int:
+    def _returned(self, call: ast.Call, scope: NameScope, names: Names, keys: Bindings) -> int:
         """Return the same for the result of a call."""
         found = names.get(call_key(call))
         if isinstance(found, int):
             return found
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        values = [self.times_scaled(each, scope, names, walk) for each in arguments]
+        values = [self.times_scaled(each, scope, names, keys) for each in arguments]
         if isinstance(call.func, ast.Attribute):
             owner, method = call.func.value, call.func.attr
-            key = walk.key(owner, scope, names)
+            key = keys.key(owner, scope, names)
             if method == "scale" and self.is_scaler(owner, scope, key):
                 return max([0, *values]) + 1 if self.is_on(owner, scope) else max([0, *values])
             if method in _KEEPING and not dotted(call.func).startswith("torch."):
-                return self.times_scaled(owner, scope, names, walk)
+                return self.times_scaled(owner, scope, names, keys)
         name = dotted(call.func)
         if name in _ADDING:
             return _added(values)
