@@ -22,6 +22,11 @@ def findings(program: Program) -> Iterator[Finding]:
             calls = IterationFollower(program, root)
             walk = Walk(program.meaning, calls)
             walk.sites(root.node, _before(program, root))
+            # By itself too: what comes before in its callers may be uncertain.
+            scopes = dict.fromkeys(site.scope for site in root.sites if site.method == "step")
+            for scope in scopes:
+                if scope.node is not root.node:
+                    Walk(program.meaning, calls).sites(scope.node, Iteration())
             if _is_whole(root):
                 again = [next_iteration(end) for end in walk.ends if isinstance(end, Iteration)]
                 Walk(program.meaning, calls).sites(root.node, *again)
