@@ -55,6 +55,56 @@ def own(text: str) -> str:
     return body(text, METHOD)
 
 
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    "
+STEP_IF = "scaler.step(optimizer)\n    scaler.update()\n"
+ELSEWHERE = "def take_step(model, scaler, optimizer):\n    {}\n"
+"""A step whose backward pass is in another file."""
+SPLIT = """\
+class Engine:
+    def run(self, x):
+        self.scaler.scale(self.model(x)).backward()
+
+    def finish(self):
+        self.{}
+        self.scaler.update()
+"""
+INHERITED = """\
+class Base:
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+class Trainer(Base):
+    def train_step(self, x):
+        self.scaler.scale(self.model(x)).backward()
+        {}self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+"""
+FORWARD_OUTSIDE = """\
+criterion.to(device)
+for x, y in batches:
+    output = network(x)
+    {}
+    with autocast('cuda'):
+        loss = criterion({}, weights)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+ON_CPU = """\
+{}
+def forward(model, batch):
+    with torch.autocast('cpu', dtype=torch.float16):
+        loss = model(batch)
+    scaler.scale(loss).backward()
+model.to({})
+"""
+BF16 = """\
+def train(model, batch, scaler):
+    with torch.autocast('cuda', torch.bfloat16{}):
+        loss = model(batch)
+    scaler.scale(loss).backward()
+"""
+
 WRONG = [
     (
         "unscale-twice:6",
@@ -170,6 +220,22 @@ WRONG = [
         + SCALED
         + STEP,
     ),
+    ("step-twice:3", ELSEWHERE.format("scaler.step(optimizer)\n    optimizer.step()")),
+    ("update-before-step:2", ELSEWHERE.format("scaler.update()\n    scaler.step(optimizer)")),
+    ("clip-before-unscale:2", ELSEWHERE.format(CLIP + "scaler.step(optimizer)")),
+    ("scaler-bypassed:6", SPLIT.format("optimizer.step()")),
+    ("unscale-twice:9", own(SCALED + "scaler.unscale_(optimizer)\nif x:\n    " + STEP_IF)),
+    ("clip-before-unscale:3", INHERITED.format("")),
+    ("update-missing:5", body("y = model_ema(x)\n" + SCALED[:-1] + ";scaler.step(optimizer)\n")),
+    (
+        "backward-in-autocast:3",
+        "from elsewhere import *\nwith torch.cuda.amp.autocast():\n    " + SCALED + STEP,
+    ),
+    ("autocast-without-forward:5", FORWARD_OUTSIDE.format("parts = [output, y]", "parts")),
+    ("device-differs:3", ON_CPU.format("scaler = torch.GradScaler('cuda')", "device")),
+    ("device-differs:3", ON_CPU.format("batch = batch.cuda()", "device")),
+    ("scaler-with-bf16:2", BF16.format("")),
+    ("scaler-with-bf16:2", BF16.format(", enabled=scaler is not None")),
 ]
 
 
@@ -251,6 +317,19 @@ RIGHT = {
     "bfloat16 or float16": "scaler = GradScaler(enabled=dtype == 'float16')\n"
     "with torch.autocast('cuda', torch.bfloat16, enabled=dtype != 'float32'):\n"
     "    loss = model(x)\n" + SCALED + STEP,
+    "a step of gradients from elsewhere": ELSEWHERE.format("scaler.step(optimizer)"),
+    "the same, with a plain arm": ELSEWHERE.format(
+        "if scaler:\n        scaler.step(optimizer)\n    else:\n        optimizer.step()"
+    ),
+    "methods of one class": SPLIT.format("scaler.step(self.optimizer)"),
+    "clipping by a base": INHERITED.format("self.scaler.unscale_(self.optimizer)\n        "),
+    "a model in autocast beside one outside": FORWARD_OUTSIDE.format("", "network(output)"),
+    "a CPU": ON_CPU.format("scaler = torch.GradScaler('cpu')", "'cpu'"),
+    "bfloat16 by its switch": BF16.format(", enabled=args.bf16"),
+    "a backward pass that may scale": f"with {HALF}:\n    loss = model(x)\n"
+    "optimizer.backward(loss)\noptimizer.step()\n",
+    "a function that is called like a model": "from checkpoints import save_model\n"
+    + body("save_model(loss)\n" + SCALED + STEP),
     "a scaler that is off": "scaler = GradScaler(enabled=False)\nloss = model(x)\nloss.backward()\n"
     + STEP,
 }

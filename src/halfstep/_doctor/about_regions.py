@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.read_names import dotted
+from halfstep._doctor.read_names import NameScope, dotted
 from halfstep._doctor.read_program import Program, Root
 from halfstep._doctor.read_sites import Around, Site
+from halfstep._doctor.read_values import SourceScaler
 
 SCALES = re.compile(r"scaler|loss_?scale|grad_?scale|scale_loss|get_scale", re.I)
 """Matches names that are typical for code that scales a loss."""
 _FRAMEWORKS = re.compile(r"deepspeed|accelerat|lightning|fabric|colossalai|apex|megatron", re.I)
 
-_MODEL = re.compile(r"(^|_)(model|net|unet|network|generator|discriminator)$|^net[A-Z_]")
-"""Matches names that are typical for a model."""
-
+_BF16 = re.compile(r"bf_?16|bfloat", re.I)
+_DEVICES = re.compile(r"cuda|cpu|gpu|device", re.I)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp)
 
 
@@ -141,6 +141,8 @@ def _is_plain_backward(program: Program, site: Site) -> bool:
     """Return whether a call is a backward pass of a loss without any factor."""
     if not program.is_backward(site) or program.scaled_by(site) or not site.has_grad:
         return False
+    if site.call.args and dotted(site.owner) != "torch.autograd":  # an object that may scale
+        return False
     of = program.values.candidates(site.owner, site.scope)
     return not any(
         each and isinstance(each[0], ast.BinOp) and isinstance(each[0].op, ast.Mult) for each in of
@@ -148,13 +150,15 @@ def _is_plain_backward(program: Program, site: Site) -> bool:
 
 
 def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
-    found = [site.autocast for site in program.sites if site.has_grad and site.autocast]
+    sites = [site for site in program.sites if site.has_grad and site.autocast]
+    found = [site.autocast for site in sites if site.autocast]
     if not found or any(autocast.dtype != "bfloat16" for autocast in found):
         return
-    switches = {autocast.switch for autocast in found if not re.search("16|half", autocast.switch)}
-    for name, scaler in program.scalers.items():
-        is_on = scaler.enabled or (scaler.enabled is None and scaler.switch in switches)
-        if is_on and not scaler.is_guard:
+    elsewhere = SourceScaler(is_torch=False, enabled=None)
+    scaled = {name: elsewhere for site in program.sites if (name := program.scaled_by(site))}
+    switches = {autocast.switch for autocast in found}
+    for name, scaler in (scaled | program.scalers).items():
+        if not scaler.is_guard and _may_be_on(name, scaler, switches):
             yield Finding(
                 "scaler-with-bf16",
                 f"`{name}` scales losses of a training in bfloat16, which has the range of "
@@ -163,48 +167,63 @@ def _scaler_with_bf16(program: Program) -> Iterator[Finding]:
                 "from halfstep import GradScaler, Static\n"
                 f"{name} = GradScaler(init_scale=1.0, rule=Static())",
                 (name,),
-                line=scaler.line or min(site.line for site in program.sites if site.autocast),
+                line=scaler.line or min(site.inside[site.autocast_at].line for site in sites),
             )
 
 
+def _may_be_on(name: str, scaler: SourceScaler, switches: set[str]) -> bool:
+    """Return whether a scaler is on, or has the switch of an autocast, or is made elsewhere."""
+    if scaler.enabled is not None:
+        return scaler.enabled
+    is_theirs = any(name.rpartition(".")[2] in switch for switch in switches)
+    is_elsewhere = not scaler.line and not any(_BF16.search(switch) for switch in switches)
+    return is_theirs or is_elsewhere or bool(scaler.switch and scaler.switch in switches)
+
+
 def _other_device(program: Program) -> Iterator[Finding]:
-    """Yield autocasts for another device than the one that the models are moved to."""
-    autocasts = {
-        around.line: around.autocast
-        for site in program.sites
-        if site.autocast and site.has_grad
-        for around in [site.inside[site.autocast_at]]
-        if around.autocast is not None
-    }
-    types = {autocast.device for autocast in autocasts.values()}
-    if len(types) != 1:
-        return
-    lowered = types.pop()
+    """Yield autocasts for another device than the one that the training is on."""
+    regions: dict[NameScope, dict[int, str]] = {}
+    for site in program.sites:
+        around = site.region
+        if around is not None and around.autocast is not None and site.has_grad:
+            is_chosen = any(_DEVICES.search(test) for test in site.arms)
+            device = "" if is_chosen else around.autocast.device
+            regions.setdefault(site.scope, {})[around.line] = device
+    is_training = any(map(program.is_backward, program.sites))
+    for lines in regions.values() if is_training else ():
+        types = set(lines.values())
+        lowered = types.pop()
+        seen = "" if types or not lowered else _elsewhere(program, lowered)
+        for line in lines if seen else ():
+            yield Finding(
+                "device-differs",
+                f"autocast lowers what runs on {lowered}, and {seen}: the forward pass runs in "
+                "float32",
+                "give autocast the device type of the model",
+                f'with autocast("{seen.rpartition(" ")[2]}"):\n    ...',
+                line=line,
+            )
+
+
+def _elsewhere(program: Program, lowered: str) -> str:
+    """Return what shows that a training is on another device than an autocast; empty if nothing."""
     moves = [devices for site in program.sites if (devices := _moved_to(program, site)) is not None]
-    if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
-        moves = [{"cuda"}]
     devices = set().union(*moves)
-    if not devices or not all(moves):
-        return
-    # `autocast("cuda")` switches itself off where there is no GPU.
-    if not lowered or (lowered in devices and (lowered == "cuda" or len(devices) == 1)):
-        return
-    model_at = " or ".join(sorted(devices - {lowered}))
-    for line in autocasts:
-        yield Finding(
-            "device-differs",
-            f"autocast lowers what runs on {lowered}, and the model is moved to {model_at}: the "
-            "forward pass runs in float32",
-            "give autocast the device type of the model",
-            f'with autocast("{model_at.partition(" ")[0]}"):\n    ...',
-            line=line,
-        )
+    if moves and all(moves):
+        # `autocast("cuda")` switches itself off where there is no GPU.
+        is_right = lowered in devices and (lowered == "cuda" or len(devices) == 1)
+        others = " or ".join(sorted(devices - {lowered}))
+        return "" if is_right else f"the model is moved to {others}"
+    if lowered == "cpu" and any(site.method == "cuda" for site in program.sites):
+        return "tensors are moved to cuda"
+    scalers = [name for name, scaler in program.scalers.items() if scaler.device == "cuda"]
+    return f"`{scalers[0]}` is made for cuda" if lowered == "cpu" and scalers else ""
 
 
 def _moved_to(program: Program, site: Site) -> set[str] | None:
     """Return the devices that a model may be moved to, empty if unknown; None for other calls."""
     target = site.statement.targets[0] if isinstance(site.statement, ast.Assign) else site.owner
-    if site.method not in ("to", "cuda") or not _is_model(target):
+    if site.method not in ("to", "cuda") or not program.is_model(target):
         return None
     if site.method == "cuda":
         return {"cuda"}
@@ -213,45 +232,61 @@ def _moved_to(program: Program, site: Site) -> set[str] | None:
     return program.values.devices(site.call.args[0], site.scope)
 
 
-def _is_model(node: ast.expr) -> bool:
-    return bool(_MODEL.search(dotted(node).removesuffix(".module").rpartition(".")[2]))
-
-
 def _without_forward(program: Program, root: Root) -> Iterator[Finding]:
-    """Yield autocasts beside a forward pass, where the loss is scaled."""
-    own = [site for site in root.sites if site.has_grad]
-    forwards = [site for site in own if _is_model(site.call.func)]
-    regions = {
-        site.inside[site.autocast_at].line: site.inside[site.autocast_at].node
-        for site in own
-        if site.autocast is not None
-    }
-    is_scaled = any(program.scaled_by(site) for site in own)
-    if not (is_scaled and forwards and regions) or any(site.autocast for site in forwards):
-        return
-    inside = [site for site in own if site.autocast is not None]
-    if any(site.autocast_at >= 0 and _may_run_model(site) for site in inside):
-        return
-    loops = {tuple(site.around("loop")) for site in inside}
-    model = next((each for each in forwards if tuple(each.around("loop")) in loops), None)
-    if model is None:
-        return
-    name = dotted(model.call.func)
-    line = min(regions)
-    yield Finding(
-        "autocast-without-forward",
-        f"autocast is around other calls, and `{name}(...)` in line {model.line} is outside: the "
-        "model runs in float32, as slow as before, and only its results are lowered",
-        "put the forward pass and the loss into autocast",
-        f"with autocast(...):\n    output = {name}(...)\n    loss = ...",
-        (name,),
-        line=line,
-    )
+    """Yield autocasts around calls that take the result of a model, which is called outside."""
+    regions: dict[NameScope, dict[ast.AST, Site]] = {}
+    for site in root.sites:
+        if site.region is not None and site.autocast is not None and site.has_grad:
+            regions.setdefault(site.scope, {})[site.region.node] = site
+    for scope, first in regions.items():
+        own = [site for site in root.sites if site.scope is scope and site.has_grad]
+        inside = [s for s in root.sites if any(around.node in first for around in s.inside)]
+        forward = _forward(program, own, inside) if any(map(program.scaled_by, own)) else None
+        if forward is not None:
+            name = dotted(forward.call.func)
+            yield Finding(
+                "autocast-without-forward",
+                f"autocast is around other calls, and `{name}(...)` in line {forward.line} is "
+                "outside: the model runs in float32, as slow as before, and only its results are "
+                "lowered",
+                "put the forward pass and the loss into autocast",
+                f"with autocast(...):\n    output = {name}(...)\n    loss = ...",
+                (name,),
+                line=min(site.region.line for site in first.values() if site.region),
+            )
 
 
-def _may_run_model(site: Site) -> bool:
-    """Return whether a call may run a model: it is given one, or is a method of an object."""
-    parts = [*site.call.args, *(keyword.value for keyword in site.call.keywords)]
-    named = [node for part in parts for node in ast.walk(part) if isinstance(node, ast.expr)]
-    is_method = dotted(site.owner) == "self" and not site.method.endswith(("loss", "criterion"))
-    return any(map(_is_model, [*named, site.owner])) or is_method
+def _forward(program: Program, own: list[Site], inside: list[Site]) -> Site | None:
+    """Return the call of a model whose result regions take, where no model is called in them."""
+    for site in own:
+        if site.autocast is not None or not program.is_model(site.call.func):
+            continue
+        results = _results(site)
+        beside = [each for each in inside if not each.excludes(site)]
+        is_used = any(_names_in(each.call) & results for each in beside)
+        if is_used and not any(_may_run_model(program, each, results) for each in inside):
+            return site
+    return None
+
+
+def _results(site: Site) -> set[str]:
+    """Return the names that have the result of a call, or something made of it."""
+    found: set[str] = set()
+    assignments = [node for node in ast.walk(site.scope.node) if isinstance(node, ast.Assign)]
+    for each in sorted(assignments, key=lambda node: node.lineno):
+        if each is site.statement or (found and _names_in(each.value) & found):
+            found.update(*map(_names_in, each.targets))
+    return found
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+
+
+def _may_run_model(program: Program, site: Site, results: set[str]) -> bool:
+    """Return whether a call may run a model, and is no loss of the results of one."""
+    if any(map(program.is_model, (site.call.func, site.owner))):
+        return True
+    given = [*site.call.args, *(keyword.value for keyword in site.call.keywords)]
+    is_given = any(map(program.is_model, given)) or dotted(site.owner) == "self"
+    return is_given and not _names_in(site.call) & results

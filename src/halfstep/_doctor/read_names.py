@@ -57,6 +57,9 @@ class FileNames:
         self.scopes: dict[ast.AST, NameScope] = {}  # of the file and of each function
         self.attributes: Bindings = {}  # of self.scaler and other attributes
         self.methods: dict[tuple[str, str], Function] = {}  # by class and name
+        self.parts: dict[ast.AST, list[ast.AST]] = {}
+        self.calls: dict[ast.Call, Function] = {}  # of functions of the file
+        self.bases: dict[str, list[str]] = {}  # of each class
         self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
         for statement in tree.body:
@@ -69,8 +72,15 @@ class FileNames:
             case ast.Name(id=name):
                 return scope.function(name)
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
-                return self.methods.get((scope.class_name, name))
+                return self._method(scope.class_name, name)
         return None
+
+    def _method(self, class_name: str, name: str) -> Function | None:
+        own = self.methods.get((class_name, name))
+        if own is not None:
+            return own
+        inherited = (self._method(base, name) for base in self.bases.get(class_name, ()))
+        return next((each for each in inherited if each is not None), None)
 
     # --- collecting -------------------------------------------------------------------------------
 
@@ -83,6 +93,9 @@ class FileNames:
                 return
             case ast.ClassDef():
                 outer, self._class = self._class, node.name
+                names = [dotted(each) for each in node.bases]
+                # Only a class that was read before: no class is its own base.
+                self.bases[node.name] = [each for each in names if each in self.bases]
                 self._children(node)
                 self._class = outer
                 return
@@ -150,23 +163,23 @@ class FileNames:
 
     def _bind_parameters(self, tree: ast.Module) -> None:
         """Bind the arguments of functions that are called once; others stay unknown."""
-        calls: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
+        uses: dict[Function, list[tuple[ast.Call, NameScope]]] = {}
 
         def find_calls(node: ast.AST, scope: NameScope) -> None:
             for child in ast.iter_child_nodes(node):
                 inner = self.scopes.get(child, scope)
                 if isinstance(child, ast.Call) and (called := self.called(child, inner)):
-                    calls.setdefault(called, []).append((child, inner))
+                    self.calls[child] = called
+                    uses.setdefault(called, []).append((child, inner))
                 find_calls(child, inner)
 
         find_calls(tree, self.scopes[tree])
         for scope in self.scopes.values():
             if isinstance(scope.node, ast.Module):
                 continue
-            uses = calls.get(scope.node, [])
             known: dict[str, Written] = {}
-            if len(uses) == 1:
-                call, caller = uses[0]
+            if len(uses.get(scope.node, ())) == 1:
+                [(call, caller)] = uses[scope.node]
                 passed = passed_to(scope.node, call)
                 known = {name: (value, caller) for name, value in passed.items()}
             for arg in ast.iter_child_nodes(scope.node.args):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,12 @@ _CLIP_OWNERS = (
     "engine",
     "trainer",
 )
+
+_OF_MODELS = ("parameters", "named_parameters", "train", "eval")
+_MODEL = re.compile(
+    r"(^|[._])(model|net|unet|network|generator|discriminator)$|(^|\.)net[A-Z_]\w*$"
+)
+"""Matches names that are typical for a model."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +62,17 @@ class Program:
 
     @cached_property
     def roots(self) -> list[Root]:
-        """The parts of the file to check."""
-        scopes = self.values.names.scopes
-        chosen = [self._function] if self._function else [s.node for s in scopes.values()]
-        return [Root(node, tuple(Walk(self.meaning).sites(node))) for node in chosen]
+        """The parts of the file to check: what is called from one of them is seen there."""
+        names, found = self.values.names, list[Root]()
+        functions = [scope.node for scope in names.scopes.values()]
+        called = {*names.calls.values()}
+        functions.sort(key=called.__contains__)
+        seen: set[ast.AST] = set()
+        for node in [self._function] if self._function else functions:
+            if node not in seen:
+                found.append(Root(node, tuple(Walk(self.meaning).sites(node))))
+                seen |= {site.scope.node for site in found[-1].sites}
+        return found
 
     @property
     def sites(self) -> Iterator[Site]:
@@ -78,6 +92,18 @@ class Program:
     def imported(self) -> set[str]:
         """The full names of what the file imports."""
         return set(self.values.names.imports.values())
+
+    @cached_property
+    def models(self) -> set[str]:
+        """The names of objects that are used as models: their parameters or mode are."""
+        names = {dotted(site.owner) for site in self.sites if site.method in _OF_MODELS}
+        return names - {"", "self"}
+
+    def is_model(self, node: ast.expr) -> bool:
+        """Return whether an expression is a model, by its name or by what is done with it."""
+        name = dotted(node).removesuffix(".module")
+        is_defined = bool(name) and name.partition(".")[0] in self.values.names.imports
+        return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
 
     # --- kinds of calls ---------------------------------------------------------------------------
 
@@ -168,3 +194,11 @@ class Program:
 
 def _first(site: Site) -> str:
     return dotted(site.call.args[0]) if site.call.args else ""
+
+
+def is_inherited(tree: ast.Module, site: Site) -> bool:
+    """Return whether the class has bases, which may use an attribute of ``self`` elsewhere."""
+    return any(
+        isinstance(node, ast.ClassDef) and node.name == site.scope.class_name and node.bases
+        for node in ast.walk(tree)
+    )

@@ -72,6 +72,13 @@ class Site:
         return found if found is not None and found.enabled is not False else None
 
     @property
+    def region(self) -> Around | None:
+        """The autocast around it in the same function."""
+        at = self.autocast_at
+        is_own = at >= 0 and not any(each.kind == "call" for each in self.inside[at:])
+        return self.inside[at] if is_own else None
+
+    @property
     def has_grad(self) -> bool:
         """Whether gradients are recorded."""
         return all([around.grad for around in self.inside if around.kind == "grad"][-1:])

@@ -89,7 +89,10 @@ class Values:
             return known.__name__
         if isinstance(known, type | FunctionType):
             return f"{known.__module__}.{known.__qualname__}"
-        return ".".join([module.__name__, *rest]) if isinstance(module, ModuleType) else ""
+        if isinstance(module, ModuleType):
+            return ".".join([module.__name__, *rest])
+        is_from_star = first == "torch" and "*" in self.names.imports
+        return dotted(node) if is_from_star else ""
 
     def dtype(self, node: ast.expr, scope: NameScope) -> str:
         """Return the name of a dtype, ``"float16"``; empty if uncertain."""
@@ -179,6 +182,7 @@ class SourceScaler:
     is_guard: bool = False  # it only skips steps: GradScaler(1.0, rule=Static())
     line: int = 0  # that makes it; 0 if it is made elsewhere
     switch: str = ""  # the source of ``enabled``
+    device: str = ""  # "cuda", "cpu"; empty if it is not certain
 
 
 _T = TypeVar("_T")
@@ -287,7 +291,7 @@ class Meaning:
             self._flag(enabled, scope),
             is_torch,
             device if is_known else "",
-            "" if enabled is None else ast.unparse(enabled),
+            self._switch(enabled, scope),
         )
 
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
@@ -301,9 +305,32 @@ class Meaning:
         rule = argument(node, "rule")
         is_static = isinstance(rule, ast.Call) and dotted(rule.func).endswith("Static")
         given = argument(node, "enabled", position)
-        switch = "" if given is None else ast.unparse(given)
-        enabled = self._flag(given, scope)
-        return SourceScaler(name.startswith("torch."), enabled, is_static, node.lineno, switch)
+        return SourceScaler(
+            name.startswith("torch."),
+            self._flag(given, scope),
+            is_static,
+            node.lineno,
+            self._switch(given, scope),
+            self._device_of_scaler(node, name, scope),
+        )
+
+    def _device_of_scaler(self, call: ast.Call, name: str, scope: NameScope) -> str:
+        if ".amp." in name and name.split(".")[1] in ("cuda", "cpu"):
+            return name.split(".")[1]
+        device = argument(call, "device", 0)
+        if device is None:
+            return "cuda" if name.startswith("torch.") else ""
+        types = self.values.devices(device, scope)
+        return types.pop() if len(types) == 1 else ""
+
+    def _switch(self, node: ast.expr | None, scope: NameScope) -> str:
+        """Return the source of a switch, followed through names that are bound once."""
+        seen: list[str] = []
+        while node is not None and (text := ast.unparse(node)) not in seen:
+            seen.append(text)
+            bound = scope.lookup(text) or self.values.names.attributes.get(text, [])
+            node, scope = bound[0] if len(bound) == 1 and bound[0] else (None, scope)
+        return seen[-1] if seen else ""
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""

@@ -1,0 +1,214 @@
+"""The state of gradients, optimizers and scalers at a point of an iteration, and its transitions.
+
+A transition returns the next state, and reports what is wrong with the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+UNKNOWN = -1
+"""For values that may be scaled or not."""
+_Calls: TypeAlias = "frozenset[tuple[str, str, int]]"
+"""Calls of a scaler for an optimizer: the two, and the line."""
+Report: TypeAlias = Callable[..., None]
+"""Takes the id of a finding, its line, and the values of its text."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What happened since the last steps, on one path."""
+
+    losses: frozenset[int] = frozenset()  # scaled how often; of the gradients that wait
+    scaler: str = ""  # that scaled the last loss
+    line: int = 0  # of a backward pass, of one that is not scaled if there is any
+    loss: str = ""  # of this pass
+    is_used: bool = False  # a step has used the gradients
+    is_dropped: bool = False  # zero_grad came after the backward pass
+    is_uncertain: bool = False  # a call that is not known may have changed them
+    unscaled: _Calls = frozenset()  # since update
+    is_unscaled: bool = False  # since the last backward pass
+    stepped: _Calls = frozenset()  # since update
+    clipped: int = 0  # the line that clipped scaled gradients
+    has_clip: bool = False  # since update
+    zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers whose gradients were dropped
+    updated: frozenset[tuple[str, int]] = frozenset()  # scalers, since the last backward pass
+    made: frozenset[tuple[str, tuple[int, ...], int]] = frozenset()  # scalers, their loops, lines
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients of a scaled loss wait, as far as one can know."""
+        return max(self.losses, default=0) > 0 and not self.is_uncertain
+
+    def without(self, key: str) -> Iteration:
+        """Return the state after a variable was bound to another object."""
+        return replace(
+            self,
+            unscaled=frozenset(each for each in self.unscaled if key not in each),
+            stepped=frozenset(each for each in self.stepped if key not in each),
+            zeroed=frozenset(each for each in self.zeroed if key not in each),
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call: its line, the keys of its objects, and what the source calls them."""
+
+    line: int
+    scaler: str = ""
+    optimizer: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    has_closure: bool = False
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the optimizer is one object, not any of several."""
+        return "[*]" not in self.optimizer
+
+    def lines_in(self, calls: _Calls) -> list[int]:
+        """Return the lines of calls of the same scaler for the same optimizer."""
+        return [line for *of, line in calls if of == [self.scaler, self.optimizer]]
+
+
+def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> Iteration:
+    """Return the state after a backward pass of a loss that was scaled so many times."""
+    if scaled > 1:
+        report("scaled-twice", call.line, **call.names)
+    fresh = Iteration(
+        unscaled=now.unscaled, stepped=now.stepped, has_clip=now.has_clip, made=now.made
+    )
+    if now.losses and not (now.is_used or now.is_dropped):
+        fresh = replace(
+            fresh, losses=now.losses, is_uncertain=now.is_uncertain, clipped=now.clipped
+        )
+    fresh = replace(fresh, losses=fresh.losses | {scaled}, scaler=call.names["scaler"])
+    if scaled == 0 or 0 not in now.losses:
+        return replace(fresh, line=call.line, loss=call.names["loss"])
+    return replace(fresh, line=now.line, loss=now.loss)
+
+
+def after_unscale(now: Iteration, call: Call, report: Report) -> Iteration:
+    """Return the state after ``scaler.unscale_(optimizer)``."""
+    lines, is_stepped = call.lines_in(now.unscaled), bool(call.lines_in(now.stepped))
+    # Where both are called again in the next pass, it is `update` that is missing.
+    if call.is_one and (lines or is_stepped) and not (is_stepped and call.line in lines):
+        first = "step" if is_stepped else "unscale_"
+        report("unscale-twice", call.line, first=first, **call.names)
+    unscaled = now.unscaled | {(call.scaler, call.optimizer, call.line)}
+    # `updated` ends here too: these are gradients of a pass without a visible backward.
+    return replace(now, updated=frozenset(), unscaled=unscaled, is_unscaled=True)
+
+
+def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Iteration:
+    """Return the state after ``scaler.step(optimizer)``; an idle scaler scales no loss."""
+    lines = call.lines_in(now.stepped)
+    if lines and call.is_one and call.line not in lines:
+        report("step-twice", call.line, first=lines[0], **call.names)
+    elif lines and call.is_one:
+        report("update-missing", call.line, **call.names)
+    elif now.losses and not now.is_uncertain and not call.has_closure and call.is_one:
+        _check_step(now, call, is_idle, report)
+    stepped = now.stepped | {(call.scaler, call.optimizer, call.line)}
+    return replace(now, stepped=stepped, is_used=True, zeroed=frozenset(), clipped=0)
+
+
+def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> None:
+    updated = [line for key, line in now.updated if key == call.scaler]
+    is_unscaled = 0 in now.losses or (max(now.losses) < 0 and is_idle)
+    if updated:
+        report("update-before-step", updated[0], **call.names)
+    elif now.is_used:
+        return
+    elif _zeroed_at(now, call.optimizer):
+        _dropped(now, call, report)
+    elif is_unscaled and not now.is_dropped:
+        report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
+    elif now.clipped:
+        report("clip-before-unscale", now.clipped, **call.names)
+
+
+def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
+    """Return the state after ``optimizer.step()``."""
+    steps = [line for _, key, line in now.stepped if key == call.optimizer]
+    is_unscaled = any(key == call.optimizer for _, key, _ in now.unscaled)
+    is_late = now.is_used and min(now.losses, default=0) <= 0  # others may have used them up
+    names = {"scaler": now.scaler or "scaler", **call.names}
+    is_known = bool(now.losses) and not now.is_uncertain and not call.has_closure
+    if is_known and steps:
+        report("step-twice", call.line, first=steps[0], **names)
+    elif is_known and ((now.is_scaled and not is_late) or (is_unscaled and not now.is_used)):
+        report("scaler-bypassed", call.line, **names)
+    elif is_known and not now.is_used and _zeroed_at(now, call.optimizer):
+        _dropped(now, call, report)
+    return replace(now, is_used=True, zeroed=frozenset(), clipped=0)
+
+
+def _zeroed_at(now: Iteration, optimizer: str) -> int:
+    """Return the line that dropped the gradients of a backward pass that is visible; else 0."""
+    return next((line for key, line in now.zeroed if key == optimizer and now.line), 0)
+
+
+def _dropped(now: Iteration, call: Call, report: Report) -> None:
+    line, optimizer = _zeroed_at(now, call.optimizer), call.names["optimizer"]
+    report("gradients-dropped", line, first=now.line, step=call.line, optimizer=optimizer)
+
+
+def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
+    """Return the state after ``scaler.update()``."""
+    unscaled = {optimizer for scaler, optimizer, _ in now.unscaled if scaler == call.scaler}
+    stepped = {optimizer for scaler, optimizer, _ in now.stepped if scaler == call.scaler}
+    left, others = unscaled - stepped, stepped - unscaled
+    name = call.names["scaler"]
+    if now.is_scaled and not now.is_used and not unscaled and not stepped:
+        report("update-before-step", call.line, scaler=name, optimizer="optimizer")
+    if now.has_clip and left and others and not any("[*]" in key for key in unscaled | stepped):
+        line = next(line for _, key, line in now.stepped if key not in unscaled)
+        shown = {"other": _shown(min(left)), "optimizer": _shown(min(others))}
+        report("unscale-of-another", line, scaler=name, **shown)
+    return replace(
+        now,
+        unscaled=frozenset(each for each in now.unscaled if each[0] != call.scaler),
+        stepped=frozenset(each for each in now.stepped if each[0] != call.scaler),
+        updated=now.updated | {(call.scaler, call.line)},
+        has_clip=False,
+    )
+
+
+def after_zero_grad(now: Iteration, optimizers: Iterable[str], line: int) -> Iteration:
+    """Return the state after the gradients of optimizers were dropped."""
+    if now.is_used or not now.losses:
+        return now
+    return replace(now, zeroed=now.zeroed | {(each, line) for each in optimizers}, is_dropped=True)
+
+
+def after_clip(now: Iteration, line: int) -> Iteration:
+    """Return the state after gradients were clipped as they are."""
+    if now.is_scaled and not now.is_unscaled and not now.is_used:
+        now = replace(now, clipped=line)
+    return replace(now, has_clip=True)
+
+
+def next_iteration(now: Iteration) -> Iteration:
+    """Return the state in which a function that ended so is called again."""
+    return Iteration(unscaled=now.unscaled, stepped=now.stepped)
+
+
+def after_unknown(now: Iteration) -> Iteration:
+    """Return the state after a call that may step, or run a backward pass."""
+    none = frozenset[tuple[str, str, int]]()
+    now = replace(now, unscaled=none, stepped=none, zeroed=frozenset(), updated=frozenset())
+    return replace(now, is_uncertain=True)
+
+
+def is_optimizer_name(key: str) -> bool:
+    """Return whether a key ends with the name of an optimizer."""
+    last = re.split(r"[./]", re.sub(r"\[.*?\]$", "", key))[-1].lower()
+    return "optim" in last or last.startswith("opt") or last.endswith("_opt")
+
+
+def _shown(key: str) -> str:
+    """Return a key as the source has it, without the function around it."""
+    return key.rpartition("/")[2]
