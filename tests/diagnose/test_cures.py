@@ -111,12 +111,14 @@ class Half(torch.autograd.Function):
     assert found.cure.is_finite
 
 
-def test_without_a_source_dots_stand_for_what_was_there() -> None:
+def test_without_a_source_the_change_is_said_in_words() -> None:
     names: dict[str, Any] = {"torch": torch, "zero": torch.zeros(3, requires_grad=True)}
     exec("def step():\n    torch.log(zero).sum().backward()\n", names)
     found = halfstep.diagnose(names["step"])
     assert found.cure is not None
-    assert (found.cure.text, found.cure.edits) == ("torch.log((...).clamp_min(1e-06))", ())
+    text = "give it x.clamp_min(1e-06), where x is its first argument"
+    assert found.cure.text == f"in the call of log at <string>:2: {text}"
+    assert not found.cure.edits
     assert found.cure.is_finite
 
 
@@ -173,3 +175,31 @@ def test_an_edit_of_a_call_in_place_changes_what_it_writes_to(tmp_path: Path) ->
 scores.fill_diagonal_(-math.inf)
 loss = F.cross_entropy(scores, torch.arange(3))"""
     assert "scores.fill_diagonal_(-10000.0)" in str(diagnosed(body, tmp_path).cure)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "edited"),
+    [
+        ("zero if i else 1.0", "zero.clamp_min(1e-06) if i else 1.0"),
+        ("-1.0 if not i else zero", "-1.0 if not i else zero.clamp_min(1e-06)"),
+        ("zero if i else rows[0]", "zero.clamp_min(1e-06) if i else rows[0].clamp_min(1e-06)"),
+    ],
+)
+def test_an_edit_of_a_condition_runs_in_the_other_case_too(
+    divisor: str, edited: str, tmp_path: Path
+) -> None:
+    body = f"loss = (rows / ({divisor})).sum()"
+    found = diagnosed(body, tmp_path, "i = True\nzero = zero.detach() + 1e-60\n")
+    assert found.cure is not None
+    assert (found.cure.text, found.cure.is_finite) == (f"loss = (rows / ({edited})).sum()", True)
+    for i in (True, False):
+        run(f"{HEAD}i = {i}\n{found.cure.text}", tmp_path / "b.py")
+
+
+def test_a_limit_that_hides_large_values_is_told_as_such(tmp_path: Path) -> None:
+    found = diagnosed("loss = ((zero + 1e30) ** 2).sum()", tmp_path)
+    assert found.cure is not None
+    assert "clamp(-10000.0, 10000.0)" in found.cure.text
+    assert any("hides values that are too large" in note for note in found.notes)
+    found = diagnosed("loss = zero.log().sum()", tmp_path)
+    assert not any("hides" in note for note in found.notes)

@@ -7,10 +7,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker
-from halfstep._diagnose.diagnosis import Line
 from halfstep._diagnose.inspect_op import OpInspection, names_in
 from halfstep._diagnose.observer import OpCall
-from halfstep._diagnose.user_code import user_line
+from halfstep._diagnose.user_code import Place, user_place
 
 MOST_INSPECTED = 16
 """The most bad ops of a replay that are inspected; the one to blame is among the first."""
@@ -27,14 +26,14 @@ class InspectingTracker(BlameTracker):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.inspected: dict[int, OpInspection] = {}
-        self._lines: dict[int, tuple[str, Line | None]] = {}
+        self._places: dict[int, tuple[str, Place | None]] = {}
         self._name_of = names_in(model)
 
     def before(self, call: OpCall) -> None:
         """Note the line of an op, for its backward pass."""
         super().before(call)
         if call.phase != "backward":
-            self._lines[call.number] = (call.name, user_line())
+            self._places[call.number] = (call.name, user_place())
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
         """Inspect an op that may be to blame."""
@@ -45,6 +44,7 @@ class InspectingTracker(BlameTracker):
         inspection.before(call)
         inspection.after(call, bad)
         if blame.of is not None:
-            op, line = self._lines.get(call.place.number, (None, None))
+            op, place = self._places.get(call.place.number, (None, None))
+            line = None if place is None else place.line
             inspection.bad = replace(inspection.bad, forward_op=op, forward_line=line)
         self.inspected[call.number] = inspection

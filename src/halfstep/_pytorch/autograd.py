@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -77,6 +77,18 @@ def has_hooks_after_accumulation(leaf: torch.Tensor) -> bool:
 
 # What every backward pass begins in; what it calls in Python lies above that on the stack.
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the sum of outputs, unseen by what is around ``autograd.grad``."""
+    ones = tuple(map(torch.ones_like, outputs))
+    run: Any = torch.autograd.graph._engine_run_backward
+    found: tuple[torch.Tensor | None, ...] = run(
+        tuple(outputs), ones, False, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return found
 
 
 @contextmanager
