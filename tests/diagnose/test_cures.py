@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +204,54 @@ def test_a_limit_that_hides_large_values_is_told_as_such(tmp_path: Path) -> None
     assert any("hides values that are too large" in note for note in found.notes)
     found = diagnosed("loss = zero.log().sum()", tmp_path)
     assert not any("hides" in note for note in found.notes)
+
+
+HALF_LOOP = """
+import torch
+from torch import nn
+import halfstep
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).half()
+optimizer = torch.optim.Adam(model.parameters())
+{cure}
+scaler, told, losses = halfstep.GradScaler("cpu", enabled=False), [], []
+with scaler.diagnose(model, tell=lambda *found: told.append(found)):
+    for _ in range(4):
+        loss = model(torch.randn(4, 6).half()).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+def test_a_float16_weight_that_its_optimizer_made_bad_gets_master_weights(tmp_path: Path) -> None:
+    ((found, step),) = run(HALF_LOOP.format(cure=""), tmp_path / "a.py")["told"]
+    assert (found.verdict, step) == ("data", 2)
+    cured = run(HALF_LOOP.format(cure=found.cure.text.splitlines()[0]), tmp_path / "b.py")
+    assert not cured["told"]
+    assert len(cured["losses"]) == 4
+    assert all(map(math.isfinite, cured["losses"]))
+
+
+@pytest.mark.parametrize(
+    ("statement", "edited"),
+    [
+        (
+            "loss = torch.mm(low, low.mT).float().log().sum()",
+            "loss = torch.mm(low.float(), low.mT.float()).float().log().sum()",
+        ),
+        (
+            "loss = (one @ F.gaussian_nll_loss(low, one, low)[None]).float().sum()",
+            "loss = (one @ F.gaussian_nll_loss(low.float(), one.float(), low.float()).half()[None])"
+            ".float().sum()",
+        ),
+    ],
+)
+def test_all_operands_are_cast_and_the_result_where_what_follows_needs_it(
+    statement: str, edited: str, tmp_path: Path
+) -> None:
+    found = diagnosed(f"low = (rows + 3e3).half()\none = low[:, :1] / 3e3\n{statement}", tmp_path)
+    assert found.cure is not None
+    assert (found.cure.text, found.cure.is_finite) == (edited, True)
