@@ -42,7 +42,7 @@ from halfstep._diagnose.kept_calls import (
     scale,
     set_part,
 )
-from halfstep._diagnose.user_code import is_called_by_a_scaler, user_place, whole_model
+from halfstep._diagnose.user_code import Place, is_called_by_a_scaler, user_place, whole_model
 from halfstep._numerics.measure import is_finite, is_mask
 from halfstep._pytorch import autograd, compiler, data, modes, optim, storages, transforms
 from halfstep._pytorch.storages import ByMemory
@@ -89,6 +89,10 @@ _DRAWS = {
 }
 """Names of functions that draw random numbers."""
 _GAP = "something computed a tensor in it that cannot be called again"
+_GAP_OF_COMPILED = (
+    "a function that is compiled computed a tensor in it, which cannot be called again; "
+    'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
+)
 
 
 _SIMPLE = {
@@ -156,6 +160,7 @@ class Capture(TopLevelCalls):
         ends: The calls of ``backward`` in this step.
         written: What the loop last wrote to a tensor from before the step, such as the factor that
             it has multiplied gradients by.
+        made_bad: Where it last wrote inf or NaN as a number in this step, as to a batch.
     """
 
     def __init__(
@@ -182,6 +187,7 @@ class Capture(TopLevelCalls):
         self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
         self.written: Made | None = None
+        self.made_bad: Place | None = None
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
@@ -228,7 +234,7 @@ class Capture(TopLevelCalls):
     def begin(self) -> None:
         """Begin another step; its calls may use results of the last one, but no older ones."""
         self._turn()
-        self.ends, self.written, self._num_copied = [], None, 0
+        self.ends, self.written, self.made_bad, self._num_copied = [], None, None, 0
         self._evaluated.clear()
         self._models.clear()
         self._writes = ByMemory()
@@ -285,8 +291,10 @@ class Capture(TopLevelCalls):
                 if self.made_by(args[0]) is None:
                     is_found = True
                     self._note_write(function, args, kwargs)
-                # A batch that the loop itself makes bad: its values are data from now on.
-                is_found |= args[0].grad_fn is None and any(map(_is_bad_number, args[1:]))
+                if any(map(_is_bad_number, args[1:])):
+                    self.made_bad = user_place()
+                    # A batch that the loop itself makes bad: its values are data from now on.
+                    is_found |= args[0].grad_fn is None
         return is_found
 
     def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -418,7 +426,7 @@ class Capture(TopLevelCalls):
             return made
         if tensor.grad_fn is not None:
             is_used = call.has_grad and not _detaches(call)
-            call.gap = _GAP if is_used else call.gap
+            call.gap = _gap_at(tensor) if is_used else call.gap
             tensor = tensor.detach().requires_grad_(is_used)
         known = self._given.setdefault(storages.number_of_memory(tensor) or id(tensor), [])
         found = known[-1]() if known else None
@@ -436,8 +444,8 @@ class Capture(TopLevelCalls):
         others = [tensor for tensor in tensors_reached(whole) if id(tensor) not in known]
         call.of += tuple(found.call for found in made.values())
         call.given += tuple(Given(t, autograd.version_of(t)) for t in others if t.grad_fn is None)
-        if any(tensor.grad_fn is not None for tensor in others):
-            call.gap = _GAP
+        for tensor in others:
+            call.gap = call.gap if tensor.grad_fn is None else _gap_at(tensor)
         if not made:
             return whole
         rest = copy.copy(whole)
@@ -615,6 +623,10 @@ def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
         call = reference()
         if call is not None:
             call.forget()
+
+
+def _gap_at(tensor: Tensor) -> str:
+    return _GAP_OF_COMPILED if autograd.is_made_by_compiled_code(tensor) else _GAP
 
 
 def _is_bad_number(value: object) -> bool:

@@ -417,6 +417,8 @@ class Watch:
         except Exception as error:  # raised by the user's code
             return None, f"a replay raised {type(error).__name__}: {error}"
         gap = gap_in(calls)
+        if gap is not None and found.verdict == "unknown":
+            return None, gap
         if gap is not None and found.verdict == "data":
             # What was computed in the gap is not computed again, and looks like data.
             named = () if model is None else (*model.named_parameters(), *model.named_buffers())
@@ -451,6 +453,9 @@ class Watch:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, f"the loss of step {self._num_steps} was finite")
+        if found.verdict == "data" and self._capture.made_bad is not None:
+            line = line_text(self._capture.made_bad.line)
+            notes = (*notes, f"the loop itself wrote a number that is not finite: {line}")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         if self.found and not self._was_finite and _is_of_the_model(found):

@@ -127,6 +127,12 @@ def is_compiled_function(cls: type) -> bool:
     return cls.__module__.startswith("torch._functorch")
 
 
+def is_made_by_compiled_code(tensor: torch.Tensor) -> bool:
+    """Return whether what torch.compile has made computed a tensor."""
+    made_by = getattr(type(tensor.grad_fn), "_forward_cls", None)
+    return made_by is not None and is_compiled_function(made_by)
+
+
 def goes_backward(function: Any) -> bool:
     """Return whether a function is ``backward``, or ``grad`` of autograd."""
     names = {"torch._tensor": ("backward",), "torch.autograd": ("backward", "grad")}
