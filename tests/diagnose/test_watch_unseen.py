@@ -157,6 +157,7 @@ def test_compiled_functions_are_compiled_as_often(is_broken: bool) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile asks for it
 @pytest.mark.parametrize("is_forced", [False, True])
 def test_a_compiled_function_is_told_what_shows_it(is_forced: bool) -> None:
     model, told = nn.Linear(3, 3), list[Diagnosis]()
