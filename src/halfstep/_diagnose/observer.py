@@ -66,6 +66,8 @@ class OpObserver:
     """
 
     undo: UndoLog
+    is_settled = False
+    """Whether a backward pass from the losses so far would tell nothing more."""
 
     def before(self, call: OpCall) -> None:
         """Observe an op before it runs."""
