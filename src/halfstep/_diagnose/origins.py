@@ -69,6 +69,8 @@ class Origins(OpObserver):
     Sync: one for each op that returns numbers.
     """
 
+    is_settled = True
+
     def __init__(self) -> None:
         self._ops: dict[int, Origin] = {}
         self._makers: ByMemory[int] = ByMemory()
