@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -201,10 +202,11 @@ def _is_finite_with(
     """
 
     def alone(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        copied = value.detach().clone() if writes_to_first(name) else value.detach()
-        return copied.requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor):  # a copy, since functions write to buffers too
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Generator):
+            return torch.Generator(value.device).set_state(value.get_state())
+        return value
 
     def changed(number: int, edit: Edit, slot: int | str, value: Any) -> Any:
         return evaluated(_text(edit, name, slot, value), value)
