@@ -40,11 +40,12 @@ class Edit(NamedTuple):
     told: str = ""
 
     def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
-        """Return the slots of a call with some arguments."""
+        """Return the slots of a call with some arguments; none if the edit does not fit it."""
         if NARROW not in self.slots:
             return self.slots
-        found: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        return (*(slot for slot, value in found if _is_narrow(value)), *self.slots[1:])
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        narrow = [slot for slot, value in given if _is_narrow(value)]
+        return (*narrow, *self.slots[1:]) if narrow else ()
 
     def text(self, value: Any) -> str | None:
         """Return the expression for a value; None if it does not fit."""

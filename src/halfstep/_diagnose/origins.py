@@ -98,6 +98,7 @@ class Origins(OpObserver):
         self._counts[here] += 1
         values = None if not outputs else float_values(outputs[0])
         if values is not None and values.numel():
+            values = values.float() if values.element_size() == 1 else values
             counts = ((values == 0).sum(), (values.abs() >= 1).sum(), (~values.isfinite()).sum())
             self.special[alike] = Special(*torch.stack(counts).tolist())
         return alike

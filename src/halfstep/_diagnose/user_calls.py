@@ -167,7 +167,10 @@ def _carried_out(
     """Call a function with edits; ``changed`` returns what one of them makes of a value."""
     given, named, of_result = list(args), dict(kwargs), []
     for number, edit in edits:
-        for slot in edit.slots_in(given, named):
+        slots = edit.slots_in(given, named)
+        if not slots:
+            raise NotApplicable
+        for slot in slots:
             if slot == CALL:
                 of_result.append((number, edit))
                 continue
