@@ -493,3 +493,13 @@ def test_evaluation_between_steps_is_not_replayed() -> None:
         loop.step(large=True)
     (found,) = watch.found
     assert found.verdict == "range"
+
+
+def test_a_teacher_that_is_called_first_is_not_taken_for_the_model() -> None:
+    teacher, student, told = nn.Linear(4, 2), nn.Linear(4, 2), []
+    nn.init.constant_(teacher.weight, math.nan)
+    with Watch(tell=lambda found, step: told.append(found)):
+        with torch.no_grad():
+            goal = teacher(torch.ones(3, 4))
+        (student(torch.ones(3, 4)) - goal).square().mean().backward()
+    assert told[0].tensor.startswith("teacher.weight in ")

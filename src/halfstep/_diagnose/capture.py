@@ -513,12 +513,17 @@ class Capture(TopLevelCalls):
             self._after_read(made)
 
     def model_of(self, calls: Iterable[KeptCall]) -> nn.Module | None:
-        """Return the first model that was called, or the one that it is a part of."""
-        for call in calls:
-            if is_model(call.function):
-                reference = self._wholes.get(call.function)
-                return (reference and reference()) or call.function
-        return None
+        """Return the model that is trained: the first one called with gradients, or at all.
+
+        That is the one that it is a part of, if a method of that called it.
+        """
+        called = [call for call in calls if is_model(call.function)]
+        trained = (call.function for call in called if call.has_grad)
+        model = next(trained, called[0].function if called else None)
+        if not isinstance(model, nn.Module):
+            return None
+        reference = self._wholes.get(model)
+        return (reference and reference()) or model
 
     def first_bad(self) -> Made | None:
         """Return the first value of this step that is not finite and still there. Sync: many."""
