@@ -503,3 +503,14 @@ def test_a_teacher_that_is_called_first_is_not_taken_for_the_model() -> None:
             goal = teacher(torch.ones(3, 4))
         (student(torch.ones(3, 4)) - goal).square().mean().backward()
     assert told[0].tensor.startswith("teacher.weight in ")
+
+
+def test_a_teacher_is_named_when_the_function_that_knows_it_has_returned() -> None:
+    names: dict[str, Any] = {"torch": torch, "teacher": nn.Linear(4, 2)}
+    nn.init.constant_(names["teacher"].weight, math.nan)
+    exec("@torch.no_grad()\ndef goal_of(x):\n    return teacher(x)\n", names)
+    student, told = nn.Linear(4, 2), list[halfstep.Diagnosis]()
+    with Watch(tell=lambda found, step: told.append(found)):
+        goal = names["goal_of"](torch.ones(3, 4))
+        (student(torch.ones(3, 4)) - goal).square().mean().backward()
+    assert told[0].tensor == "teacher.weight in goal_of (<string>:3)"
