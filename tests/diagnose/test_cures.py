@@ -255,3 +255,19 @@ def test_all_operands_are_cast_and_the_result_where_what_follows_needs_it(
     found = diagnosed(f"low = (rows + 3e3).half()\none = low[:, :1] / 3e3\n{statement}", tmp_path)
     assert found.cure is not None
     assert (found.cure.text, found.cure.is_finite) == (edited, True)
+
+
+def test_edits_inside_of_a_checkpoint_are_chosen_where_the_call_stands(tmp_path: Path) -> None:
+    body = """
+from torch.utils.checkpoint import checkpoint
+
+def block(x):
+    low = x.log()
+    return low - low.amax(-1, keepdim=True)
+loss = checkpoint(block, rows, use_reentrant=False).sum()"""
+    found = diagnosed(body, tmp_path)
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert found.cure.text == "low = x.clamp_min(1e-06).log()"
+    assert not any("CheckpointError" in note for note in found.notes)
+    assert found.num_replays == 3
