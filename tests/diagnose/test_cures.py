@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,14 @@ class Half(torch.autograd.Function):
     assert found.cure.is_finite
 
 
-def test_without_a_source_dots_stand_for_what_was_there() -> None:
+def test_without_a_source_the_change_is_said_in_words() -> None:
     names: dict[str, Any] = {"torch": torch, "zero": torch.zeros(3, requires_grad=True)}
     exec("def step():\n    torch.log(zero).sum().backward()\n", names)
     found = halfstep.diagnose(names["step"])
     assert found.cure is not None
-    assert (found.cure.text, found.cure.edits) == ("torch.log((...).clamp_min(1e-06))", ())
+    text = "give it x.clamp_min(1e-06), where x is its first argument"
+    assert found.cure.text == f"in the call of log at <string>:2: {text}"
+    assert not found.cure.edits
     assert found.cure.is_finite
 
 
@@ -178,3 +181,98 @@ def test_an_edit_of_a_call_in_place_changes_what_it_writes_to(tmp_path: Path) ->
 scores.fill_diagonal_(-math.inf)
 loss = F.cross_entropy(scores, torch.arange(3))"""
     assert "scores.fill_diagonal_(-10000.0)" in str(diagnosed(body, tmp_path).cure)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "edited"),
+    [
+        ("zero if i else 1.0", "zero.clamp_min(1e-06) if i else 1.0"),
+        ("-1.0 if not i else zero", "-1.0 if not i else zero.clamp_min(1e-06)"),
+        ("zero if i else rows[0]", "zero.clamp_min(1e-06) if i else rows[0].clamp_min(1e-06)"),
+    ],
+)
+def test_an_edit_of_a_condition_runs_in_the_other_case_too(
+    divisor: str, edited: str, tmp_path: Path
+) -> None:
+    body = f"loss = (rows / ({divisor})).sum()"
+    found = diagnosed(body, tmp_path, "i = True\nzero = zero.detach() + 1e-60\n")
+    assert found.cure is not None
+    assert (found.cure.text, found.cure.is_finite) == (f"loss = (rows / ({edited})).sum()", True)
+    for i in (True, False):
+        run(f"{HEAD}i = {i}\n{found.cure.text}", tmp_path / "b.py")
+
+
+def test_a_limit_that_hides_large_values_is_told_as_such(tmp_path: Path) -> None:
+    found = diagnosed("loss = ((zero + 1e30) ** 2).sum()", tmp_path)
+    assert found.cure is not None
+    assert "clamp(-10000.0, 10000.0)" in found.cure.text
+    assert any("hides values that are too large" in note for note in found.notes)
+    found = diagnosed("loss = zero.log().sum()", tmp_path)
+    assert not any("hides" in note for note in found.notes)
+
+
+HALF_LOOP = """
+import torch
+from torch import nn
+import halfstep
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).half()
+optimizer = torch.optim.Adam(model.parameters())
+{cure}
+scaler, told, losses = halfstep.GradScaler("cpu", enabled=False), [], []
+with scaler.diagnose(model, tell=lambda *found: told.append(found)):
+    for _ in range(4):
+        loss = model(torch.randn(4, 6).half()).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+"""
+
+
+def test_a_float16_weight_that_its_optimizer_made_bad_gets_master_weights(tmp_path: Path) -> None:
+    ((found, step),) = run(HALF_LOOP.format(cure=""), tmp_path / "a.py")["told"]
+    assert (found.verdict, step) == ("data", 2)
+    cured = run(HALF_LOOP.format(cure=found.cure.text.splitlines()[0]), tmp_path / "b.py")
+    assert not cured["told"]
+    assert len(cured["losses"]) == 4
+    assert all(map(math.isfinite, cured["losses"]))
+
+
+@pytest.mark.parametrize(
+    ("statement", "edited"),
+    [
+        (
+            "loss = torch.mm(low, low.mT).float().log().sum()",
+            "loss = torch.mm(low.float(), low.mT.float()).float().log().sum()",
+        ),
+        (
+            "loss = (one @ F.gaussian_nll_loss(low, one, low)[None]).float().sum()",
+            "loss = (one @ F.gaussian_nll_loss(low.float(), one.float(), low.float()).half()[None])"
+            ".float().sum()",
+        ),
+    ],
+)
+def test_all_operands_are_cast_and_the_result_where_what_follows_needs_it(
+    statement: str, edited: str, tmp_path: Path
+) -> None:
+    found = diagnosed(f"low = (rows + 3e3).half()\none = low[:, :1] / 3e3\n{statement}", tmp_path)
+    assert found.cure is not None
+    assert (found.cure.text, found.cure.is_finite) == (edited, True)
+
+
+def test_edits_inside_of_a_checkpoint_are_chosen_where_the_call_stands(tmp_path: Path) -> None:
+    body = """
+from torch.utils.checkpoint import checkpoint
+
+def block(x):
+    low = x.log()
+    return low - low.amax(-1, keepdim=True)
+loss = checkpoint(block, rows, use_reentrant=False).sum()"""
+    found = diagnosed(body, tmp_path)
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert found.cure.text == "low = x.clamp_min(1e-06).log()"
+    assert not any("CheckpointError" in note for note in found.notes)
+    assert found.num_replays == 3

@@ -315,3 +315,22 @@ def test_underflow_of_gradients_at_other_scales() -> None:
     assert casts[0].share == 1.0
     shares = {scale: count / casts[0].values for scale, count in casts[0].at_scales}
     assert shares == {1.0: 1.0, 256.0: 0.0, 4096.0: 0.0}
+
+
+def test_a_replay_of_a_bad_loss_goes_backward_only_once_it_is_cured() -> None:
+    count = 0
+    x = torch.zeros(3, requires_grad=True)
+
+    def note(_: Tensor) -> None:
+        nonlocal count
+        count += 1
+
+    def step() -> None:
+        hidden = x * 1.0
+        hidden.register_hook(note)
+        hidden.log().sum().backward()
+
+    found = halfstep.diagnose(step)
+    assert found.cure is not None
+    assert found.cure.is_finite
+    assert (found.num_replays, count) == (3, 1)

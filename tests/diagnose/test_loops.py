@@ -390,6 +390,23 @@ def functional(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+@loop("div")
+def one_of_three_views(run: Run) -> None:
+    for x, y in run.batches:
+        q, k, v = run.model(x).chunk(3, -1)
+        ratio = k / y[:, 1:2]  # bad
+        run.take((q * ratio).mean() + v.mean())
+
+
+@loop("div")
+def one_of_two_views_in_place(run: Run) -> None:
+    for x, y in run.batches:
+        hidden = run.model(x)
+        left, right = hidden[:, :1], hidden[:, 1:2]
+        right /= y[:, 1:2]  # bad
+        run.take(left.square().mean() + right.mean())
+
+
 # --- the test -------------------------------------------------------------------------------------
 
 
@@ -447,3 +464,30 @@ def test_nothing_is_told_of_healthy_steps(function: Loop, op: str) -> None:
         function(run)
     assert not told
     assert run.losses
+
+
+@pytest.mark.parametrize("bad", ["q", "k", "v"])
+def test_of_views_of_one_tensor_the_bad_one_is_named(bad: str) -> None:
+    run, told = Run(), list[Diagnosis]()
+    with Watch(tell=lambda found, step: told.append(found)):
+        qkv = torch.ones(4, 18)
+        qkv[2, 6 * "qkv".index(bad)] = math.inf
+        q, k, v = qkv.chunk(3, -1)
+        run.take((run.model(q).mean(-1, keepdim=True) * k).mean() + run.model(v).mean())
+    (found,) = told
+    assert found.verdict == "data"
+    assert found.tensor is not None
+    assert found.tensor.startswith(f"{bad} in "), found.tensor
+
+
+def test_a_batch_that_the_loop_makes_bad_is_told_with_the_line() -> None:
+    run, told = Run(), list[Diagnosis]()
+    with Watch(tell=lambda found, step: told.append(found)):
+        for number in range(3):
+            x = torch.ones(4, 6)
+            if number == 1:
+                x[0, 0] = math.nan
+            run.take(run.model(x).square().mean())
+    found = told[0]
+    assert (found.verdict, (found.tensor or "")[:5]) == ("data", "x in ")
+    assert any(note.endswith("x[0, 0] = math.nan") for note in found.notes)

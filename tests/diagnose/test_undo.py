@@ -296,3 +296,16 @@ def test_optimizers_in_a_container_stay_as_they_were(kind: Any) -> None:
     assert torch.equal(weights[0], before[0])
     assert optimizers[1].state[weights[1]]["momentum_buffer"] is momentum
     assert torch.equal(momentum, before[1])
+
+
+def test_a_call_that_is_tried_with_edits_writes_to_nothing() -> None:
+    weight, x, out = torch.ones(3, requires_grad=True), torch.zeros(3), torch.full((3,), 7.0)
+
+    def step() -> None:
+        with torch.no_grad():
+            torch.log(x, out=out)
+        (weight * out).sum().backward()
+
+    found = halfstep.diagnose(step)
+    assert (found.bad and found.bad.op, found.cure and found.cure.is_finite) == ("log", True)
+    assert out.tolist() == [7.0] * 3

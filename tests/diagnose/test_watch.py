@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._diagnose import watch as watching
+from halfstep._diagnose import expected_skips
+from halfstep._diagnose.expected_skips import START_SKIPS
 from halfstep._diagnose.replay import is_replaying
-from halfstep._diagnose.watch import START_SKIPS, Watch
+from halfstep._diagnose.watch import Watch
 from halfstep.errors import DiagnosisWarning
 
 Losses = Callable[[Tensor, Tensor], Tensor]
@@ -134,7 +135,7 @@ def test_each_batch_of_an_accumulation_is_replayed() -> None:
 def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watching, "START_STEPS", 1)
+    monkeypatch.setattr(expected_skips, "START_STEPS", 1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = halfstep.GradScaler(init_scale=4096.0)
@@ -492,3 +493,24 @@ def test_evaluation_between_steps_is_not_replayed() -> None:
         loop.step(large=True)
     (found,) = watch.found
     assert found.verdict == "range"
+
+
+def test_a_teacher_that_is_called_first_is_not_taken_for_the_model() -> None:
+    teacher, student, told = nn.Linear(4, 2), nn.Linear(4, 2), []
+    nn.init.constant_(teacher.weight, math.nan)
+    with Watch(tell=lambda found, step: told.append(found)):
+        with torch.no_grad():
+            goal = teacher(torch.ones(3, 4))
+        (student(torch.ones(3, 4)) - goal).square().mean().backward()
+    assert told[0].tensor.startswith("teacher.weight in ")
+
+
+def test_a_teacher_is_named_when_the_function_that_knows_it_has_returned() -> None:
+    names: dict[str, Any] = {"torch": torch, "teacher": nn.Linear(4, 2)}
+    nn.init.constant_(names["teacher"].weight, math.nan)
+    exec("@torch.no_grad()\ndef goal_of(x):\n    return teacher(x)\n", names)
+    student, told = nn.Linear(4, 2), list[halfstep.Diagnosis]()
+    with Watch(tell=lambda found, step: told.append(found)):
+        goal = names["goal_of"](torch.ones(3, 4))
+        (student(torch.ones(3, 4)) - goal).square().mean().backward()
+    assert told[0].tensor == "teacher.weight in goal_of (<string>:3)"

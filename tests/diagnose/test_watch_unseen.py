@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import signal
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from halfstep._diagnose import capture
+from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.watch import Watch
 
 
@@ -151,6 +153,28 @@ def test_compiled_functions_are_compiled_as_often(is_broken: bool) -> None:
         return len(graphs)
 
     assert num_graphs(is_watched=True) == num_graphs(is_watched=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile asks for it
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_compiled_function_is_told_what_shows_it(is_forced: bool) -> None:
+    model, told = nn.Linear(3, 3), list[Diagnosis]()
+    loss_of = torch.compile(lambda p: -torch.log(p).mean())
+    torch._dynamo.reset()
+    with (
+        torch.compiler.set_stance("force_eager" if is_forced else "default"),
+        Watch(tell=lambda found, step: told.append(found)),
+    ):
+        loss_of(model(torch.ones(2, 3)).relu() * 0).backward()
+    torch._dynamo.reset()
+    (found,) = told
+    if is_forced:
+        assert (found.verdict, found.bad and found.bad.op) == ("maths", "log")
+    else:
+        assert found.verdict == "unknown"
+        assert any('set_stance("force_eager")' in note for note in found.notes)
 
 
 @pytest.mark.parametrize(

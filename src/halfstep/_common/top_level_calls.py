@@ -33,7 +33,13 @@ class _Thread(threading.local):
 
 
 class TopLevelCalls:
-    """What is around modules and loss functions that are not called :meth:`inside` of others."""
+    """What is around modules and loss functions that are not called :meth:`inside` of others.
+
+    Attributes:
+        losses: The names of the loss functions that it is around.
+    """
+
+    losses: tuple[str, ...] = LOSSES
 
     def __init__(self) -> None:
         self._inside = _Thread()
@@ -67,7 +73,7 @@ class TopLevelCalls:
         finally:
             self._inside.is_inside = before
 
-    def install(self, patches: Patches, *, with_losses: bool = True) -> None:
+    def install(self, patches: Patches) -> None:
         """Put it around the calls until ``patches`` are undone."""
         # Around __call__ and not as a hook: an error and Ctrl-C are seen too, and what
         # torch.compile compiles lies inside.
@@ -82,7 +88,7 @@ class TopLevelCalls:
             return self.call_module(original, module, args, kwargs)
 
         patches.put(nn.Module, "__call__", call)
-        for name in LOSSES if with_losses else ():
+        for name in self.losses:
             function = getattr(functional, name)
             compiler.script_instead(
                 patches.wrap(functional, name, self._around_loss(name)), function

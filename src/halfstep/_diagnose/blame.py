@@ -220,6 +220,11 @@ class BlameTracker(OpObserver):
         return bool(self._losses)
 
     @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        """Whether a loss is not finite, which settles what is to blame."""
+        return self.is_loss_bad
+
+    @property
     def is_absorbed(self) -> bool:
         """Whether a module has returned bad values, and the step without a loss has not."""
         is_judged_by_outputs = not (self._has_loss or self._gradients or self._results)

@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum, auto
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -27,10 +26,12 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
-from halfstep._common.nested import like, tensors_in, tensors_reached
+from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
+from halfstep._diagnose.buffer_copies import BufferCopies
+from halfstep._diagnose.function_kinds import Kind, kind_of, name_of
 from halfstep._diagnose.kept_calls import (
     Given,
     Inside,
@@ -42,7 +43,7 @@ from halfstep._diagnose.kept_calls import (
     scale,
     set_part,
 )
-from halfstep._diagnose.user_code import is_called_by_a_scaler, user_place, whole_model
+from halfstep._diagnose.user_code import Place, is_called_by_a_scaler, user_place, whole_model
 from halfstep._numerics.measure import is_finite, is_mask
 from halfstep._pytorch import autograd, compiler, data, modes, optim, storages, transforms
 from halfstep._pytorch.storages import ByMemory
@@ -61,34 +62,11 @@ MOST_COPIED = 2**28
 MOST_READ = 1024
 """The most entries of an array that are checked when the loop reads it."""
 
-_LEFT_OUT = ("_foreach_", "_fused_", "_amp_", "_record_function_")
-"""Beginnings of the names of functions of optimizers, scalers and profilers."""
-_READS = {"item", "tolist", "numpy", "__float__", "__bool__", "__array__"}
-"""Names of functions by which a loop gets values out of a tensor."""
-_VIEWS = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
-"""Properties that are tensors."""
-_NO_TENSORS = {
-    *("size", "dim", "numel", "nelement", "stride", "ndimension", "element_size", "is_contiguous"),
-    *("is_floating_point", "is_complex", "data_ptr", "storage_offset", "__len__", "__repr__"),
-    *("__format__", "__set__", "get_device", "untyped_storage", "_set_grad_enabled"),
-}
-"""Names of functions that return no tensors; to know them costs less than to look."""
-_WRITES = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"),
-    *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__", "register_hook"),
-    *("retain_grad", ".data"),
-}
-"""Names of functions that change a tensor, besides those that end in an underscore."""
-_DRAWS = {
-    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
-    *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_"),
-    *("exponential_", "log_normal_", "cauchy_", "geometric_", "binomial", "rrelu", "rrelu_"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-    *("gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward"),
-    *("native_dropout", "dropout_", "_standard_gamma", "_sample_dirichlet"),
-}
-"""Names of functions that draw random numbers."""
 _GAP = "something computed a tensor in it that cannot be called again"
+_GAP_OF_COMPILED = (
+    "a function that is compiled computed a tensor in it, which cannot be called again; "
+    'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
+)
 
 
 _SIMPLE = {
@@ -136,8 +114,8 @@ class _CallsOfFunctions(modes.FunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        kind = _kind_of(_name_of(func))
-        if kind is _Kind.LEFT_OUT or self._capture.is_left_out():
+        kind = kind_of(name_of(func))
+        if kind is Kind.LEFT_OUT or self._capture.is_left_out():
             return func(*args, **kwargs)
         return self._capture.call_function(func, kind, args, kwargs)
 
@@ -156,7 +134,10 @@ class Capture(TopLevelCalls):
         ends: The calls of ``backward`` in this step.
         written: What the loop last wrote to a tensor from before the step, such as the factor that
             it has multiplied gradients by.
+        made_bad: Where it last wrote inf or NaN as a number in this step, as to a batch.
     """
+
+    losses = ()  # a function mode sees them
 
     def __init__(
         self,
@@ -182,13 +163,11 @@ class Capture(TopLevelCalls):
         self._is_paused = self._has_left = False
         self.ends: list[KeptCall] = []
         self.written: Made | None = None
+        self.made_bad: Place | None = None
         self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
-        self._buffers: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
-        self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._buffers = BufferCopies()
 
     @property
     def is_on(self) -> bool:
@@ -206,9 +185,9 @@ class Capture(TopLevelCalls):
             self._mode.come_back()
         self._has_left = is_paused and self._mode.leave()
 
-    def install(self, patches: Patches, *, with_losses: bool = False) -> None:
+    def install(self, patches: Patches) -> None:
         """Put it around the calls until ``patches`` are undone; those of functions need more."""
-        super().install(patches, with_losses=with_losses)
+        super().install(patches)
         for owner, name in transforms.CALLED_AS_A_WHOLE:
             patches.wrap(owner, name, self._around_transform)
         patches.wrap(GradScaler, "scale", self._around_scale)
@@ -228,7 +207,7 @@ class Capture(TopLevelCalls):
     def begin(self) -> None:
         """Begin another step; its calls may use results of the last one, but no older ones."""
         self._turn()
-        self.ends, self.written, self._num_copied = [], None, 0
+        self.ends, self.written, self.made_bad, self._num_copied = [], None, None, 0
         self._evaluated.clear()
         self._models.clear()
         self._writes = ByMemory()
@@ -255,26 +234,26 @@ class Capture(TopLevelCalls):
             return self._done(kept, partial(original, module), args, kwargs)
 
     def call_function(
-        self, function: Callable[..., Any], kind: _Kind, args: Any, kwargs: Any
+        self, function: Callable[..., Any], kind: Kind, args: Any, kwargs: Any
     ) -> Any:
         """Call a function of PyTorch, and keep the call if it returns or writes to a tensor."""
         if is_called_by_a_scaler():
             return function(*args, **kwargs)
-        if kind is _Kind.READS:
+        if kind is Kind.READS:
             result = function(*args, **kwargs)
             with _books():
                 self._note_read(args[0], result)
             return result
-        if kind is _Kind.WRITES or "out" in kwargs:
+        if kind is Kind.WRITES or "out" in kwargs:
             with _books():
-                self._keep_values(args[:1] if kind is _Kind.WRITES else [kwargs["out"]])
-        if kind is _Kind.WRITES and self._is_of_more_than_a_step(function, args, kwargs):
+                self._keep_values(args[:1] if kind is Kind.WRITES else [kwargs["out"]])
+        if kind is Kind.WRITES and self._is_of_more_than_a_step(function, args, kwargs):
             return function(*args, **kwargs)
-        kept = self._call(function, args, kwargs, is_drawing=kind is _Kind.DRAWS)
+        kept = self._call(function, args, kwargs, is_drawing=kind is Kind.DRAWS)
         if kept is not None and autograd.goes_backward(function):
             self.ends.append(kept.call)
             self._before_backward(args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
-        is_effect = kind is _Kind.WRITES and function.__name__ != "__get__"
+        is_effect = kind is Kind.WRITES and function.__name__ != "__get__"
         return self._done(kept, function, args, kwargs, is_effect=is_effect)
 
     def _is_of_more_than_a_step(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
@@ -285,8 +264,10 @@ class Capture(TopLevelCalls):
                 if self.made_by(args[0]) is None:
                     is_found = True
                     self._note_write(function, args, kwargs)
-                # A batch that the loop itself makes bad: its values are data from now on.
-                is_found |= args[0].grad_fn is None and any(map(_is_bad_number, args[1:]))
+                if any(map(_is_bad_number, args[1:])):
+                    self.made_bad = user_place()
+                    # A batch that the loop itself makes bad: its values are data from now on.
+                    is_found |= args[0].grad_fn is None
         return is_found
 
     def _around_transform(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -352,9 +333,11 @@ class Capture(TopLevelCalls):
     def _placed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> _Kept:
         call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
         call.has_grad = is_grad_enabled()
-        call.args = tuple([self._kept(value, call, arguments) for value in args])
-        if kwargs:
-            call.kwargs = {n: self._kept(value, call, arguments) for n, value in kwargs.items()}
+
+        def kept(value: Any) -> Any:
+            return self._kept(value, call, arguments)
+
+        call.args, call.kwargs = map_plain(kept, args), map_plain(kept, kwargs) if kwargs else None
         for device in _devices():
             if is_autocast_enabled(device):
                 call.settings += (current_settings(device),)
@@ -368,7 +351,7 @@ class Capture(TopLevelCalls):
             call.random = RandomStates(accelerators())
         call.is_training = module.training
         call.forward = vars(replicated(module)).get("forward")
-        call.buffers = [(buffer, self._values_of(buffer)) for buffer in self._buffers_of(module)]
+        call.buffers = self._buffers.of(module)
         if not is_model(module):
             return
         if not call.has_grad:
@@ -385,24 +368,15 @@ class Capture(TopLevelCalls):
             _forget(self._evaluated.popleft())
 
     def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
-        """Return a placeholder for a tensor, and for the tensors in a container."""
+        """Return a placeholder for what is no container."""
         if isinstance(value, Tensor):
             made, version = self.made_by(value), autograd.version_of(value)
             if made is not None and self.is_old(made.call) and _detaches(call):
                 made = None  # its value counts, not what has computed it
             arguments.append(_Argument(value, made, version))
             return self._placeholder(value, made, version, call)
-        kind = type(value)
-        if kind in _SIMPLE:
+        if type(value) in _SIMPLE:
             return value
-        if kind is dict:
-            return {key: self._kept(item, call, arguments) for key, item in value.items()}
-        if (
-            kind is list
-            or kind is tuple
-            or (isinstance(value, tuple) and hasattr(value, "_fields"))
-        ):
-            return like(value, [self._kept(item, call, arguments) for item in value])
         if isinstance(value, torch.Generator):
             call.generators += ((value, value.get_state()),)
             return value
@@ -418,9 +392,9 @@ class Capture(TopLevelCalls):
             return made
         if tensor.grad_fn is not None:
             is_used = call.has_grad and not _detaches(call)
-            call.gap = _GAP if is_used else call.gap
+            call.gap = _gap_at(tensor) if is_used else call.gap
             tensor = tensor.detach().requires_grad_(is_used)
-        known = self._given.setdefault(storages.number_of_memory(tensor) or id(tensor), [])
+        known = self._given.setdefault(_number_of(tensor), [])
         found = known[-1]() if known else None
         if found is None or found.tensor is not tensor or found.version != version:
             found = Given(tensor, version)
@@ -436,8 +410,8 @@ class Capture(TopLevelCalls):
         others = [tensor for tensor in tensors_reached(whole) if id(tensor) not in known]
         call.of += tuple(found.call for found in made.values())
         call.given += tuple(Given(t, autograd.version_of(t)) for t in others if t.grad_fn is None)
-        if any(tensor.grad_fn is not None for tensor in others):
-            call.gap = _GAP
+        for tensor in others:
+            call.gap = call.gap if tensor.grad_fn is None else _gap_at(tensor)
         if not made:
             return whole
         rest = copy.copy(whole)
@@ -521,7 +495,7 @@ class Capture(TopLevelCalls):
         """Copy what earlier calls were given and this one may overwrite."""
         for value in values:
             if isinstance(value, Tensor):
-                for reference in self._given.get(storages.number_of_memory(value) or id(value), ()):
+                for reference in self._given.get(_number_of(value), ()):
                     given = reference()
                     if given is not None and self._num_copied < MOST_COPIED:
                         self._num_copied += given.keep()
@@ -539,12 +513,17 @@ class Capture(TopLevelCalls):
             self._after_read(made)
 
     def model_of(self, calls: Iterable[KeptCall]) -> nn.Module | None:
-        """Return the first model that was called, or the one that it is a part of."""
-        for call in calls:
-            if is_model(call.function):
-                reference = self._wholes.get(call.function)
-                return (reference and reference()) or call.function
-        return None
+        """Return the model that is trained: the first one called with gradients, or at all.
+
+        That is the one that it is a part of, if a method of that called it.
+        """
+        called = [call for call in calls if is_model(call.function)]
+        trained = (call.function for call in called if call.has_grad)
+        model = next(trained, called[0].function if called else None)
+        if not isinstance(model, nn.Module):
+            return None
+        reference = self._wholes.get(model)
+        return (reference and reference()) or model
 
     def first_bad(self) -> Made | None:
         """Return the first value of this step that is not finite and still there. Sync: many."""
@@ -557,29 +536,6 @@ class Capture(TopLevelCalls):
                 if not is_finite(tensor) and not is_mask(tensor):
                     return entry.made
         return None
-
-    # --- buffers ----------------------------------------------------------------------------------
-
-    def _buffers_of(self, model: nn.Module) -> list[Tensor]:
-        """Return the present buffers of a model; the modules that have some are looked up once."""
-        if model not in self._owners:
-            # Not `_buffers`: in a module of torch.jit it is not a dictionary.
-            self._owners[model] = [
-                (module, name)
-                for module in model.modules()
-                for name, _ in module.named_buffers(recurse=False)
-            ]
-        found = (getattr(module, name, None) for module, name in self._owners[model])
-        return [buffer for buffer in found if isinstance(buffer, Tensor)]
-
-    def _values_of(self, buffer: Tensor) -> Tensor:
-        """Return a copy of a buffer; a new one only if the buffer was written to."""
-        known = self._buffers.get(id(buffer))
-        if known is None or known[0]() is not buffer or known[1] != autograd.version_of(buffer):
-            copied = buffer.detach().clone()
-            known = (weakref.ref(buffer), autograd.version_of(buffer), copied)
-            self._buffers[id(buffer)] = known
-        return known[2]
 
 
 @compiler.do_not_compile_alone
@@ -617,40 +573,21 @@ def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
             call.forget()
 
 
+def _number_of(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from others, or the tensor if it has none."""
+    return storages.number_of_memory(tensor) or id(tensor)
+
+
+def _gap_at(tensor: Tensor) -> str:
+    return _GAP_OF_COMPILED if autograd.is_made_by_compiled_code(tensor) else _GAP
+
+
 def _is_bad_number(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _name_of(function: Any) -> str:
-    """Return the name of a function; of the getter of a property, that of the property."""
-    name: str = getattr(function, "__name__", "")
-    return f".{function.__self__.__name__}" if name == "__get__" else name
-
-
 def _detaches(call: KeptCall) -> bool:
-    return _name_of(call.function) in ("detach", ".data")
-
-
-class _Kind(Enum):
-    """What a function is for a capture."""
-
-    LEFT_OUT = auto()
-    READS = auto()
-    WRITES = auto()
-    DRAWS = auto()
-    OTHER = auto()
-
-
-@cache
-def _kind_of(name: str) -> _Kind:
-    is_property = name.startswith(".")
-    if name in _NO_TENSORS or name.startswith(_LEFT_OUT) or (is_property and name not in _VIEWS):
-        return _Kind.LEFT_OUT
-    if name in _READS:
-        return _Kind.READS
-    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
-        return _Kind.WRITES
-    return _Kind.DRAWS if name in _DRAWS else _Kind.OTHER
+    return name_of(call.function) in ("detach", ".data")
 
 
 @cache

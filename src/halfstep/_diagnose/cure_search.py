@@ -8,10 +8,11 @@ other arguments, as if the line had been edited.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from itertools import islice
 from textwrap import dedent
 from typing import NamedTuple
 
@@ -23,12 +24,12 @@ from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure
-from halfstep._diagnose.edits import IN_FLOAT32, OF_RESULTS, Edit, edits_of, has_row
+from halfstep._diagnose.edits import IN_FLOAT32, LAST_RESORTS, OF_RESULTS, Edit, edits_of, has_row
 from halfstep._diagnose.half_models import float32_parameters, half_of
-from halfstep._diagnose.origins import Origin, makers_of, origins_of
+from halfstep._diagnose.origins import Origin, Origins, lost_number, makers_of, origins_in
 from halfstep._diagnose.replay import Replayer, StepRun
-from halfstep._diagnose.source import Placed, edited_lines, with_dots
-from halfstep._diagnose.user_calls import NotApplicable, UserCall, UserCalls, call_of
+from halfstep._diagnose.source import Placed, edited_lines, in_words
+from halfstep._diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import Spot
 from halfstep._diagnose.variant import EnteredAutocast, Variant
 from halfstep._numerics.formats import FORMATS
@@ -47,12 +48,23 @@ _OUTSIDE = Blame(OUTSIDE, "", OpPlace(), "forward", OUTSIDE)
 """The blame of a replay that did not come to its end."""
 
 
+HIDES = (
+    "the clamp hides values that are too large: they get no gradient, and the training goes on "
+    "with the rest; look why they grow"
+)
+"""A remark on :data:`LAST_RESORTS`."""
+
+
 class Tried(NamedTuple):
     """What came of a replay: its blame, None if it is finite, and what the user's code called."""
 
     blame: Blame | None
     calls: UserCalls
-    is_applicable: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the replay came to its end."""
+        return self.blame is None or self.blame.number != OUTSIDE
 
 
 class CureTrial:
@@ -78,9 +90,18 @@ class CureTrial:
         trial.model = None  # its modules have no float32 parameters yet, which rules for them ask
         return trial
 
+    def note_lost_number(self, blame: Blame) -> Origins:
+        """Note a number near the bad op that is zero in its dtype; return what led to the op."""
+        origins = origins_in(self._replayer, Variant(scale=self.scale), self._around())
+        note = lost_number(origins, _forward_number(blame))
+        self._replayer.notes += [] if note is None else [note]
+        return origins
+
     def origins(self, blame: Blame) -> list[Origin]:
-        """Return the ops in lower precision before the bad one, the nearest ones first."""
-        return origins_of(self._replayer, _forward_number(blame), self.scale)
+        """Return the ops that round a value to what spoils the bad one, the first ones first."""
+        origins, exact = self.note_lost_number(blame), Variant(torch.float32, scale=self.scale)
+        wide = origins_in(self._replayer, exact, self._around())
+        return origins.spoiled(_forward_number(blame), wide.special)
 
     def makers(self, blame: Blame) -> list[UserCall]:
         """Return the user's calls that led to the bad op, the nearest ones first."""
@@ -101,11 +122,18 @@ class CureTrial:
             return _OUTSIDE
         return found.blame
 
-    def edited(self, edits: tuple[tuple[UserCall, Edit], ...], scale: float | None) -> Tried:
+    def edited(self, edits: Edits, scale: float | None) -> Tried:
         """Replay the step with edits."""
         calls = UserCalls(self._replayer.num_ops, edits)
         blame = self.blame(Variant(scale=scale), calls.active())
-        return Tried(blame, calls, blame is None or blame.number != OUTSIDE)
+        if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
+            self._replayer.notes.append(HIDES)
+        return Tried(blame, calls)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no more replays are made for edits."""
+        return self._replayer.num_replays >= MOST_REPLAYS
 
 
 def _forward_number(blame: Blame) -> int:
@@ -143,14 +171,17 @@ def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
 
 def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) -> Cure | None:
     """Return the cure of rules, or of another dtype, that can hold the values."""
-    origins = trial.origins(blame)
+    is_rounded = not bad.is_beyond_its_dtype
     if not trial.entered:
+        if is_rounded:
+            trial.note_lost_number(blame)
         cure = _of_half_model(trial) or in_float32(trial, blame, call)
         text = f"compute {bad.forward_op or bad.op} there in float32: pass x.float()"
         return cure or Cure("code", text)
     entered = trial.entered[0]
     policy = entered.policy or preset("standard")
-    cure = _of_rules(trial, blame, policy) or _of_origin(trial, blame, origins, policy)
+    cure = _of_origin(trial, blame, policy) if is_rounded else None
+    cure = cure or _of_rules(trial, blame, policy)
     if cure is not None:
         return cure
     bfloat16, float32 = (
@@ -159,7 +190,7 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     if entered.dtype is not torch.bfloat16 and trial.blame(bfloat16) is None:
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         return Cure("dtype", text, is_finite=True, dtype="bfloat16")
-    edited = None if call is None else _of_edits(trial, blame, call, IN_FLOAT32, is_only=True)
+    edited = None if call is None else _of_edits(trial, blame, call, lambda _: IN_FLOAT32)
     if edited is not None and edited.is_finite:
         return edited
     if trial.blame(float32) is None:
@@ -184,7 +215,9 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
     blame = inner.blame(Variant(scale=trial.scale))
     policy: str | None = None
     if blame is not None:
-        found = None if blame.number == OUTSIDE else _of_rules(inner, blame, preset("standard"))
+        base = preset("standard")
+        found = None if blame.number == OUTSIDE else _of_rules(inner, blame, base)
+        found = found or _of_origin(inner, blame, base)
         if found is None:
             return None
         policy = found.policy
@@ -197,23 +230,17 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
     return Cure("dtype", text, is_finite=True, policy=policy)
 
 
-MOST_ORIGINS = 6
+MOST_ORIGINS = 4
 """The most ops before the bad one for which a rule is tried."""
 
 
-def _of_origin(trial: CureTrial, blame: Blame, origins: list[Origin], base: Policy) -> Cure | None:
-    """Add a rule for one of the ops before the bad one, where its value may have been rounded."""
-    tried = set(_rules_for(blame.place, blame.op, trial.model))
-    for origin in origins:
-        for rule in _rules_for(origin.place, origin.op, trial.model):
-            policy = _with_rules(base, [rule])
-            if policy is None or rule in tried or rule.startswith("@"):
-                continue
-            if len(tried) > MOST_ORIGINS:
-                return None
-            tried.add(rule)
-            if trial.blame(Variant(policy=policy, scale=trial.scale)) is None:
-                return _of_policy(policy, trial, is_finite=True)
+def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
+    """Add a rule for the op before the bad one whose value was rounded to what spoils it."""
+    origins = trial.origins(blame)
+    rules = dict.fromkeys(next(_rules_for(o.place, o.op, trial.model), "") for o in origins)
+    for policy in islice(filter(None, (_with_rules(base, [r]) for r in rules)), MOST_ORIGINS):
+        if trial.blame(Variant(policy=policy, scale=trial.scale)) is None:
+            return _of_policy(policy, trial, is_finite=True)
     return None
 
 
@@ -289,6 +316,8 @@ MOST_EDITS = 3
 """The most edits that are made together."""
 MOST_EDITS_TRIED = 8
 """The most edits of one call that are tried."""
+MOST_REPLAYS = 32
+"""The number of replays of a diagnosis from which on no more edits are tried."""
 
 
 def of_maths(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
@@ -307,7 +336,7 @@ def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Limit what one of the calls before the bad one returns."""
     for call in trial.makers(blame)[:MOST_MAKERS]:
         for edit in OF_RESULTS:
-            tried = trial.edited(((call, edit),), trial.scale)
+            tried = trial.edited(((call, (edit,)),), trial.scale)
             if tried.blame is None:
                 cure = _of_placed(tried.calls, is_finite=True)
                 if cure is not None and cure.edits:
@@ -316,17 +345,18 @@ def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
 
 
 def in_float32(trial: CureTrial, blame: Blame, call: UserCall | None) -> Cure | None:
-    """Return the cure of casts to float32 of what a function is given."""
-    return None if call is None else _of_edits(trial, blame, call, IN_FLOAT32)
+    """Return the cure of casts to float32 of what a function is given, or of its own edits."""
+    if call is None:
+        return None
+    return _of_edits(trial, blame, call, lambda function: (*IN_FLOAT32, *edits_of(function)))
 
 
 def _of_edits(
     trial: CureTrial,
     blame: Blame,
     call: UserCall,
-    first: tuple[Edit, ...] = (),
-    *,
-    is_only: bool = False,
+    edits_for: Callable[[str], Iterable[Edit]] = edits_of,
+    chosen: Edits = (),
 ) -> Cure | None:
     """Edit the call that goes bad, then the one that goes bad after that.
 
@@ -334,36 +364,33 @@ def _of_edits(
         trial: The step.
         blame: What goes bad in it.
         call: The user's call that does.
-        first: Edits to try before those that the function has.
-        is_only: Whether no others are tried.
+        edits_for: Returns the edits of a function, those first that change least.
+        chosen: The edits of other calls that are made too.
     """
-    chosen: tuple[tuple[UserCall, Edit], ...] = ()
-    best: Cure | None = None
-    for _ in range(MOST_EDITS):
-        step: tuple[Edit, Blame, UserCall] | None = None
-        edits = first if is_only else (*first, *edits_of(call.function))
-        for edit in edits[:MOST_EDITS_TRIED]:
-            tried = trial.edited((*chosen, (call, edit)), trial.scale)
-            if tried.blame is None:
-                return _of_placed(tried.calls, is_finite=True)
-            if not tried.is_applicable:
-                continue
-            scale = _scale_of_edits(trial, (*chosen, (call, edit)), blame, tried.blame)
-            if scale is not None:
-                return _of_placed(tried.calls, scale, is_finite=True)
-            best = best or _of_placed(tried.calls, is_finite=False)
-            after = call_of(tried.calls, tried.blame)
-            if step is None and after is not None and not after.is_at(call):
-                step = edit, tried.blame, after
-        if step is None:
-            return best
-        chosen, blame, call = (*chosen, (call, step[0])), step[1], step[2]
-    return best
+    left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
+    while left and not trial.is_spent:
+        tried = trial.edited((*chosen, (call, tuple(left))), trial.scale)
+        edit = tried.calls.chosen.get(len(chosen))
+        if tried.blame is None:
+            return _of_placed(tried.calls, is_finite=True)
+        if edit is None:  # the call was not reached
+            break
+        left.remove(edit)
+        if not tried.is_complete:
+            continue
+        best, now = best or tried.calls, (*chosen, (call, (edit,)))
+        scale = _scale_of_edits(trial, now, blame, tried.blame)
+        if scale is not None:
+            return _of_placed(tried.calls, scale, is_finite=True)
+        after = call_of(tried.calls, tried.blame)
+        if after is not None and not after.is_at(call) and len(now) < MOST_EDITS:
+            found = _of_edits(trial, tried.blame, after, edits_for, now)
+            if found is not None and found.is_finite:
+                return found
+    return None if best is None else _of_placed(best, is_finite=False)
 
 
-def _scale_of_edits(
-    trial: CureTrial, edits: tuple[tuple[UserCall, Edit], ...], before: Blame, after: Blame
-) -> float | None:
+def _scale_of_edits(trial: CureTrial, edits: Edits, before: Blame, after: Blame) -> float | None:
     """Return a smaller scale at which a step with edits is finite, None if there is none."""
     if trial.scale is None or trial.scale <= 1 or after.phase != "backward":
         return None
@@ -395,7 +422,7 @@ def _of_text(placed: list[Placed]) -> Cure:
         by_call: dict[Spot, list[Placed]] = {}
         for each in placed:
             by_call.setdefault(each.spot, []).append(each)
-        return Cure("code", "\n".join(map(with_dots, by_call.values())))
+        return Cure("code", "\n".join(map(in_words, by_call.values())))
     return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
 
 

@@ -134,7 +134,8 @@ def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
 
 
 def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
-    tracker = None if replayer.model is None else InspectingTracker(replayer.model)
+    model = replayer.model
+    tracker = None if model is None else InspectingTracker(model, is_replay=True)
     calls = UserCalls(replayer.num_ops)
     found = scan(replayer, Variant(), calls.active(), tracker=tracker)
     blame, scale, error = found.blame, found.run.scale, found.run.error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,16 @@ Expression = Callable[[Any, float], str | None]
 
 CALL = "call"
 """The slot of the call itself."""
+NARROW = "narrow"
+"""The slot that stands for all arguments in float16 and bfloat16."""
 
 
 class Edit(NamedTuple):
     """Edit of a call.
 
     Attributes:
-        slots: What is edited: arguments by their position, a keyword, or :data:`CALL`.
+        slots: What is edited: arguments by their position, a keyword, :data:`NARROW` or
+            :data:`CALL`.
         expression: What is put there.
         factor: Multiplies the small number.
         told: What is to stand in the source instead, where a module of PyTorch makes the call.
@@ -35,6 +38,14 @@ class Edit(NamedTuple):
     expression: Expression
     factor: float = 1.0
     told: str = ""
+
+    def slots_in(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int | str, ...]:
+        """Return the slots of a call with some arguments; none if the edit does not fit it."""
+        if NARROW not in self.slots:
+            return self.slots
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        narrow = [slot for slot, value in given if _is_narrow(value)]
+        return (*narrow, *self.slots[1:]) if narrow else ()
 
     def text(self, value: Any) -> str | None:
         """Return the expression for a value; None if it does not fit."""
@@ -110,9 +121,19 @@ def _zero_for_nan(value: Any, eps: float) -> str | None:
     return "{}.nan_to_num()"
 
 
-def _in_float32(value: Any, eps: float) -> str | None:
-    is_low = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
-    return "{}.float()" if is_low else None
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _cast_to(name: str) -> Expression:
+    """Cast arguments to float32 and, if a cast back is asked for, the result."""
+
+    def expression(value: Any, eps: float) -> str | None:
+        if _is_narrow(value):
+            return "{}.float()"
+        return f"{{}}.{name}()" if name and isinstance(value, Tensor) else None
+
+    return expression
 
 
 def _is(text: str) -> Expression:
@@ -223,7 +244,11 @@ _TABLE: dict[str, tuple[Edit, ...]] = {
 }
 _ROWS = {name: edits for names, edits in _TABLE.items() for name in names.split()}
 
-IN_FLOAT32 = (Edit((0,), _in_float32), Edit((1,), _in_float32), Edit((0, 1), _in_float32))
+IN_FLOAT32 = (
+    Edit((NARROW,), _cast_to("")),
+    Edit((NARROW, CALL), _cast_to("half")),
+    Edit((NARROW, CALL), _cast_to("bfloat16")),
+)
 """Casts of arguments that are too narrow, where autocast has no say."""
 
 OF_RESULTS = (
@@ -232,6 +257,9 @@ OF_RESULTS = (
     Edit((CALL,), _limited(f"-{_FAR}", _FAR)),
 )
 """Limits of what an earlier call returns, where the bad one is not in the user's own source."""
+
+LAST_RESORTS = (*_FINITE, OF_RESULTS[-1])
+"""Limits that fit any function, and hide what is wrong."""
 
 
 def row_name(function: str) -> str:

@@ -58,6 +58,11 @@ class OpInspection(OpObserver):
         self.notes: list[str] = []
         self.is_of_batch = False
 
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        """Whether the op has run."""
+        return self.has_seen and self._blame.phase == "forward"
+
     def before(self, call: OpCall) -> None:
         """Describe the inputs of the op, and compute it in float64."""
         if call.key == self._blame.of:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,27 +12,16 @@ from torch import Tensor, nn
 from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import replicated
 from halfstep._common.patches import Patches
-from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE, Blame, BlameTracker
-from halfstep._diagnose.diagnosis import BadOp, Diagnosis, Line, source_of
-from halfstep._diagnose.inspect_op import (
-    described,
-    name_of_bad,
-    names_in,
-    needs,
-    operand,
-    with_inputs,
-    with_output,
-)
-from halfstep._diagnose.observer import FoundModules, ObserverMode, OpCall
+from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE
+from halfstep._diagnose.diagnosis import Diagnosis, source_of
+from halfstep._diagnose.inspecting import InspectingTracker
+from halfstep._diagnose.observer import FoundModules, ObserverMode
 from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import UndoLog
-from halfstep._diagnose.user_code import user_line
 from halfstep._diagnose.verdict import judge_alone
 from halfstep._pytorch import distributed, modes
 from halfstep._scaler.ranks.group import has_ranks
 
-MOST_INSPECTED = 64
-"""The most bad ops of a step that are inspected."""
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
 
 
@@ -47,7 +35,9 @@ class LiveTrace:
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.came_from_elsewhere = False
-        self._tracker = _LiveBlameTracker(None if model is None else replicated(model))
+        self._tracker = InspectingTracker(
+            None if model is None else replicated(model), is_replay=False
+        )
         self._stack, self._patches = ExitStack(), Patches()
         undo = _NoUndoLog()
         self._mode = _LiveMode(FoundModules(model, undo), undo, self._tracker)
@@ -88,9 +78,10 @@ class LiveTrace:
         self.came_from_elsewhere = blame.number == ELSEWHERE or (
             blame.reader == OUTSIDE and has_ranks()
         )
-        if blame.reader not in self._tracker.inspected:
+        inspection = self._tracker.inspected.get(blame.reader)
+        if inspection is None:
             return None
-        bad, tensor = self._tracker.inspected[blame.reader]
+        bad, tensor = inspection.bad, inspection.tensor
         verdict, cure = judge_alone(bad, blame, scale, self.model)
         ends = ("loss",) if self._tracker.is_loss_bad else ()
         source = source_of(bad)
@@ -119,32 +110,3 @@ class _NoUndoLog(UndoLog):
 
     def note_model(self, model: nn.Module) -> None:
         """Do nothing."""
-
-
-class _LiveBlameTracker(BlameTracker):
-    """Blame tracker that inspects bad ops at once, since they will not run again."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        super().__init__()
-        self.inspected: dict[int, tuple[BadOp, str | None]] = {}
-        self._lines: dict[int, tuple[str, Line | None]] = {}
-        self._name_of = names_in(model)
-
-    def before(self, call: OpCall) -> None:
-        """Note the line of the op, for its backward pass."""
-        super().before(call)
-        if call.phase != "backward":
-            self._lines[call.number] = (call.name, user_line())
-
-    def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
-        """Inspect an op that is to blame."""
-        if len(self.inspected) >= MOST_INSPECTED:
-            return
-        found = with_output(with_inputs(described(blame), call, self._name_of), operand(bad[0], ""))
-        if not call.written:
-            found = replace(found, needs=needs(call))
-        if call.phase == "backward":
-            op, line = self._lines.get(call.place.number, (None, None))
-            found = replace(found, forward_op=op, forward_line=line)
-        tensor = None if blame.tensor is None else name_of_bad(call, found.inputs, blame.tensor)
-        self.inspected[call.number] = (found, tensor)

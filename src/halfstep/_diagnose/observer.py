@@ -66,6 +66,8 @@ class OpObserver:
     """
 
     undo: UndoLog
+    is_settled = False
+    """Whether a backward pass from the losses so far would tell nothing more."""
 
     def before(self, call: OpCall) -> None:
         """Observe an op before it runs."""
@@ -199,29 +201,37 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         Raises:
             RanksError: The op would wait for other ranks that do not run it.
         """
-        number, name = self.num_ops, op_name(func)
         is_collective = func.namespace in _COLLECTIVES
         if is_collective and self._is_alone:
-            raise across_ranks.waits_for_others(f"{name} is called in it")
+            raise across_ranks.waits_for_others(f"{op_name(func)} is called in it")
+        observer = self.observer
+        before, after = observer.before, observer.after
+        if is_collective or op_name(func) in _FOR_COLLECTIVES:
+            before, after = observer.before_collective, observer.after_collective
+        # A mode for the user's calls sees what is asked of tensors here in a backward pass.
+        with modes.no_function_modes():
+            call = self._call(func, args, kwargs, given)
+            for tensor in call.written:
+                self._undo.note_write(tensor)
+            self._undo.note_generators(chain(args, kwargs.values()))
+            before(call)
+        result = func(*args, **kwargs)
+        with modes.no_function_modes():
+            outputs = list(tensors_in((result,)))
+            self._undo.note_made(outputs, given)
+            after(call, outputs or call.written)
+        return result
+
+    def _call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> OpCall:
+        number, name = self.num_ops, op_name(func)
         is_cast = casts_to(func, args, kwargs) is not None
         place, phase = self._places.place(name, number, is_cast=is_cast)
         written = list(tensors_in(written_to(func, args, kwargs)))
-        for tensor in written:
-            self._undo.note_write(tensor)
-        self._undo.note_generators(chain(args, kwargs.values()))
         alike = (name, phase, place.module, place.call, place.op)
         key = (*alike, self._counts[alike])
         self._counts[alike] += 1
         self._keys.append(key)
         of = self._keys[place.number] if phase == "backward" and place.number >= 0 else None
-        call = OpCall(number, key, of, func, name, args, kwargs, given, written, place, phase)
-        if is_collective or name in _FOR_COLLECTIVES:
-            before, after = self.observer.before_collective, self.observer.after_collective
-        else:
-            before, after = self.observer.before, self.observer.after
-        before(call)
-        result = func(*args, **kwargs)
-        outputs = list(tensors_in((result,)))
-        self._undo.note_made(outputs, given)
-        after(call, outputs or written)
-        return result
+        return OpCall(number, key, of, func, name, args, kwargs, given, written, place, phase)

@@ -114,6 +114,7 @@ class Replayer:
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
+                _stop_when_settled(patches, observer, run)
                 watch_backward(patches, observer)
                 _suspend_optimizers(patches, observer)
                 stack.enter_context(_scaled(patches, mode, run, variant.scale))
@@ -123,6 +124,8 @@ class Replayer:
                     with around or nullcontext():
                         result = self._step()
                     _see_ends(observer, result)
+                except _Settled:
+                    pass
                 except Exception as error:  # of the step; the caller decides
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
@@ -178,6 +181,21 @@ def _here(around: Around) -> Around:
         return around(original, *args, **kwargs)
 
     return only_here
+
+
+class _Settled(Exception):  # noqa: N818  (it ends a replay, nothing is wrong)
+    """The rest of a step would tell nothing more."""
+
+
+def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> None:
+    """End a replay before the backward pass of a loss that is bad by itself."""
+
+    def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if observer.is_settled and not run.scaling:
+            raise _Settled
+        original(*args, **kwargs)
+
+    patches.wrap(torch.autograd, "backward", _here(backward))
 
 
 def watch_backward(patches: Patches, observer: OpObserver) -> None:
@@ -283,6 +301,8 @@ def _scaled(
                 restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
                 restart(scaler, scale)
         _see_losses(mode.observer, args[:1])
+        if mode.observer.is_settled:
+            raise _Settled
         first = mode.num_ops
         result = original(scaler, *args, **kwargs)
         run.scaling.append(range(first, mode.num_ops))

@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from halfstep._diagnose.diagnosis import LineEdit
+from halfstep._diagnose.diagnosis import LineEdit, short_path
 from halfstep._diagnose.edits import CALL, row_name
 from halfstep._diagnose.user_code import Spot
 
@@ -72,19 +72,26 @@ def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
     return True
 
 
-def with_dots(placed: list[Placed]) -> str:
-    """Return the text of edits of a call that is not identified: ``...`` for what was there."""
-    function = row_name(placed[0].function)
-    texts: dict[Slot, str] = {}
-    for each in placed:
-        texts[each.slot] = each.expression.format(texts.get(each.slot, "(...)"))
-    call = texts.pop(CALL, "{}")
-    last = max((slot for slot in texts if isinstance(slot, int)), default=0)
-    given = [texts.get(slot, "...") for slot in range(last + 1)]
-    given += [f"{slot}={text}" for slot, text in texts.items() if isinstance(slot, str)]
-    if function in _OPERATORS[ast.Div] and 1 in texts:
-        return call.format(f"(...) / ({texts[1]})")
-    return call.format(f"torch.{function}({', '.join(given)})")
+def in_words(placed: list[Placed]) -> str:
+    """Return what to change in a call that is not identified in its source."""
+    line = placed[0].spot.line
+    where = (
+        f"in the call of {row_name(placed[0].function)} at {short_path(line.file)}:{line.number}"
+    )
+    return f"{where}: {'; '.join(map(_change, placed))}"
+
+
+_ORDINALS = ("first", "second", "third")
+
+
+def _change(placed: Placed) -> str:
+    slot, text = placed.slot, placed.expression.format
+    if slot == CALL:
+        return f"use {text('x')}, where x is what it returns"
+    if isinstance(slot, str):
+        return f"give it {slot}={text(slot)}"
+    which = _ORDINALS[slot] if slot < len(_ORDINALS) else f"{slot + 1}th"
+    return f"give it {text('x')}, where x is its {which} argument"
 
 
 class _Source:
@@ -111,7 +118,7 @@ class _Source:
         slot = placed.slot
         if isinstance(slot, int):
             target = _argument(node, slot, placed)
-            return target is not None and self._wrap(target, placed.expression)
+            return target is not None and self._wrap_each(target, placed)
         return isinstance(node, ast.Call) and self._put_keyword(node, slot, placed)
 
     def edited(self) -> Iterator[LineEdit]:
@@ -166,6 +173,16 @@ class _Source:
         comma = "" if self._bytes[:end].rstrip().endswith((b"(", b",")) else ", "
         self._put_at(end, 1, f"{comma}{name}={placed.expression}")
         return self._note(call)
+
+    def _wrap_each(self, node: ast.expr, placed: Placed) -> bool:
+        """Put an expression around a node, or around what is no number in a condition.
+
+        In ``a / (mean if mean is not None else 1.0)`` it is ``mean``: a number has no methods.
+        """
+        if placed.expression.startswith("{}") and isinstance(node, ast.IfExp):
+            branches = [b for b in (node.body, node.orelse) if not _is_number(b, placed.spot)]
+            return bool(branches) and all(self._wrap_each(b, placed) for b in branches)
+        return self._wrap(node, placed.expression)
 
     def _wrap(self, node: ast.expr | ast.AugAssign, expression: str) -> bool:
         """Put an expression around a node, or in its place."""
@@ -288,7 +305,14 @@ def _keyword(call: ast.Call, name: str, placed: Placed) -> ast.expr | None:
 
 def _is_number(node: ast.expr, spot: Spot) -> bool:
     """Return whether a node is a Python number, so that the other operand was asked."""
+    if isinstance(node, ast.UnaryOp):
+        return _is_number(node.operand, spot)
+    if isinstance(node, ast.Call):
+        return _last_name(node.func) in _TO_NUMBERS
     return isinstance(node, ast.Constant) or getattr(node, "id", None) in spot.numbers
+
+
+_TO_NUMBERS = ("float", "int", "len", "item")
 
 
 def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.expr | None:

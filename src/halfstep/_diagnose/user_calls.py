@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from halfstep._common.nested import map_plain, tensors_in
+from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.edits import CALL, Edit, evaluated, in_place, writes_to_first
 from halfstep._diagnose.source import Placed
 from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
-from halfstep._pytorch import autograd
+from halfstep._numerics.measure import is_finite
+from halfstep._pytorch import autograd, modes
 
 _PASSES = ("backward", "grad")
 """Functions that run a backward pass, which is no call of the user's."""
@@ -44,24 +50,31 @@ class UserCall(NamedTuple):
         return self.place.is_at(other.place) and self.function == other.function
 
 
+Edits = tuple[tuple[UserCall, tuple[Edit, ...]], ...]
+"""Pairs of a call, found before, and edits of it, one of which is carried out."""
+
+
 class UserCalls(TorchFunctionMode):
     """Mode that notes the user's calls of PyTorch's functions, and carries out edits of them.
 
+    Of several edits of a call it is the first with which the call alone, and its gradients, are
+    finite.
+
     Args:
         num_ops: Returns the number of ops that have run.
-        edits: Pairs of a call, found before, and an edit of it.
+        edits: The edits.
 
     Attributes:
-        placed: The edits with their texts; known once their calls have run.
+        chosen: The edits that were carried out, by their place among the pairs.
+        placed: Their texts.
     """
 
-    def __init__(
-        self, num_ops: Callable[[], int], edits: tuple[tuple[UserCall, Edit], ...] = ()
-    ) -> None:
+    def __init__(self, num_ops: Callable[[], int], edits: Edits = ()) -> None:
         super().__init__()
         self._num_ops, self._edits = num_ops, edits
         self._calls: list[UserCall] = []
         self._is_inside = False
+        self.chosen: dict[int, Edit] = {}
         self._texts: dict[tuple[int, int | str], str] = {}
         self.placed: dict[tuple[int, int | str], Placed] = {}
 
@@ -73,18 +86,21 @@ class UserCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function, edited if that is asked for."""
-        kwargs = kwargs or {}
-        place = user_place()
-        if place is None:
-            return func(*args, **kwargs)
-        call = UserCall(place, getattr(func, "__name__", ""), range(0))
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first, self._is_inside = self._num_ops(), True
         try:
-            return self._edited(call, func, args, kwargs)
+            if any(where.function == name for where, _ in self._edits):
+                return self._edited(name, func, args, kwargs)
+            return func(*args, **kwargs)
         finally:
             last, self._is_inside = self._num_ops(), False
-            if last > first and call.function not in _PASSES:
-                self._calls.append(call._replace(ops=range(first, last)))
+            if last > first and name not in _PASSES:
+                self._note(name, range(first, last))
+
+    def _note(self, name: str, ops: range) -> None:
+        place = user_place()
+        if place is not None:
+            self._calls.append(UserCall(place, name, ops))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -105,41 +121,120 @@ class UserCalls(TorchFunctionMode):
         finally:
             self._is_inside = True
 
-    def _edited(self, call: UserCall, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        given, named = list(args), dict(kwargs)
-        wanted = [
-            (index, edit, slot)
-            for index, (where, edit) in enumerate(self._edits)
-            if where.is_at(call)
-            for slot in edit.slots
-        ]
-        for index, edit, slot in wanted:
-            if slot != CALL:
-                holder, key = _holder(slot, given, named)
-                holder[key] = self._changed((index, slot), edit, call, func, holder[key])
-        result = func(*given, **named)
-        for index, edit, slot in wanted:
-            if slot == CALL:
-                result = self._changed((index, slot), edit, call, func, result)
-        return result
+    def _edited(self, name: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        place = user_place()
+        if place is None:
+            return func(*args, **kwargs)
+        call = UserCall(place, name, range(0))
+        here = [number for number, (where, _) in enumerate(self._edits) if where.is_at(call)]
+        for number in here:
+            if number not in self.chosen:
+                self.chosen[number] = _best(self._edits[number][1], name, func, args, kwargs)
+        edits = [(number, self.chosen[number]) for number in here]
+        return _carried_out(edits, func, args, kwargs, partial(self._changed, name, func))
 
     def _changed(
-        self, key: tuple[int, int | str], edit: Edit, call: UserCall, func: Any, value: Any
+        self, name: str, func: Any, number: int, edit: Edit, slot: int | str, value: Any
     ) -> Any:
-        """Return what an edit makes of a value."""
-        text = self._texts.get(key) or edit.text(value)
-        if text is not None and key[1] == 0 and writes_to_first(call.function):
-            text = in_place(text)
+        """Return what an edit makes of a value, and note its text."""
+        key = number, slot
+        text = self._texts.get(key)
         if text is None:
-            raise NotApplicable
-        if key not in self._texts:
-            module = torch_module()
-            told = (module and edit.told) or text
-            spot = user_spot()
+            text = self._texts[key] = _text(edit, name, slot, value)
+            module, spot = torch_module(), user_spot()
             assert spot is not None
-            self.placed[key] = Placed(spot, call.function, key[1], told, _parameters(func), module)
-            self._texts[key] = text
+            told = (module and edit.told) or text
+            self.placed[key] = Placed(spot, name, slot, told, _parameters(func), module)
         return evaluated(text, value)
+
+
+def _text(edit: Edit, function: str, slot: int | str, value: Any) -> str:
+    text = edit.text(value)
+    if text is not None and slot == 0 and writes_to_first(function):
+        text = in_place(text)
+    if text is None:
+        raise NotApplicable
+    return text
+
+
+def _carried_out(
+    edits: Sequence[tuple[int, Edit]],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changed: Callable[[int, Edit, int | str, Any], Any],
+) -> Any:
+    """Call a function with edits; ``changed`` returns what one of them makes of a value."""
+    given, named, of_result = list(args), dict(kwargs), []
+    for number, edit in edits:
+        slots = edit.slots_in(given, named)
+        if not slots:
+            raise NotApplicable
+        for slot in slots:
+            if slot == CALL:
+                of_result.append((number, edit))
+                continue
+            holder, key = _holder(slot, given, named)
+            holder[key] = changed(number, edit, slot, holder[key])
+    result = func(*given, **named)
+    for number, edit in of_result:
+        result = changed(number, edit, CALL, result)
+    return result
+
+
+def _best(
+    edits: tuple[Edit, ...], name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Edit:
+    """Return the first edit with which a call alone is finite, else the first that fits it."""
+    best = None
+    for edit in edits if len(edits) > 1 else ():
+        is_cure = _is_finite_with(edit, name, func, args, kwargs)
+        if is_cure:
+            return edit
+        if is_cure is not None:
+            best = best or edit
+    return best or edits[0]
+
+
+def _is_finite_with(
+    edit: Edit, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool | None:
+    """Return whether a call with an edit and its gradients are finite; None if it does not fit.
+
+    Nothing is changed, and nothing is seen by those around the replay.
+    """
+
+    def alone(value: Any) -> Any:
+        if isinstance(value, Tensor):  # a copy, since functions write to buffers too
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Generator):
+            return torch.Generator(value.device).set_state(value.get_state())
+        return value
+
+    def changed(number: int, edit: Edit, slot: int | str, value: Any) -> Any:
+        return evaluated(_text(edit, name, slot, value), value)
+
+    def same(saved: Tensor) -> Tensor:
+        return saved
+
+    random = RandomStates(accelerators())
+    # Hooks of its own keep it from those around it: a checkpoint counts what is saved.
+    hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
+    try:
+        with modes.no_function_modes(), modes.unseen_by_modes(), hooks:
+            args, kwargs = map_plain(alone, (args, kwargs))
+            result = _carried_out([(0, edit)], func, args, kwargs, changed)
+            outputs = list(tensors_in([result]))
+            leaves = [each for each in tensors_in([args, kwargs]) if each.requires_grad]
+            ends = [each for each in outputs if each.requires_grad]
+            gradients = autograd.gradients_of(ends, leaves) if ends and leaves else ()
+            return all(is_finite(each) for each in (*outputs, *gradients) if each is not None)
+    except NotApplicable:
+        return None
+    except Exception:  # of the function; a replay tells
+        return False
+    finally:
+        random.restore()
 
 
 def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:

@@ -187,19 +187,28 @@ def called_by_user(tensor: Tensor) -> str | None:
     """
     for is_it, depth in ((_is_same_view, 0), (_is_part_of, 0), (_is_same_view, 2)):
         found = None
-        for frame in _frames():
-            if not is_users(frame.f_code.co_filename):
-                continue
-            names = frame.f_code.co_names
-            known = {name: frame.f_globals[name] for name in names if name in frame.f_globals}
-            for name, value in {**known, **frame.f_locals}.items():
+        for code, line, names in _known_names():
+            for name, value in names.items():
                 path = _path_to(partial(is_it, tensor), name, value, depth)
                 if path is not None:
-                    file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-                    found = f"{path} in {function} ({file}:{frame.f_lineno})"
+                    found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
         if found is not None:
             return found
     return None
+
+
+def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
+    """Yield the user's functions that run, each with its line and what it has names for.
+
+    One whose call is repeated may have returned: it has the names of its module.
+    """
+    for frame in _frames():
+        code, line, around, own = frame.f_code, frame.f_lineno, frame.f_globals, frame.f_locals
+        if code in CALLED_AGAIN and own["at"] is not None:
+            at: Place = own["at"]
+            code, line, around, own = at.code, at.line.number, at.names, {}
+        if is_users(code.co_filename):
+            yield code, line, {n: around[n] for n in code.co_names if n in around} | own
 
 
 def is_of_batch(tensor: Tensor) -> bool:

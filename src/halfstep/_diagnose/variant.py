@@ -86,8 +86,7 @@ def autocast_as(
         if variant.policy is not None and variant.policy.module_rules:
             stack.enter_context(_named(model, variant.policy))
         stack.enter_context(changed(change))
-        is_changed = variant.dtype is not None or variant.policy is not None
-        _follow_torch_autocast(patches, change, is_changed=is_changed)
+        _follow_torch_autocast(patches, change, variant)
         yield entered
 
 
@@ -110,10 +109,12 @@ def _named(model: nn.Module | None, policy: Policy) -> Iterator[None]:
 
 
 def _follow_torch_autocast(
-    patches: Patches, change: Callable[[Settings], Settings], *, is_changed: bool
+    patches: Patches, change: Callable[[Settings], Settings], variant: Variant
 ) -> None:
     """Observe plain ``torch.autocast``, and replace it if a variant changes autocast."""
     regions: dict[int, list[Region]] = {}
+    is_changed = variant.dtype is not None or variant.policy is not None
+    has_own_rules = variant.policy is None and variant.dtype is not torch.float32
 
     def enter(original: Any, context: Any) -> Any:
         switches = amp.switches_of(context)
@@ -121,9 +122,10 @@ def _follow_torch_autocast(
             change(Settings(switches, None, inherit=False))
             return original(context)
         number: int | None = None
-        if switches.enabled:
+        if switches.enabled and has_own_rules:
             number = kernels.prepare(preset("torch"), switches.device, only_observed=True)
-        region = Region(Settings(switches, number, inherit=False))
+        # A checkpoint enters this in what halfstep.autocast was around: its policy stays.
+        region = Region(Settings(switches, number, inherit=True))
         region.__enter__()
         regions.setdefault(id(context), []).append(region)
         return context

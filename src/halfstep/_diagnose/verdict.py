@@ -91,15 +91,23 @@ def judge_alone(
     return "range", cure_search.narrowest_rule(blame, model)
 
 
+STEP_IN_FLOAT32 = (
+    'halfstep.master_weights(optimizer, store="float32")  # once it is made: its steps are in '
+    "float32; in float16 Adam's eps of 1e-08 is 0"
+)
+
+
 def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
     """Return the verdict on a tensor that was bad before the step, and its cure."""
     if tensor is not None and tensor.endswith(".grad"):
         text = "call zero_grad() first: this gradient is left from an earlier step"
-    elif any(operand.name == tensor for operand in bad.inputs):
+    elif named := [operand for operand in bad.inputs if operand.name == tensor]:
         text = (
             f"load a checkpoint from before {tensor} went bad; "
             f"{tensor}.isfinite() shows which entries"
         )
+        if named[0].dtype == "float16":
+            text = f"{STEP_IN_FLOAT32}\n{text}"
     elif is_of_batch:
         text = f"leave this batch out: {tensor} is not finite; check where it is made"
     else:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -30,6 +29,8 @@ from halfstep._diagnose.blame import scan
 from halfstep._diagnose.capture import Capture
 from halfstep._diagnose.diagnose import diagnosis_of
 from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
+from halfstep._diagnose.expected_skips import ExpectedSkips
+from halfstep._diagnose.finite_values import are_finite, has_finite_gradients, has_nan
 from halfstep._diagnose.kept_calls import (
     KeptCall,
     Made,
@@ -44,22 +45,13 @@ from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.replay import Replayer, replaying
 from halfstep._diagnose.user_code import user_line
 from halfstep._diagnose.variant import Variant
-from halfstep._numerics.measure import NAN, badness, is_finite
-from halfstep._pytorch import amp, modes, optim
+from halfstep._pytorch import optim
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.closures import split_closure
-from halfstep._scaler.gradients import parameters
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.scale_state import Reason
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
 
-START_STEPS = 50
-"""The number of steps that count as the start of a run."""
-START_SKIPS = 16
-"""The most skips at the start that count as the search for a usable scale."""
-MOST_SKIPPED = 0.75
-"""The largest share of skipped steps that counts as the search for a usable scale."""
 MOST_DIAGNOSES = 5
 """The most places that are diagnosed in a run."""
 MOST_TRIED = 10
@@ -122,7 +114,7 @@ class Watch:
         self._capture = Capture(
             self._is_here, self._conclude, self._before_backward, self._after_read
         )
-        self._start = _ExpectedSkips()
+        self._start = ExpectedSkips()
         self._live: LiveTrace | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -203,7 +195,7 @@ class Watch:
             return
         # Those of a scaler are looked at before it has multiplied them.
         losses, self._losses = self._losses or list(tensors_in([roots])), []
-        if _are_finite(losses):
+        if are_finite(losses):
             return
         self._is_bad = True
         ends = self._capture.ends[-1:]
@@ -280,7 +272,7 @@ class Watch:
         ends, bad_ends, self._bad_ends = self._capture.ends or self._ends, self._bad_ends, []
         if bad_ends:
             self._look(bad_ends, None)
-        if ends and not self._is_bad and not _has_finite_gradients(optimizer):
+        if ends and not self._is_bad and not has_finite_gradients(optimizer):
             self._is_bad = True
             self._look(ends, None)
         if self._capture.ends:
@@ -417,6 +409,8 @@ class Watch:
         except Exception as error:  # raised by the user's code
             return None, f"a replay raised {type(error).__name__}: {error}"
         gap = gap_in(calls)
+        if gap is not None and found.verdict == "unknown":
+            return None, gap
         if gap is not None and found.verdict == "data":
             # What was computed in the gap is not computed again, and looks like data.
             named = () if model is None else (*model.named_parameters(), *model.named_buffers())
@@ -430,7 +424,7 @@ class Watch:
         model = self._model or self._capture.model_of(calls)
         if self._num_checked >= MOST_CHECKED or model is None:
             return False
-        if _why_not(calls, model) is not None or not _has_nan(model):
+        if _why_not(calls, model) is not None or not has_nan(model):
             return False
         self._num_checked += 1
         with replaying(), suppress(Exception):  # of the user's code; another replay tells
@@ -451,6 +445,9 @@ class Watch:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, f"the loss of step {self._num_steps} was finite")
+        if found.verdict == "data" and self._capture.made_bad is not None:
+            line = line_text(self._capture.made_bad.line)
+            notes = (*notes, f"the loop itself wrote a number that is not finite: {line}")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
         if self.found and not self._was_finite and _is_of_the_model(found):
@@ -460,70 +457,10 @@ class Watch:
             self._tell(found, self._step if step is None else step)
 
 
-class _ExpectedSkips:
-    """Distinguishes skips that are part of dynamic scaling from others."""
-
-    def __init__(self) -> None:
-        self._num_steps = self._num_skips = 0
-        self._last_taken: Outcome | None = None
-
-    def is_bad(self, outcome: Outcome) -> bool:
-        """Return whether a finished step went bad. Sync: one for a fused optimizer."""
-        self._num_steps += 1
-        if outcome.taken:
-            self._last_taken = outcome  # its scale is read only if a skip follows
-            return False
-        if outcome.reason is not Reason.OVERFLOW:
-            return outcome.reason is not Reason.NORM
-        self._num_skips += 1
-        if self._num_skips <= START_SKIPS and self._num_steps <= START_STEPS:
-            return False
-        taken = self._last_taken
-        has_just_grown = taken is not None and outcome.scale > taken.scale
-        is_rare = self._num_skips <= max(START_SKIPS, MOST_SKIPPED * self._num_steps)
-        return not (has_just_grown and is_rare)
-
-
 def _why_not(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
     """Return why one rank cannot repeat calls, None if it can."""
     together = None if model is None else across_ranks.why_together(model)
     return together or why_not_again(calls)
-
-
-def _are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether all tensors are finite, as far as they can be asked. Sync: one for each."""
-    with modes.unseen_by_modes(), suppress(Exception):  # of a subclass that knows few functions
-        return all(map(is_finite, tensors))
-    return True
-
-
-def _has_finite_gradients(optimizer: Optimizer) -> bool:
-    """Return whether all gradients of an optimizer are finite. Sync: one for each device."""
-    with modes.unseen_by_modes(), torch.no_grad():
-        grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
-        dense = [grad for grad in grads if _is_plain(grad)]
-        norms = _values_of(amp.norms_of_each(dense)) if dense else []
-        # A norm may overflow, and that of another layout may not be known: these are read again.
-        doubtful = [g for g, norm in zip(dense, norms, strict=True) if not math.isfinite(norm)]
-        return _are_finite([*doubtful, *(g for g in grads if not _is_plain(g))])
-
-
-def _values_of(norms: Sequence[Tensor]) -> list[float]:
-    on_each: dict[torch.device, list[Tensor]] = {}
-    for norm in norms:
-        on_each.setdefault(norm.device, []).append(norm.float())
-    values = {device: iter(torch.stack(some).tolist()) for device, some in on_each.items()}
-    return [next(values[norm.device]) for norm in norms]
-
-
-def _is_plain(grad: Tensor) -> bool:
-    return type(grad) is Tensor and grad.layout is torch.strided and grad.is_floating_point()
-
-
-def _has_nan(model: nn.Module) -> bool:
-    """Return whether a gradient of a model has a NaN. Sync: one for each gradient."""
-    with modes.unseen_by_modes():
-        return any(p.grad is not None and badness(p.grad) == NAN for p in model.parameters())
 
 
 def _is_of_the_model(found: Diagnosis) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -79,6 +79,18 @@ def has_hooks_after_accumulation(leaf: torch.Tensor) -> bool:
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__
 
 
+def gradients_of(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of the sum of outputs, unseen by what is around ``autograd.grad``."""
+    ones = tuple(map(torch.ones_like, outputs))
+    run: Any = torch.autograd.graph._engine_run_backward
+    found: tuple[torch.Tensor | None, ...] = run(
+        tuple(outputs), ones, False, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return found
+
+
 @contextmanager
 def engine_in(context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Run the engine of every backward pass of the block in a context made for it."""
@@ -113,6 +125,12 @@ FUNCTION_BASE: Any = torch.autograd.function._SingleLevelFunction if _is_calling
 def is_compiled_function(cls: type) -> bool:
     """Return whether a class of ``torch.autograd.Function`` was made by torch.compile."""
     return cls.__module__.startswith("torch._functorch")
+
+
+def is_made_by_compiled_code(tensor: torch.Tensor) -> bool:
+    """Return whether what torch.compile has made computed a tensor."""
+    made_by = getattr(type(tensor.grad_fn), "_forward_cls", None)
+    return made_by is not None and is_compiled_function(made_by)
 
 
 def goes_backward(function: Any) -> bool:
