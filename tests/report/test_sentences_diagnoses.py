@@ -51,7 +51,7 @@ def test_the_op_the_reason_and_the_cure(tmp_path):
         ({"cure": Cure("code", "x + 1")}, "float32. This should help: `x + 1`."),
         (
             {"cure": Cure("code", "x + 1", is_finite=False)},
-            "This may help, although a replay with it was not finite: `x + 1`.",
+            "Tried, and not enough: `x + 1`.",
         ),
         ({"cure": Cure("data", "leave it out")}, "What to do: leave it out."),
     ],

@@ -16,7 +16,7 @@ MOST_PLACES = 5
 """At most this many places get a sentence of their own; the rest are counted."""
 _REPLAYED = {
     True: " Cure, confirmed by a replay: ",
-    False: " This may help, although a replay with it was not finite: ",
+    False: " Tried, and not enough: ",
     None: " This should help: ",
 }
 
