@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -41,6 +42,27 @@ def test_show_by_action(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     named = re.findall(r"[\w.]+", run(capsys, "show", "standard")[1])
     assert {rule.op for rule in preset("standard").rules} <= set(named)
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    text = 'fp32; exp[cuda,fp16,train]:lower; @head:fp32; dot:refuse "no"'
+    code, out, _ = run(capsys, "show", text, "--json")
+    values = json.loads(out)
+    rules = values.pop("rules")
+    assert (code, values) == (0, {"schema": 1, "kind": "policy", "policy": text})
+    assert rules[0] == {
+        "op": "exp",
+        "action": "lower",
+        "device": "cuda",
+        "dtype": "float16",
+        "phase": "train",
+        "message": "",
+        "module": None,
+    }
+    assert [(each["op"], each["module"], each["message"]) for each in rules[1:]] == [
+        ("", "head", ""),
+        ("dot", None, "no"),
+    ]
 
 
 def test_diff(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

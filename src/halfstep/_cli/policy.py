@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import textwrap
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = verbs.add_parser("show", help="print the rules, or what is decided for one op")
     show.set_defaults(parser=show)
     show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
-    show.add_argument("--all", action="store_true", help="a line for each rule, in their order")
-    show.add_argument("--op", metavar="NAME", help="only this op: softmax, F.layer_norm, conv*")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--all", action="store_true", help="a line for each rule, in their order")
+    form.add_argument("--json", action="store_true", help="all rules as JSON")
+    form.add_argument("--op", metavar="NAME", help="only this op: softmax, F.layer_norm, conv*")
     show.add_argument(
         "--module", metavar="NAME", default="", help="with --op, in this module: blocks.0.attn"
     )
@@ -60,6 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     policy = read_policy(arguments.policy)
+    if arguments.json:
+        print(_json(policy))
+        return 0
     if arguments.op is None:
         print(policy)
         print("\n".join(map("  {}".format, policy.rules) if arguments.all else _groups(policy)))
@@ -69,6 +76,16 @@ def _show(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0
+
+
+def _json(policy: Policy) -> str:
+    from halfstep._numerics.formats import dtype_name
+
+    rules = [asdict(rule) for rule in policy.rules]
+    for rule in rules:
+        rule["dtype"] = rule["dtype"] and dtype_name(rule["dtype"])
+    values = {"schema": 1, "kind": "policy", "policy": str(policy), "rules": rules}
+    return json.dumps(values, indent=1)
 
 
 def _groups(policy: Policy) -> Iterator[str]:
