@@ -233,6 +233,8 @@ class WhatCannotBe:
     def halfstep() -> None:
         with pytest.raises(ValueError, match="lowers to"):
             autocast("cpu", torch.int8)
+        with pytest.raises(ValueError, match=r"write dtype=torch\.float16"):
+            autocast("cpu", "torch.float16")  # type: ignore[arg-type]
 
 
 def stays_on_after_entering_twice(context: Any) -> bool:

@@ -25,7 +25,9 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, "by exp@head:leave" in out) == (0, True)
 
 
-def test_show_by_action(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_by_action(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rules of one action stand together; one that a later rule replaces is left out."""
     text = "fp32; exp,log[fp16]:fp32; log:lower; exp@a:lower; @head:fp32; sin:lower"
     code, out, _ = run(capsys, "show", text)
@@ -40,6 +42,7 @@ def test_show_by_action(capsys: pytest.CaptureFixture[str]) -> None:
         "  @head:fp32, cast to float32",
         "      the module as a whole",
     ]
+    monkeypatch.setenv("COLUMNS", "10")  # words stay whole
     named = re.findall(r"[\w.]+", run(capsys, "show", "standard")[1])
     assert {rule.op for rule in preset("standard").rules} <= set(named)
 

@@ -1,12 +1,15 @@
+import argparse
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from halfstep._cli import main
+from halfstep._cli.run import _note_options, add_arguments
 
 SCRIPTS = Path(__file__).parents[1] / "run" / "scripts"
 
@@ -143,9 +146,36 @@ def test_accelerate_launch(tmp_path):
 
 def test_a_script_that_is_not_there_is_looked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
+    (tmp_path / "scripts").mkdir()
+    for name in ("train.py", "eval.py"):
+        (tmp_path / "scripts" / name).write_text("")
+    assert main(["run", "scripts/trian.py"]) == 2
+    assert capsys.readouterr().err == (
+        "halfstep run: can't open file 'scripts/trian.py': No such file or directory; "
+        "did you mean 'scripts/train.py'?\n"
+    )
+
+
+def test_a_folder_that_may_not_be_listed_has_no_near_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "iterdir", Mock(side_effect=PermissionError))
     assert main(["run", "trian.py"]) == 2
     assert capsys.readouterr().err == (
-        "halfstep run: can't open file 'trian.py': No such file or directory; "
-        "did you mean 'train.py'?\n"
+        "halfstep run: can't open file 'trian.py': No such file or directory\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("source", "is_told"),
+    [
+        ("from torch.amp import autocast", True),
+        ("parser.add_argument('--amp')", False),
+        ("def main(amp): ...", False),
+    ],
+)
+def test_an_option_after_a_script_that_does_not_know_it(source, is_told, tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    _note_options(str(script), ["--amp=fp16", "--other"], parser)
+    assert ("--amp stands after" in capsys.readouterr().err) == is_told

@@ -95,6 +95,7 @@ def test_a_module_finds_what_python_gives_it(halfstep_run, python, tmp_path):
         ("no_such", "No module named no_such"),
         ("package.no_such", "No module named package.no_such"),
         ("package", "No module named package.__main__"),
+        ("../package", "Relative module names not supported"),
     ],
 )
 def test_a_module_that_is_not_there(module, words, halfstep_run, python, tmp_path):

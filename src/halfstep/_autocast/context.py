@@ -172,7 +172,8 @@ def _check(
     if dtype is None or is_unused:
         dtype = torch.get_autocast_dtype(device)
     if dtype not in LOWER_PRECISIONS:
-        meant = DTYPE_NAMES.get(str(dtype), getattr(torch, str(dtype), None))
+        word = str(dtype).removeprefix("torch.")
+        meant = DTYPE_NAMES.get(word, getattr(torch, word, None))
         cure = "to run a block without autocast: autocast(enabled=False)"
         if meant in LOWER_PRECISIONS:
             cure = f"write dtype={meant}"

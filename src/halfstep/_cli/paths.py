@@ -20,11 +20,14 @@ def near(path: Path, suffix: str = "") -> str:
     """Return ``"; did you mean 'train.py'?"`` for what is most like a path that does not exist."""
     if not path.parent.is_dir():
         return near(path.parent)
-    names = [each.name for each in path.parent.iterdir() if each.name.endswith(suffix)]
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.name.endswith(suffix)]
+    except PermissionError:
+        return ""
     longer = [name for name in names if name.startswith(path.name)]  # without its date, say
     if longer:
         return f"; did you mean {str(path.parent / max(longer))!r}?"
-    return did_you_mean(str(path), [str(path.parent / name) for name in names])
+    return did_you_mean(path.name, names, folder=path.parent)
 
 
 def run_at(path: Path | None) -> Run:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
+from halfstep._common.text import fill
 
 if TYPE_CHECKING:
     from halfstep import Policy
@@ -93,7 +93,7 @@ def _groups(policy: Policy) -> Iterator[str]:
     width = shutil.get_terminal_size((100, 24)).columns
     for title, ops in policy.by_action().items():
         for indent, text in ((" " * 2, title), (" " * 6, ", ".join(ops))):
-            yield textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent)
+            yield fill(text, width, first=indent, further=indent)
 
 
 def _diff(arguments: argparse.Namespace) -> int:

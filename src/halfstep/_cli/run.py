@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -156,7 +157,8 @@ def _note_options(script: str, rest: list[str], parser: argparse.ArgumentParser)
     ours = set(options_of(parser)) - {"--help"}
     for word in rest:
         option = word.partition("=")[0]
-        if option in ours and option.removeprefix("--") not in text:
+        mention = rf"(?<![\w.]){re.escape(option.removeprefix('--'))}(?!\w)"  # not torch.amp
+        if option in ours and re.search(mention, text) is None:
             tell(
                 f"halfstep: {option} stands after {script}, which gets it as an argument; if it is "
                 f"for halfstep: halfstep run {option} ... {script}",

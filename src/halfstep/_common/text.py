@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TextIO, TypeAlias
 
 Severity: TypeAlias = Literal["good", "notice", "warning", "bad"]
@@ -120,9 +121,12 @@ def preformatted(text: str) -> str:
     return f'<pre style="{style}">{html.escape(text)}</pre>'
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=3)
+def did_you_mean(name: str, known: Iterable[str], folder: Path = Path()) -> str:
+    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing.
+
+    Names of files are shown with the folder that they are in.
+    """
+    near = [str(folder / each) for each in difflib.get_close_matches(name, list(known), n=3)]
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -130,6 +134,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 _COLORS = {"bad": 31, "warning": 33, "notice": 36, "good": 32}  # of the ANSI standard
 _SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|cure|what followed): ")
+
+
+def fill(text: str, width: int, first: str = "", further: str = "") -> str:
+    """Return text in lines of a width, with what each begins with; no word is broken."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
@@ -151,13 +167,7 @@ def _on_terminal(line: str, width: int) -> str:
     if found is None:
         return line
     indent, word = found.groups()
-    wrapped = textwrap.fill(
-        line,
-        width,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapped = fill(line, width, further=indent + "  ")
     if word not in _COLORS or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return wrapped
     return wrapped.replace(word, f"\x1b[{_COLORS[word]}m{word}\x1b[0m", 1)

@@ -93,6 +93,8 @@ def _set_first_path(folder: str) -> None:
 
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
     """Find what ``python -m name`` runs; raise ``SystemExit`` if there is no such thing."""
+    if name.startswith("."):
+        raise NotRunnable("halfstep run: Relative module names not supported")
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

@@ -46,7 +46,8 @@ class Command:
     @property
     def stem(self) -> str:
         """A short name: ``train`` for ``scripts/train.py`` and ``mypackage.train``."""
-        return self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
+        name = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
+        return Path(name).name  # -m ../package is a mistake, which is found later
 
     @property
     def text(self) -> str:
