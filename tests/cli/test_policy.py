@@ -100,3 +100,12 @@ def test_usage_errors(capsys: pytest.CaptureFixture[str], argv: list[str], messa
     assert (code, out) == (2, "")
     assert err.startswith("halfstep policy: ")
     assert message in err
+
+
+def test_a_file_that_does_not_exist_is_looked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.toml").write_text('preset = "standard"\n')
+    for verb in ("show", "check"):
+        _, _, err = run(capsys, verb, str(tmp_path / "mien.toml"))
+        assert err.endswith(f"; did you mean {str(tmp_path / 'mine.toml')!r}?\n")

@@ -253,6 +253,16 @@ def test_without_a_name_records_without_a_step_are_passed_over(tmp_path, capsys)
     assert not (empty / "report.html").exists()
 
 
+def test_without_a_name_damaged_records_are_passed_over_and_named(tmp_path, capsys):
+    os.utime(file_of(records.healthy(tmp_path / "runs/a"), 0), (1, 1))
+    (tmp_path / "runs/b").mkdir()
+    (tmp_path / "runs/b/rank0.jsonl").write_text("?")
+    code, _, err = report(capsys)
+    assert code == 0
+    assert err.splitlines()[0].startswith("runs/b/rank0.jsonl: none of its lines begins a record")
+    assert err.splitlines()[1] == "runs/a: the newest record under runs/"
+
+
 def test_a_folder_of_records_is_listed(tmp_path, capsys):
     for position, make in enumerate((records.healthy, records.only_header, records.with_skips)):
         os.utime(file_of(make(tmp_path / f"runs/{position}"), 0), (position, position))

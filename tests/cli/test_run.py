@@ -48,9 +48,9 @@ def test_without_a_target_it_shows_the_help(arguments, capsys):
     [
         (["--no-such-option", "train.py"], "unrecognized arguments: --no-such-option"),
         (["--pol", "fp32", "train.py"], "unrecognized arguments: --pol; did you mean"),
-        (["--every", "-1", "train.py"], "argument --every: '-1' is no number of steps"),
-        (["--every", "x", "train.py"], "argument --every: 'x' is no number of steps: write 50"),
-        (["--amp", "fp8", "train.py"], "argument --amp: 'fp8' is none of fp16, bf16"),
+        (["--every", "-1", "train.py"], "argument --every: '-1' is not a number of steps"),
+        (["--every", "x", "train.py"], "argument --every: 'x' is not a number of steps: write 50"),
+        (["--amp", "fp8", "train.py"], "argument --amp: 'fp8': choose one of fp16, bf16"),
     ],
 )
 def test_unknown_options_are_errors_of_usage(arguments, words, capsys):

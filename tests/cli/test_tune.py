@@ -151,7 +151,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("x", "'x' is no number"), ("0", "0 is not above 0 and finite")]
+    ("value", "message"), [("x", "'x' is not a number"), ("0", "0 is not above 0 and finite")]
 )
 def test_wrong_errors(capsys: pytest.CaptureFixture[str], value: str, message: str) -> None:
     with pytest.raises(SystemExit):

@@ -207,5 +207,5 @@ def test_a_static_scale_is_given_to_the_rule_or_to_the_scaler() -> None:
     assert GradScaler(rule=Static()).get_scale() == 65536
     with pytest.raises(ValueError, match=r"init_scale is 4 and rule is Static\(128.0\): give one"):
         GradScaler(init_scale=4.0, rule=Static(128.0))
-    with pytest.raises((TypeError, ValueError), match="init_scale is"):
+    with pytest.raises((TypeError, ValueError), match=r"the scale of Static is -1\.0"):
         GradScaler(rule=Static(-1.0))

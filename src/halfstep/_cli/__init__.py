@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             near = did_you_mean(str(value), action.choices)
             choices = ", ".join(map(str, action.choices))
-            raise argparse.ArgumentError(action, f"{value!r} is none of {choices}{near}")
+            raise argparse.ArgumentError(action, f"{value!r}: choose one of {choices}{near}")
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError
-from halfstep._cli.paths import near
+from halfstep._cli.paths import reason
 from halfstep._common.text import tell
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ def _read(scripts: list[Path]) -> Checkup:
         try:
             findings += check_file(path)
         except OSError as error:
-            cure = near(path, ".py") if isinstance(error, FileNotFoundError) else ""
-            raise CommandError(f"{path}: {error.strerror}{cure}") from None
+            raise CommandError(f"{path}: {reason(error, path)}") from None
         except SyntaxError as error:
             line = "" if error.lineno is None else f":{error.lineno}"
             raise CommandError(f"{path}{line}: not Python: {error.msg}") from None

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
-from halfstep._common.text import did_you_mean, printable
+from halfstep._common.text import did_you_mean, printable, tell
 from halfstep._record.files import RUNS, files_in, records_in
+from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
     from halfstep._record.run import Run
@@ -28,6 +29,11 @@ def near(path: Path, suffix: str = "") -> str:
     if longer:
         return f"; did you mean {str(path.parent / max(longer))!r}?"
     return did_you_mean(path.name, names, folder=path.parent)
+
+
+def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
+    """Return why a file cannot be read, with the nearest names if it does not exist."""
+    return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
 
 
 def run_at(path: Path | None) -> Run:
@@ -60,7 +66,11 @@ def _newest() -> Run:
     from halfstep._record.read import read_run
 
     for path in records_in(RUNS):
-        run = read_run(path)
+        try:
+            run = read_run(path)
+        except RecordError as error:
+            tell(str(error), sys.stderr)
+            continue
         if run.num_steps:
             print(printable(f"{path}: the newest record under {RUNS}/"), file=sys.stderr)
             return run

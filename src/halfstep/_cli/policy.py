@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
+from halfstep._cli.paths import reason
 from halfstep._common.text import fill
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         policy = Policy.load(arguments.file)
     except OSError as error:
-        raise CommandError(f"{arguments.file}: {error.strerror}") from error
+        why = reason(error, arguments.file, ".toml")
+        raise CommandError(f"{arguments.file}: {why}") from error
     except ValueError as error:
         print(error)
         return 1
@@ -126,6 +128,6 @@ def read_policy(text: str) -> Policy:
             return Policy.load(path)
         return Policy.parse(text)
     except OSError as error:
-        raise CommandError(f"{text}: {error.strerror}") from error
+        raise CommandError(f"{text}: {reason(error, path, '.toml')}") from error
     except ValueError as error:
         raise CommandError(str(error)) from error

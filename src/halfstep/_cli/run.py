@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts, options_of
-from halfstep._cli.paths import near
+from halfstep._cli.paths import reason
 from halfstep._cli.policy import read_policy
 from halfstep._common.text import tell
 
@@ -115,8 +115,8 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         try:
             require_file(target)
         except OSError as error:
-            cure = near(Path(target), ".py") if isinstance(error, FileNotFoundError) else ""
-            raise CommandError(f"can't open file {target!r}: {error.strerror}{cure}") from None
+            why = reason(error, Path(target))
+            raise CommandError(f"can't open file {target!r}: {why}") from None
         if not arguments.quiet and machine.rank() == 0:
             _note_options(target, rest, arguments.parser)
     amp = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}[arguments.amp]
@@ -185,6 +185,6 @@ def _policy(arguments: argparse.Namespace) -> Policy:
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of steps: write 50, or 0 for never"
+            f"{text!r} is not a number of steps: write 50, or 0 for never"
         )
     return int(text)

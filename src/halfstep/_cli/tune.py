@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError
-from halfstep._cli.paths import near
+from halfstep._cli.paths import reason
 from halfstep._cli.policy import read_policy
 from halfstep._common.text import did_you_mean
 
@@ -102,7 +102,7 @@ def _error(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number: write 0.01") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number: write 0.01") from None
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and finite: write 0.01")
     return value
@@ -136,8 +136,7 @@ def _require_function(path: Path, name: str) -> None:
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except OSError as error:
-        cure = near(path, ".py") if isinstance(error, FileNotFoundError) else ""
-        raise CommandError(f"{path}: {error.strerror}{cure}") from None
+        raise CommandError(f"{path}: {reason(error, path)}") from None
     except SyntaxError as error:  # no Python, or not in UTF-8
         raise CommandError(f"{path}:{error.lineno or 1}: {error.msg}") from None
     nodes = list(ast.walk(tree))

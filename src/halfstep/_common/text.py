@@ -133,7 +133,7 @@ def did_you_mean(name: str, known: Iterable[str], folder: Path = Path()) -> str:
 # --- on a terminal --------------------------------------------------------------------------------
 
 _COLORS = {"bad": 31, "warning": 33, "notice": 36, "good": 32}  # of the ANSI standard
-_SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|cure|what followed): ")
+_SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|what followed): ")
 
 
 def fill(text: str, width: int, first: str = "", further: str = "") -> str:

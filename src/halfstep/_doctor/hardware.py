@@ -183,11 +183,11 @@ def speeds_of(works: list[tuple[str, str, float]], rounds: list[list[float]]) ->
     noise = ""
     base = {kind: at for at, (kind, name, _) in enumerate(works) if name == "fp32"}
     for at, (kind, name, operations) in enumerate(works):
-        # The best time: other programs only slow it down.
-        best = min(durations[at] for durations in rounds)
-        gflops.setdefault(kind, {})[name] = operations / best / 1e9
         pairs = [durations[base[kind]] / durations[at] for durations in rounds]
-        ratios.setdefault(kind, {})[name] = median(pairs)
+        ratio = ratios.setdefault(kind, {})[name] = median(pairs)
+        # The best time of fp32: other programs only slow it down.
+        best = min(durations[base[kind]] for durations in rounds)
+        gflops.setdefault(kind, {})[name] = operations / best * ratio / 1e9
         if kind == "matmul":
             noise = noise or _noise(name, pairs)
     return Speeds(gflops, ratios, noise)

@@ -23,6 +23,7 @@ from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
+from halfstep._scaler.checks import checked_scale
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import LossScale, Saved
@@ -159,7 +160,7 @@ class GradScaler(TorchAttributes):
         if isinstance(rule, Static) and rule.scale is not None:
             if init_scale not in (2.0**16, rule.scale):
                 raise ValueError(f"init_scale is {init_scale:g} and rule is {rule!r}: give one")
-            init_scale, rule = rule.scale, Static()
+            init_scale, rule = checked_scale("the scale of Static", rule.scale), Static()
         first = ScaleState.first(init_scale, rule, min_scale, max_scale)
         self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
