@@ -453,7 +453,7 @@ def test_another_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["run", "--amp", "fp32", "train.py"])
     assert ended.value.code == 2
-    assert "argument --amp: invalid choice: 'fp32'" in capsys.readouterr().err
+    assert "argument --amp: 'fp32': choose one of fp16, bf16" in capsys.readouterr().err
 
 
 # --- what the script does itself ------------------------------------------------------------------

@@ -44,7 +44,9 @@ def test_the_old_recipe_on_a_machine_without_cuda(halfstep_run, python, tmp_path
     done = halfstep_run(SCRIPTS / "recipe.py")
     assert done.code == 0, done.err
     assert done.out == alone.out
-    assert "recipe.py:10: UserWarning: GradScaler for 'cuda', but PyTorch sees no CUDA" in done.err
+    assert (
+        "recipe.py:10: HalfstepWarning: GradScaler for 'cuda', but PyTorch sees no CUDA" in done.err
+    )
     assert "recipe.py:13: UserWarning: autocast('cuda'), but PyTorch sees no CUDA" in done.err
 
 
