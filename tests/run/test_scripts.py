@@ -47,7 +47,7 @@ def test_the_old_recipe_on_a_machine_without_cuda(halfstep_run, python, tmp_path
     assert (
         "recipe.py:10: HalfstepWarning: GradScaler for 'cuda', but PyTorch sees no CUDA" in done.err
     )
-    assert "recipe.py:13: UserWarning: autocast('cuda'), but PyTorch sees no CUDA" in done.err
+    assert "recipe.py:13: HalfstepWarning: autocast('cuda'), but PyTorch sees no CUDA" in done.err
 
 
 def test_compiled_and_recomputed_code_runs_by_the_policy(tmp_path):
