@@ -309,3 +309,36 @@ def test_a_call_that_is_tried_with_edits_writes_to_nothing() -> None:
     found = halfstep.diagnose(step)
     assert (found.bad and found.bad.op, found.cure and found.cure.is_finite) == ("log", True)
     assert out.tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_step_with_a_bad_loss_comes_to_its_end(is_scaled: bool) -> None:
+    model, scaler = nn.Linear(3, 1), halfstep.GradScaler(init_scale=8.0, enabled=is_scaled)
+    open_flags: list[str] = []
+
+    def step() -> None:
+        handle = model.weight.register_hook(lambda gradient: gradient)
+        open_flags.append("profiling")
+        scaler.scale(torch.log(model(torch.ones(2, 3)).mean() * 0)).backward()
+        open_flags.remove("profiling")
+        handle.remove()
+
+    found = halfstep.diagnose(step, model=model)
+    assert found.verdict == "maths"
+    assert not open_flags
+    assert not model.weight._backward_hooks
+
+
+def test_an_edit_that_does_not_fit_does_not_end_a_step() -> None:
+    model, open_flags = nn.Linear(3, 3), list[str]()
+
+    def step() -> None:
+        open_flags.append("profiling")
+        total = model(torch.ones(2, 3))
+        for value in (total * 0, torch.zeros(2, 3, dtype=torch.complex64)):
+            total = total + torch.log(value).real  # which clamps real numbers alone
+        total.mean().backward()
+        open_flags.remove("profiling")
+
+    assert halfstep.diagnose(step, model=model).verdict == "maths"
+    assert not open_flags

@@ -87,18 +87,19 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
 
 
 def diagnosis_of(
-    step: Callable[[], object], model: nn.Module | None, *, with_underflow: bool = True
+    step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
 ) -> Diagnosis:
     """Replay a step until its cause and cure are known.
 
     Args:
         step: Runs the step.
         model: The model, if it is known.
-        with_underflow: Whether a finite step is replayed again to find underflow.
+        is_kept: Whether it repeats kept calls: nothing of the user's is left open where a replay
+            ends early, and a finite step is not replayed again to find underflow.
     """
-    replayer = Replayer(step, model)
+    replayer = Replayer(step, model, may_end_early=is_kept)
     with observed_by(replayer.observe):
-        found = _found(replayer, with_underflow)
+        found = _found(replayer, with_underflow=not is_kept)
     model = replayer.model
     if model is not None and any(map(compiler.is_compiled, model.modules())):
         replayer.notes.append(COMPILED)

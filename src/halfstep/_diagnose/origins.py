@@ -69,8 +69,6 @@ class Origins(OpObserver):
     Sync: one for each op that returns numbers.
     """
 
-    is_settled = True
-
     def __init__(self) -> None:
         self._ops: dict[int, Origin] = {}
         self._makers: ByMemory[int] = ByMemory()

@@ -40,8 +40,10 @@ class StepRun:
     Attributes:
         scale: The scale of the losses, None if they were not scaled.
         scaling: The numbers of the ops that multiplied losses by the scale.
+        may_end_early: Whether it may end before its last call.
     """
 
+    may_end_early: bool
     scale: float | None = None
     entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None
@@ -55,12 +57,21 @@ class Replayer:
     and all else that PyTorch or the modules hold. Optimizers and schedules do not step; closures
     of optimizers are called once.
 
+    Args:
+        step: Runs the step.
+        model: The model, if it is known.
+        may_end_early: Whether a replay may end before the backward pass of a loss that is bad by
+            itself. Not in a function of the user's: it may have a hook or a flag to put back.
+
     Attributes:
         model: The model whose names are used; known after the first replay at the latest.
         notes: Remarks about the replays, for the diagnosis.
     """
 
-    def __init__(self, step: Callable[[], object], model: nn.Module | None) -> None:
+    def __init__(
+        self, step: Callable[[], object], model: nn.Module | None, *, may_end_early: bool = False
+    ) -> None:
+        self._may_end_early = may_end_early
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
@@ -99,7 +110,7 @@ class Replayer:
         In the block its results can be read; then everything is restored.
         """
         self.num_replays += 1
-        undo, patches, run = UndoLog(), Patches(), StepRun()
+        undo, patches, run = UndoLog(), Patches(), StepRun(self._may_end_early)
         with ExitStack() as outer:
             outer.enter_context(_without_collector())
             outer.callback(undo.restore)
@@ -191,7 +202,7 @@ def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> 
     """End a replay before the backward pass of a loss that is bad by itself."""
 
     def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if observer.is_settled and not run.scaling:
+        if run.may_end_early and observer.is_settled and not run.scaling:
             raise _Settled
         original(*args, **kwargs)
 
@@ -301,7 +312,7 @@ def _scaled(
                 restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
                 restart(scaler, scale)
         _see_losses(mode.observer, args[:1])
-        if mode.observer.is_settled:
+        if run.may_end_early and mode.observer.is_settled:
             raise _Settled
         first = mode.num_ops
         result = original(scaler, *args, **kwargs)

@@ -28,7 +28,7 @@ _NAMES = ("input", "other", "var")
 """The usual names of the first arguments."""
 
 
-class NotApplicable(Exception):  # noqa: N818  (it ends a replay, nothing is wrong)
+class NotApplicable(Exception):  # noqa: N818  (the call is made as it is, nothing is wrong)
     """An edit does not fit what a call was given."""
 
 
@@ -67,13 +67,14 @@ class UserCalls(TorchFunctionMode):
     Attributes:
         chosen: The edits that were carried out, by their place among the pairs.
         placed: Their texts.
+        do_fit: Whether all edits fitted the calls; where one did not, the call was made as it is.
     """
 
     def __init__(self, num_ops: Callable[[], int], edits: Edits = ()) -> None:
         super().__init__()
         self._num_ops, self._edits = num_ops, edits
         self._calls: list[UserCall] = []
-        self._is_inside = False
+        self._is_inside, self.do_fit = False, True
         self.chosen: dict[int, Edit] = {}
         self._texts: dict[tuple[int, int | str], str] = {}
         self.placed: dict[tuple[int, int | str], Placed] = {}
@@ -131,7 +132,11 @@ class UserCalls(TorchFunctionMode):
             if number not in self.chosen:
                 self.chosen[number] = _best(self._edits[number][1], name, func, args, kwargs)
         edits = [(number, self.chosen[number]) for number in here]
-        return _carried_out(edits, func, args, kwargs, partial(self._changed, name, func))
+        try:
+            return _carried_out(edits, func, args, kwargs, partial(self._changed, name, func))
+        except Exception:  # of the edit: it must not pass through a function that has more to do
+            self.do_fit = False
+            return func(*args, **kwargs)
 
     def _changed(
         self, name: str, func: Any, number: int, edit: Edit, slot: int | str, value: Any

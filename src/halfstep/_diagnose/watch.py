@@ -403,7 +403,7 @@ class Watch:
             return None, why_not
         try:
             with replaying():  # hides its own scaler too
-                found = diagnosis_of(step_of(calls, root, scale), model, with_underflow=False)
+                found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
         except RanksError:
             return None, "the model or the loss waits for other ranks"
         except Exception as error:  # raised by the user's code
