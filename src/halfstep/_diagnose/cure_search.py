@@ -29,7 +29,7 @@ from halfstep._diagnose.half_models import float32_parameters, half_of
 from halfstep._diagnose.origins import Origin, Origins, lost_number, makers_of, origins_in
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.source import Placed, edited_lines, in_words
-from halfstep._diagnose.user_calls import Edits, UserCall, UserCalls, call_of
+from halfstep._diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import Spot
 from halfstep._diagnose.variant import EnteredAutocast, Variant
 from halfstep._numerics.formats import FORMATS
@@ -117,13 +117,15 @@ class CureTrial:
             return _OUTSIDE
         error = found.run.error
         if error is not None and found.blame is None:
-            self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
+            if not isinstance(error, NotApplicable):
+                self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
             return _OUTSIDE
         return found.blame
 
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         """Replay the step with edits."""
-        calls = UserCalls(self._replayer.num_ops, edits)
+        replayer = self._replayer
+        calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.may_end_early)
         blame = self.blame(Variant(scale=scale), calls.active())
         if not calls.do_fit:
             return Tried(_OUTSIDE, calls)

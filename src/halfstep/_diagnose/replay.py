@@ -71,7 +71,7 @@ class Replayer:
     def __init__(
         self, step: Callable[[], object], model: nn.Module | None, *, may_end_early: bool = False
     ) -> None:
-        self._may_end_early = may_end_early
+        self.may_end_early = may_end_early
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
@@ -110,7 +110,7 @@ class Replayer:
         In the block its results can be read; then everything is restored.
         """
         self.num_replays += 1
-        undo, patches, run = UndoLog(), Patches(), StepRun(self._may_end_early)
+        undo, patches, run = UndoLog(), Patches(), StepRun(self.may_end_early)
         with ExitStack() as outer:
             outer.enter_context(_without_collector())
             outer.callback(undo.restore)

@@ -63,6 +63,7 @@ class UserCalls(TorchFunctionMode):
     Args:
         num_ops: Returns the number of ops that have run.
         edits: The edits.
+        may_end_early: Whether an edit that does not fit may end the replay.
 
     Attributes:
         chosen: The edits that were carried out, by their place among the pairs.
@@ -70,9 +71,11 @@ class UserCalls(TorchFunctionMode):
         do_fit: Whether all edits fitted the calls; where one did not, the call was made as it is.
     """
 
-    def __init__(self, num_ops: Callable[[], int], edits: Edits = ()) -> None:
+    def __init__(
+        self, num_ops: Callable[[], int], edits: Edits = (), *, may_end_early: bool = False
+    ) -> None:
         super().__init__()
-        self._num_ops, self._edits = num_ops, edits
+        self._num_ops, self._edits, self._may_end_early = num_ops, edits, may_end_early
         self._calls: list[UserCall] = []
         self._is_inside, self.do_fit = False, True
         self.chosen: dict[int, Edit] = {}
@@ -136,6 +139,8 @@ class UserCalls(TorchFunctionMode):
             return _carried_out(edits, func, args, kwargs, partial(self._changed, name, func))
         except Exception:  # of the edit: it must not pass through a function that has more to do
             self.do_fit = False
+            if self._may_end_early:
+                raise
             return func(*args, **kwargs)
 
     def _changed(
