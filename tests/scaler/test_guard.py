@@ -268,6 +268,17 @@ def test_tensors_without_values_step_as_without_it(make: Callable[[], Any]) -> N
     assert made.counts()[:2] == (0, 0)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_tensors_without_values_do_not_hide_others(is_first: bool) -> None:
+    meta, real = nn.Parameter(torch.ones(2, device="meta")), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([meta, real] if is_first else [real, meta], lr=0.1)
+    guard(optimizer, on_skips=silent)
+    meta.grad, real.grad = torch.ones(2, device="meta"), torch.full((2,), math.nan)
+    with pytest.raises(NotImplementedError):
+        optimizer.step()
+    assert torch.equal(real, torch.ones(2))
+
+
 def test_schedulers_and_checkpoints_go_on() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
