@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfstep
 from halfstep._diagnose import watch as watching
@@ -301,6 +302,22 @@ def test_another_thread_that_trains_is_left_alone() -> None:
         thread.join()
     assert [found.verdict for found in watch.found] == ["range"]
     assert steps[0] == steps[1] > 0
+
+
+def test_another_thread_that_calls_a_model_during_a_step_is_left_alone() -> None:
+    model, other = mlp(), nn.Linear(4, 1)
+
+    def call(*_: object) -> None:
+        thread = threading.Thread(target=lambda: other(X))
+        thread.start()
+        thread.join()
+
+    hook = register_optimizer_step_post_hook(call)
+    try:
+        watch = watched(model, lambda i: F.mse_loss(model(X * 10.0 ** (6 * (i == 2))), ONE), 4)
+    finally:
+        hook.remove()
+    assert [found.verdict for found in watch.found] == ["range"]
 
 
 # --- loops ----------------------------------------------------------------------------------------

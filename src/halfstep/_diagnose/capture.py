@@ -172,9 +172,11 @@ class Capture(TopLevelCalls):
     @property
     def is_on(self) -> bool:
         """Whether calls are kept."""
+        if not self._is_here():  # another thread must not go on for the one that steps
+            return False
         if self._is_paused and not optim.optimizer_step_depth():
             self.pause(is_paused=False)  # the step has raised an error
-        return self._is_here() and not self._is_paused
+        return not self._is_paused
 
     def pause(self, *, is_paused: bool) -> None:
         """Keep nothing while an optimizer steps, or go on."""
