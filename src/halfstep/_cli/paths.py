@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError
-from halfstep._common.text import did_you_mean, printable, tell
+from halfstep._common.text import near_names, suggestion, tell
 from halfstep._record.files import RUNS, files_in, records_in
 from halfstep.errors import RecordError
 
@@ -26,14 +26,18 @@ def near(path: Path, suffix: str = "") -> str:
     except PermissionError:
         return ""
     longer = [name for name in names if name.startswith(path.name)]  # without its date, say
-    if longer:
-        return f"; did you mean {str(path.parent / max(longer))!r}?"
-    return did_you_mean(path.name, names, folder=path.parent)
+    meant = [max(longer)] if longer else near_names(path.name, names)
+    return suggestion(path.parent / name for name in meant)
 
 
 def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
     """Return why a file cannot be read, with the nearest names if it does not exist."""
     return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
+
+
+def records_inside(path: Path) -> list[Path]:
+    """Return the records in a folder that is none itself, the latest change first."""
+    return [] if files_in(path) else records_in(path)
 
 
 def run_at(path: Path | None) -> Run:
@@ -49,7 +53,7 @@ def run_at(path: Path | None) -> Run:
             f"{path} does not exist: give the folder that `halfstep run` or `halfstep.record` has "
             f"written{near(path)}"
         )
-    inside = records_in(path) if path.is_dir() and not files_in(path) else []
+    inside = records_inside(path)
     if inside:
         shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
         raise CommandError(f"{path} holds {len(inside)} records: name one of them, {shown}")
@@ -72,6 +76,6 @@ def _newest() -> Run:
             tell(str(error), sys.stderr)
             continue
         if run.num_steps:
-            print(printable(f"{path}: the newest record under {RUNS}/"), file=sys.stderr)
+            tell(f"{path}: the newest record under {RUNS}/", sys.stderr)
             return run
     raise CommandError(f"there is no record with a step under {RUNS}/: name the folder of one")

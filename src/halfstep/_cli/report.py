@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, ending_at_interrupts
-from halfstep._cli.paths import RUN_HELP, run_at
+from halfstep._cli.paths import RUN_HELP, records_inside, run_at
 from halfstep._common.numbers import things
 from halfstep._common.text import printable, tell
-from halfstep._record.files import files_in, records_in
 from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
@@ -59,9 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the arguments say and return the exit code."""
-    if _is_folder_of_records(arguments):
-        _list(arguments.run_path)
-        return 0
+    has_form = arguments.json or arguments.md or arguments.output or arguments.against
+    if arguments.run_path is not None and not has_form:
+        records = records_inside(arguments.run_path)
+        if records:
+            _list(records)
+            return 0
     run = run_at(arguments.run_path)
     others = [run_at(path) for path in arguments.against or ()]
     with ending_at_interrupts(by_signal=False):  # PyTorch may be imported, to check a cure
@@ -76,19 +78,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _is_folder_of_records(arguments: argparse.Namespace) -> bool:
-    path: Path | None = arguments.run_path
-    has_form = arguments.json or arguments.md or arguments.output or arguments.against
-    return not (path is None or has_form or files_in(path)) and bool(records_in(path))
-
-
-def _list(folder: Path) -> None:
-    """Print a line on each record in a folder, the newest first."""
+def _list(records: Sequence[Path]) -> None:
+    """Print a line on each record."""
     from halfstep._record.read import read_run
     from halfstep._report.sentences import sentences
     from halfstep._report.summarize import summarize
 
-    for path in records_in(folder):
+    for path in records:
         try:
             run = read_run(path)
         except RecordError as error:

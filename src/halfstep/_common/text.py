@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TextIO, TypeAlias
 
 Severity: TypeAlias = Literal["good", "notice", "warning", "bad"]
@@ -121,13 +120,20 @@ def preformatted(text: str) -> str:
     return f'<pre style="{style}">{html.escape(text)}</pre>'
 
 
-def did_you_mean(name: str, known: Iterable[str], folder: Path = Path()) -> str:
-    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing."""
+    return suggestion(near_names(name, known))
 
-    Names of files are shown with the folder that they are in.
-    """
-    near = [str(folder / each) for each in difflib.get_close_matches(name, list(known), n=3)]
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """Return the names most like one, at most three."""
+    return difflib.get_close_matches(name, list(known), n=3)
+
+
+def suggestion(meant: Iterable[object]) -> str:
+    """Return the end of a message that names what may have been meant; nothing for nothing."""
+    names = " or ".join(repr(str(each)) for each in meant)
+    return f"; did you mean {names}?" if names else ""
 
 
 # --- on a terminal --------------------------------------------------------------------------------
