@@ -221,13 +221,8 @@ class IterationFollower:
                 key = walk.key(target, site.scope, names)
             case _:
                 return now
-        return replace(
-            now,
-            made=frozenset(each for each in now.made if each[0] != key)
-            | {(key, _loops(site), site.line)},
-            unscaled=frozenset(pair for pair in now.unscaled if pair[0] != key),
-            stepped=frozenset(step for step in now.stepped if step[0] != key),
-        )
+        others = frozenset(each for each in now.made if each[0] != key)
+        return replace(now.without(key), made=others | {(key, _loops(site), site.line)})
 
     def _may_change(self, site: Site) -> bool:
         """Return whether a function of another file may step, or run a backward pass."""

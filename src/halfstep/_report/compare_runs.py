@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from halfstep._common.numbers import NONE, count, listed, number, percent, power, seconds
 from halfstep._common.text import Code, Sentence, say
+from halfstep._common.text import names as names_in_text
 from halfstep._record.run import Kind, PolicySeen
 from halfstep._report.summary import NOTABLE, Layer, Summary
 
@@ -135,9 +136,9 @@ def _names(runs: Sequence[Summary]) -> tuple[str, ...]:
 def _verdict(runs: Sequence[Summary], names: Sequence[str]) -> Sentence:
     """Return which run is best: one that fails loses to one that does not, then the loss counts."""
     good = [n for n, run in enumerate(runs) if not _has_failed(run)]
-    bad = [Code(name) for n, name in enumerate(names) if n not in good]
+    bad = [name for n, name in enumerate(names) if n not in good]
     if bad and good:
-        better = _listed([Code(names[n]) for n in good])
+        better = _listed([names[n] for n in good])
         what = f"{' is' if len(good) == 1 else ' are'} better: "
         end = " went bad: its loss, weights or skips did not recover."
         return say("warning", *better, what, *_listed(bad), end)
@@ -155,20 +156,18 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str]) -> Sentence:
             "notice", "The losses of the optimizers of a GAN do not say which run is better."
         )
     best = losses.index(min(known))
-    others = [Code(name) for n, name in enumerate(names) if n != best]
+    others = [name for n, name in enumerate(names) if n != best]
     if max(known) - min(known) <= ALIKE * max(map(abs, known)):
-        said = ["The losses of ", *_listed([Code(name) for name in names]), " are about the same"]
+        said = ["The losses of ", *_listed(names), " are about the same"]
     else:
         said = [Code(names[best]), " has a lower loss than ", *_listed(others)]
     values = listed([number(loss) for loss in known])
     return say("good", *said, f" ({values}, means of the last 20){_speed(runs, names)}.")
 
 
-def _listed(names: Sequence[Code]) -> list[str | Code]:
-    parts: list[str | Code] = []
-    for place, name in enumerate(names):
-        parts += [" and " if place == len(names) - 1 else ", ", name] if place else [name]
-    return parts
+def _listed(names: Sequence[str]) -> Iterator[str | Code]:
+    """Return the names of runs as the parts of a list, all of them."""
+    return names_in_text(names, most=len(names))
 
 
 def _has_failed(run: Summary) -> bool:

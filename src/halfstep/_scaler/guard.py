@@ -221,13 +221,15 @@ class Guard:
             else:
                 args = (again, *args)
         scaler = self._scaler
-        with_gradient = [p for p in parameters(optimizer) if p.grad is not None]
-        first = next((p for p in with_gradient if not _has_no_values(p)), None)
+        with_gradient = (p for p in parameters(optimizer) if p.grad is not None)
+        some = first = next(with_gradient, None)
+        if first is not None and _has_no_values(first):
+            first = next((p for p in with_gradient if not _has_no_values(p)), None)
         self._call = args, kwargs
         try:
             if first is not None:
                 scaler._engine.begin(first.device)
-            elif with_gradient or not self._decides_with_others(optimizer):
+            elif some is not None or not self._decides_with_others(optimizer):
                 return optimizer.step()
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:
