@@ -40,10 +40,8 @@ class StepRun:
     Attributes:
         scale: The scale of the losses, None if they were not scaled.
         scaling: The numbers of the ops that multiplied losses by the scale.
-        may_end_early: Whether it may end before its last call.
     """
 
-    may_end_early: bool
     scale: float | None = None
     entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None
@@ -110,7 +108,7 @@ class Replayer:
         In the block its results can be read; then everything is restored.
         """
         self.num_replays += 1
-        undo, patches, run = UndoLog(), Patches(), StepRun(self.may_end_early)
+        undo, patches, run = UndoLog(), Patches(), StepRun()
         with ExitStack() as outer:
             outer.enter_context(_without_collector())
             outer.callback(undo.restore)
@@ -125,10 +123,12 @@ class Replayer:
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
-                _stop_when_settled(patches, observer, run)
+                if self.may_end_early:
+                    _stop_when_settled(patches, observer, run)
                 watch_backward(patches, observer)
                 _suspend_optimizers(patches, observer)
-                stack.enter_context(_scaled(patches, mode, run, variant.scale))
+                scaled = _scaled(patches, mode, run, variant.scale, self.may_end_early)
+                stack.enter_context(scaled)
                 run.entered = stack.enter_context(autocast_as(variant, self.model, patches))
                 stack.enter_context(mode.active())
                 try:
@@ -202,7 +202,7 @@ def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> 
     """End a replay before the backward pass of a loss that is bad by itself."""
 
     def backward(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if run.may_end_early and observer.is_settled and not run.scaling:
+        if observer.is_settled and not run.scaling:
             raise _Settled
         original(*args, **kwargs)
 
@@ -299,7 +299,7 @@ def _parameters(owner: Any) -> Iterable[Tensor]:
 
 @contextmanager
 def _scaled(
-    patches: Patches, mode: ObserverMode, run: StepRun, scale: float | None
+    patches: Patches, mode: ObserverMode, run: StepRun, scale: float | None, may_end_early: bool
 ) -> Iterator[None]:
     """Start every scaler with a scale, and restore the scalers after the block."""
     before: dict[int, tuple[Any, dict[str, Any]]] = {}
@@ -312,7 +312,7 @@ def _scaled(
                 restart = amp.restart_scaler if isinstance(scaler, TorchGradScaler) else begin_anew
                 restart(scaler, scale)
         _see_losses(mode.observer, args[:1])
-        if run.may_end_early and mode.observer.is_settled:
+        if may_end_early and mode.observer.is_settled:
             raise _Settled
         first = mode.num_ops
         result = original(scaler, *args, **kwargs)

@@ -178,9 +178,13 @@ def about_non_finite(summary: Summary) -> Iterator[Sentence]:
     outputs = [layer for layer in summary.of_kind("output") if layer.inf or layer.nan]
     if outputs:
         is_curable = outputs[0].inf and not weights
-        call = island(outputs[0].name, summary) if is_curable else None
-        cure = () if call is None else (" Keep it in float32, ", call, ".")
+        cure = _keep(outputs[0].name, summary) if is_curable else ()
         yield _non_finite(summary, "The outputs of ", outputs, cure=cure)
+
+
+def _keep(module: str, summary: Summary) -> tuple[str | Code, ...]:
+    call = island(module, summary)
+    return () if call is None else (" Keep it in float32, ", call, ".")
 
 
 def _non_finite(
@@ -222,7 +226,6 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
     if near and not has_overflowed:  # which is told by itself
         headroom, layer = min(near, key=lambda each: each[0])
         others = [other for _, other in near if other is not layer]
-        call = island(layer.name, summary)
         yield say(
             "warning",
             "The outputs of ",
@@ -231,7 +234,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             f"{layer.headroom_step})",
             *((", and nearly so did those of ", *_names(others)) if others else ()),
             ".",
-            cure=() if call is None else (" Keep it in float32, ", call, "."),
+            cure=_keep(layer.name, summary),
             evidence=row_of(summary, layer),
         )
     for layer in summary.of_kind("parameter"):
