@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._numerics.formats import Format, dtype_name, rounded
 from halfstep._pytorch import modes, storages
 from halfstep._pytorch.dispatch import schema_of
@@ -34,17 +33,6 @@ class OpContext:
     def note(self, values: Tensor) -> None:
         """Count values just before they are rounded. Sync: none."""
         self.counts.add(self.module, self.phase, values)
-
-
-def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a value with ``function`` applied to the tensors in it and in its containers."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([each_tensor(item, function) for item in value])
-    if isinstance(value, dict):
-        return {key: each_tensor(item, function) for key, item in value.items()}
-    return value
 
 
 # Their results are their inputs in another order, or not computed.
@@ -115,7 +103,7 @@ class HalfArithmetic:
         return is_first and isinstance(args[0], Tensor) and args[0].dtype is self._low
 
     def _wide(self, values: Any) -> Any:
-        return each_tensor(values, lambda t: t.float() if t.dtype is self._low else t)
+        return map_tensors(lambda t: t.float() if t.dtype is self._low else t, values)
 
     def _run_in_place(self, func: Any, args: Args, kwargs: Kwargs, context: OpContext) -> Any:
         wide = self._wide(args)
@@ -143,7 +131,7 @@ class HalfArithmetic:
             context.note(tensor)
             return tensor.to(self._low)
 
-        return each_tensor(result, narrowed)
+        return map_tensors(narrowed, result)
 
 
 def _kind(value: Any) -> Any:
@@ -170,7 +158,7 @@ def _result_dtypes(func: Any, args: Args, kwargs: Kwargs) -> tuple[torch.dtype, 
     named = {k: "meta" if isinstance(v, torch.device) else v for k, v in kwargs.items()}
     try:
         with modes.unseen_by_modes():
-            result = func(*each_tensor(args, empty), **each_tensor(named, empty))
+            result = func(*map_tensors(empty, args), **map_tensors(empty, named))
     except (NotImplementedError, RuntimeError):  # its result may depend on values
         return ()
     return tuple(tensor.dtype for tensor in tensors_in((result,)))
