@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import halfstep
-from halfstep._diagnose import expected_skips
+from halfstep._diagnose import bad_steps
 from halfstep._diagnose.watch import Watch
 
 
@@ -95,12 +95,12 @@ def summary(watch: Watch) -> tuple[list[Any], list[str]]:
 
 
 def watched(rank: int, kind: str, bad: str) -> tuple[list[Any], list[str]]:
-    expected_skips.START_STEPS = 0  # no skip is part of finding the scale
+    bad_steps.START_STEPS = 0  # no skip is part of finding the scale
     loop = Loop(rank, kind)
     with loop.scaler.diagnose(loop.model, tell=lambda *_: None) as watch:
         for each in ("", bad, bad, bad, "", ""):
             loop.step(each)
-    expected_skips.START_STEPS = 50
+    bad_steps.START_STEPS = 50
     return summary(watch)
 
 

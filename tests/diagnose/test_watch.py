@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._diagnose import expected_skips
-from halfstep._diagnose.expected_skips import START_SKIPS
+from halfstep._diagnose import bad_steps
+from halfstep._diagnose.bad_steps import START_SKIPS
 from halfstep._diagnose.replay import is_replaying
 from halfstep._diagnose.watch import Watch
 from halfstep.errors import DiagnosisWarning
@@ -135,7 +135,7 @@ def test_each_batch_of_an_accumulation_is_replayed() -> None:
 def test_a_loss_that_outgrows_the_scale_is_cured_by_a_smaller_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(expected_skips, "START_STEPS", 1)
+    monkeypatch.setattr(bad_steps, "START_STEPS", 1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = halfstep.GradScaler(init_scale=4096.0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from halfstep._diagnose import capture
+from halfstep._diagnose import call_log
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._diagnose.watch import Watch
 
@@ -178,7 +178,7 @@ def test_a_compiled_function_is_told_what_shows_it(is_forced: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_grad", "most"), [(False, capture.MOST_EVALUATED), (True, capture.MOST_MODELS)]
+    ("has_grad", "most"), [(False, call_log.MOST_EVALUATED), (True, call_log.MOST_MODELS)]
 )
 def test_an_evaluation_keeps_few_of_its_batches(has_grad: bool, most: int) -> None:
     def num_tensors() -> int:

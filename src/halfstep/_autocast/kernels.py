@@ -239,7 +239,7 @@ def prepared(number: int) -> PolicyOnDevice:
 # --- observing ------------------------------------------------------------------------------------
 
 # (op, rule, policy): a context in which the op runs by the rule.
-Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[None]]
+Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
 
 _observer: Observer | None = None
 _observed_kernels: dispatch.TemporaryKernels | None = None

@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO, TypeAlias
 
@@ -177,3 +177,30 @@ def _on_terminal(line: str, width: int) -> str:
     if word not in _COLORS or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return wrapped
     return wrapped.replace(word, f"\x1b[{_COLORS[word]}m{word}\x1b[0m", 1)
+
+
+TableLine: TypeAlias = str | tuple[str, ...]
+"""Line of a table: text that runs over all columns, or the cells."""
+
+
+def aligned(
+    lines: Sequence[TableLine], indent: int = 0, right: Iterable[str] = ("n", "bytes", "time")
+) -> list[str]:
+    """Return lines with their cells in columns; the first line is the head.
+
+    Lines that are text stay as they are. Columns whose head is in ``right`` are aligned to the
+    right; empty columns are left out.
+    """
+    columns = list(zip(*(line for line in lines if isinstance(line, tuple)), strict=True))
+    shown = [index for index, (_, *cells) in enumerate(columns) if set(cells) - {"-"}]
+    formats = [
+        f"{'>' if columns[i][0] in right else '<'}{max(map(len, columns[i]))}" for i in shown
+    ]
+
+    def text(line: TableLine) -> str:
+        if isinstance(line, str):
+            return line
+        cells = (f"{line[i]:{form}}" for i, form in zip(shown, formats, strict=True))
+        return (" " * indent + "  ".join(cells)).rstrip()
+
+    return [text(line) for line in lines if isinstance(line, str) or shown]

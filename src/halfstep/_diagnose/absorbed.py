@@ -7,7 +7,6 @@ do. Where whole rows differ, the overflow has done harm.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfstep._autocast.policy import Policy
-from halfstep._common.nested import map_plain, tensors_in
+from halfstep._common.nested import map_plain
 from halfstep._diagnose import cure_search
 from halfstep._diagnose.blame import Blame, BlameTracker, scan
 from halfstep._diagnose.diagnosis import Cure, Diagnosis
@@ -65,7 +64,6 @@ class AbsorbedTracker(BlameTracker):
         self._overflowed: Blame | None = None
 
     def before(self, call: OpCall) -> None:
-        """Compute an op from what its inputs would hold, before it can write to them."""
         super().before(call)
         self._computed = self._overflowed = None
         read = [wide for tensor in call.given if (wide := self._wide_of(tensor)) is not None]
@@ -76,12 +74,10 @@ class AbsorbedTracker(BlameTracker):
             self._computed = (self._in_wider(call), origin)
 
     def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
-        """Note an overflow."""
         if blame.number == call.number and not blame.is_meant and not call.written:
             self._overflowed = blame
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Compare the outputs of an op with what they would be."""
         super().after(call, outputs)
         for tensor in call.written:
             self._wide.drop(tensor)
@@ -121,17 +117,7 @@ class AbsorbedTracker(BlameTracker):
             return value if found is None else found.values
 
         args, kwargs = map_plain(wide, (list(call.args), call.kwargs))
-        with suppress(RuntimeError, TypeError, NotImplementedError):
-            widened = _Call(call, tuple(args), kwargs)
-            return list(tensors_in([in_wider(widened, torch.float64)]))
-        return []
-
-
-class _Call(OpCall):
-    """The same call with other arguments."""
-
-    def __init__(self, call: OpCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.func, self.name, self.args, self.kwargs = call.func, call.name, args, kwargs
+        return in_wider(replace(call, args=tuple(args), kwargs=kwargs), torch.float64) or []
 
 
 def _geometry(tensor: Tensor) -> Geometry:

@@ -161,7 +161,6 @@ class BlameTracker(OpObserver):
                 self._awaited.put(tensor, True)
 
     def see_loss(self, loss: Tensor) -> None:
-        """Note a loss that is not finite."""
         parts = self._seen(loss, "a loss")
         self._has_loss |= parts is not None
         self._losses += self._blames_of(parts or [])
@@ -181,7 +180,6 @@ class BlameTracker(OpObserver):
             self._results += [] if is_good else [self.first or _OF_NO_OP]
 
     def see_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Note a gradient that is not finite."""
         for blame in self._blames_of(self._seen(gradient, "a gradient") or []):
             self._gradients.setdefault(id(leaf), (leaf, blame))
 
@@ -219,10 +217,7 @@ class BlameTracker(OpObserver):
         """Whether a loss is not finite."""
         return bool(self._losses)
 
-    @property
-    def is_settled(self) -> bool:  # type: ignore[override]
-        """Whether a loss is not finite, which settles what is to blame."""
-        return self.is_loss_bad
+    is_settled = is_loss_bad
 
     @property
     def is_absorbed(self) -> bool:
@@ -372,13 +367,11 @@ class Scan:
     """Result of a replay that looks for the op to blame.
 
     Attributes:
-        run: The run of the step.
         blame: The blame, None if the step is finite.
         ends: What is not finite at the end: the loss, or gradients of parameters.
         not_seen: What could not be looked into.
-        first: The first blame in the step, whether it does harm or not.
         is_scaling: Whether the op to blame multiplies the loss by the scale.
-        gradients: The dtypes and largest magnitudes in the backward pass.
+        first: See :class:`BlameTracker`, as for ``gradients``.
     """
 
     run: StepRun

@@ -25,15 +25,15 @@ from halfstep._autocast.policy import Policy, preset
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure
 from halfstep._diagnose.edits import IN_FLOAT32, LAST_RESORTS, OF_RESULTS, Edit, edits_of, has_row
-from halfstep._diagnose.half_models import float32_parameters, half_of
-from halfstep._diagnose.origins import Origin, Origins, lost_number, makers_of, origins_in
 from halfstep._diagnose.replay import Replayer, StepRun
+from halfstep._diagnose.rounding import Origin, Origins, lost_number, makers_of, origins_in
 from halfstep._diagnose.source import Placed, edited_lines, in_words
 from halfstep._diagnose.user_calls import Edits, NotApplicable, UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import Spot
-from halfstep._diagnose.variant import EnteredAutocast, Variant
+from halfstep._diagnose.variant import EnteredAutocast, Variant, float32_parameters, half_of
 from halfstep._numerics.formats import FORMATS
 from halfstep._trace.places import OpPlace
+from halfstep._trace.rows import grouped
 
 # --- trials ---------------------------------------------------------------------------------------
 
@@ -61,24 +61,13 @@ class Tried(NamedTuple):
     blame: Blame | None
     calls: UserCalls
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the replay came to its end."""
-        return self.blame is None or self.blame.number != OUTSIDE
-
 
 class CureTrial:
-    """Replays of a bad step with one change after another.
-
-    Args:
-        replayer: Replays the step.
-        run: A run of the step without changes.
-    """
+    """Replays of a bad step with one change after another; ``run`` is one without changes."""
 
     def __init__(self, replayer: Replayer, run: StepRun) -> None:
-        self._replayer = replayer
+        self.replayer = replayer
         self.model, self.entered, self.scale = replayer.model, run.entered, run.scale
-        self.modules = replayer.modules
         self._around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def inside(
@@ -92,51 +81,40 @@ class CureTrial:
 
     def note_lost_number(self, blame: Blame) -> Origins:
         """Note a number near the bad op that is zero in its dtype; return what led to the op."""
-        origins = origins_in(self._replayer, Variant(scale=self.scale), self._around())
+        origins = origins_in(self.replayer, Variant(scale=self.scale), self._around())
         note = lost_number(origins, _forward_number(blame))
-        self._replayer.notes += [] if note is None else [note]
+        self.replayer.notes += [] if note is None else [note]
         return origins
 
     def origins(self, blame: Blame) -> list[Origin]:
         """Return the ops that round a value to what spoils the bad one, the first ones first."""
         origins, exact = self.note_lost_number(blame), Variant(torch.float32, scale=self.scale)
-        wide = origins_in(self._replayer, exact, self._around())
+        wide = origins_in(self.replayer, exact, self._around())
         return origins.spoiled(_forward_number(blame), wide.special)
-
-    def makers(self, blame: Blame) -> list[UserCall]:
-        """Return the user's calls that led to the bad op, the nearest ones first."""
-        return makers_of(self._replayer, _forward_number(blame), self.scale)
 
     def blame(
         self, variant: Variant, around: AbstractContextManager[object] | None = None
     ) -> Blame | None:
-        """Return the blame of a replay, None if it is finite."""
         try:
-            found = scan(self._replayer, variant, around or self._around())
+            found = scan(self.replayer, variant, around or self._around())
         except ValueError:  # a rule for a module whose parameters are not float32
             return _OUTSIDE
         error = found.run.error
         if error is not None and found.blame is None:
             if not isinstance(error, NotApplicable):
-                self._replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
+                self.replayer.notes.append(f"a replay ended with {type(error).__name__}: {error}")
             return _OUTSIDE
         return found.blame
 
     def edited(self, edits: Edits, scale: float | None) -> Tried:
-        """Replay the step with edits."""
-        replayer = self._replayer
+        replayer = self.replayer
         calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.may_end_early)
         blame = self.blame(Variant(scale=scale), calls.active())
         if not calls.do_fit:
             return Tried(_OUTSIDE, calls)
         if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
-            self._replayer.notes.append(HIDES)
+            self.replayer.notes.append(HIDES)
         return Tried(blame, calls)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether no more replays are made for edits."""
-        return self._replayer.num_replays >= MOST_REPLAYS
 
 
 def _forward_number(blame: Blame) -> int:
@@ -148,11 +126,7 @@ def smaller_scale(
 ) -> float | None:
     """Return a smaller scale of at least 1, a power of two, at which the step is finite, or None.
 
-    Args:
-        trial: The step.
-        scale: The scale at which it is not finite.
-        bad: The op that overflows.
-        largest: The largest magnitude, in float32, of the float16 values of the backward pass.
+    ``largest`` is the largest magnitude, in float32, of the float16 values of the backward pass.
     """
     limit = bad.limit or FORMATS["fp16"].largest
     needed = max(filter(None, (largest, bad.needs)), default=16 * limit)
@@ -164,7 +138,6 @@ def smaller_scale(
 
 
 def of_scale(scale: float, *, is_finite: bool | None = None) -> Cure:
-    """Return the cure of a smaller scale."""
     text = (
         f"halfstep.GradScaler(init_scale={_scale_text(scale)}, max_scale={_scale_text(scale)})  "
         f"# in a run: scaler.update(new_scale={_scale_text(scale)})"
@@ -204,14 +177,14 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
 
 def _of_half_model(trial: CureTrial) -> Cure | None:
     """Return the cure of float32 parameters and autocast, with rules if it takes them, or None."""
-    half = half_of(trial.modules)
+    half = half_of(trial.replayer.modules)
     if half is None:
         return None
     device, dtype = half
 
     @contextmanager
     def under_autocast() -> Iterator[None]:
-        with float32_parameters(trial.modules), autocast(device, dtype=dtype):
+        with float32_parameters(trial.replayer.modules), autocast(device, dtype=dtype):
             yield
 
     inner = trial.inside(under_autocast, EnteredAutocast(device, dtype, preset("standard")))
@@ -337,7 +310,8 @@ MOST_MAKERS = 3
 
 def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Limit what one of the calls before the bad one returns."""
-    for call in trial.makers(blame)[:MOST_MAKERS]:
+    makers = makers_of(trial.replayer, _forward_number(blame), trial.scale)
+    for call in makers[:MOST_MAKERS]:
         for edit in OF_RESULTS:
             tried = trial.edited(((call, (edit,)),), trial.scale)
             if tried.blame is None:
@@ -363,15 +337,11 @@ def _of_edits(
 ) -> Cure | None:
     """Edit the call that goes bad, then the one that goes bad after that.
 
-    Args:
-        trial: The step.
-        blame: What goes bad in it.
-        call: The user's call that does.
-        edits_for: Returns the edits of a function, those first that change least.
-        chosen: The edits of other calls that are made too.
+    ``edits_for`` returns the edits of a function, those first that change least; ``chosen`` are the
+    edits of other calls that are made too.
     """
     left, best = list(islice(edits_for(call.function), MOST_EDITS_TRIED)), None
-    while left and not trial.is_spent:
+    while left and trial.replayer.num_replays < MOST_REPLAYS:
         tried = trial.edited((*chosen, (call, tuple(left))), trial.scale)
         edit = tried.calls.chosen.get(len(chosen))
         if tried.blame is None:
@@ -379,7 +349,7 @@ def _of_edits(
         if edit is None:  # the call was not reached
             break
         left.remove(edit)
-        if not tried.is_complete:
+        if tried.blame.number == OUTSIDE:  # the replay did not come to its end
             continue
         best, now = best or tried.calls, (*chosen, (call, (edit,)))
         scale = _scale_of_edits(trial, now, blame, tried.blame)
@@ -422,10 +392,8 @@ def _of_placed(
 def _of_text(placed: list[Placed]) -> Cure:
     lines = edited_lines(placed)
     if lines is None:
-        by_call: dict[Spot, list[Placed]] = {}
-        for each in placed:
-            by_call.setdefault(each.spot, []).append(each)
-        return Cure("code", "\n".join(map(in_words, by_call.values())))
+        by_call = grouped(placed, lambda each: each.spot).values()
+        return Cure("code", "\n".join(map(in_words, by_call)))
     return Cure("code", "\n".join(dedent(line.text) for line in lines), edits=tuple(lines))
 
 

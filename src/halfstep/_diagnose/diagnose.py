@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
+from itertools import count
 
+import torch
 from torch import nn
 
 from halfstep._autocast.kernels import observed_by
+from halfstep._autocast.modules import without_wrappers
 from halfstep._common.machine import rank
-from halfstep._diagnose import across_ranks
+from halfstep._diagnose import cure_search
 from halfstep._diagnose.absorbed import find_absorbed
 from halfstep._diagnose.blame import OUTSIDE, Blame, Scan, scan
-from halfstep._diagnose.diagnosis import Diagnosis, source_of
-from halfstep._diagnose.inspect_op import described, find_underflow, inspect, names_in
-from halfstep._diagnose.inspecting import InspectingTracker
-from halfstep._diagnose.replay import Replayer
-from halfstep._diagnose.user_calls import UserCalls, call_of
+from halfstep._diagnose.cure_search import CureTrial
+from halfstep._diagnose.diagnosis import BadOp, Cure, Diagnosis, Verdict, source_of
+from halfstep._diagnose.inspect_op import (
+    InspectingTracker,
+    described,
+    inspect,
+    names_in,
+)
+from halfstep._diagnose.kept_calls import KeptCall, Made, gap_in, step_of, why_not_again
+from halfstep._diagnose.observer import waits_for_others, why_together
+from halfstep._diagnose.replay import Replayer, replaying
+from halfstep._diagnose.rounding import find_underflow
+from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
 from halfstep._diagnose.user_code import owners_in
-from halfstep._diagnose.variant import Variant
-from halfstep._diagnose.verdict import judge, judge_data
-from halfstep._pytorch import compiler
+from halfstep._diagnose.variant import Variant, all_in_float32, half_of
+from halfstep._pytorch import compiler, distributed
 from halfstep.errors import RanksError
 
 OF_NO_OP = (
@@ -80,10 +92,10 @@ def diagnose(step_fn: Callable[[], object], *, model: nn.Module | None = None) -
     if not (model is None or isinstance(model, nn.Module)):
         raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
     for owner in (model, *owners_in(step_fn)):
-        why = across_ranks.why_together(owner) if isinstance(owner, nn.Module) else None
+        why = why_together(owner) if isinstance(owner, nn.Module) else None
         if why is not None:
-            raise across_ranks.waits_for_others(why)
-    return across_ranks.merged(diagnosis_of(step_fn, model))
+            raise waits_for_others(why)
+    return _merged(diagnosis_of(step_fn, model))
 
 
 def diagnosis_of(
@@ -91,11 +103,8 @@ def diagnosis_of(
 ) -> Diagnosis:
     """Replay a step until its cause and cure are known.
 
-    Args:
-        step: Runs the step.
-        model: The model, if it is known.
-        is_kept: Whether it repeats kept calls: nothing of the user's is left open where a replay
-            ends early, and a finite step is not replayed again to find underflow.
+    ``is_kept`` is for one that repeats kept calls: nothing of the user's is left open where a
+    replay ends early, and a finite step is not replayed again to find underflow.
     """
     replayer = Replayer(step, model, may_end_early=is_kept)
     with observed_by(replayer.observe):
@@ -111,6 +120,47 @@ def diagnosis_of(
         rank=rank(),
         source=source_of(found.bad),
     )
+
+
+def diagnosis_of_calls(
+    calls: Sequence[KeptCall], root: Made | None, scale: float | None, model: nn.Module | None
+) -> tuple[Diagnosis | None, str]:
+    """Replay the calls that a loop has made; return the diagnosis, or None and why there is none.
+
+    ``root`` is the value that is not finite, if it did not go backward.
+    """
+    why_not = why_not_replayed(calls, model)
+    if why_not is not None:
+        return None, why_not
+    try:
+        with replaying():  # hides its own scaler too
+            found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
+    except RanksError:
+        return None, "the model or the loss waits for other ranks"
+    except Exception as error:  # raised by the user's code
+        return None, f"a replay raised {type(error).__name__}: {error}"
+    gap = gap_in(calls)
+    if gap is not None and found.verdict == "unknown":
+        return None, gap
+    if gap is not None and found.verdict == "data":
+        # What was computed in the gap is not computed again, and looks like data.
+        named = () if model is None else (*model.named_parameters(), *model.named_buffers())
+        if found.tensor not in {without_wrappers(name) for name, _ in named}:
+            return None, gap
+    return (None if found.verdict == "none" else found), gap or "its replay was finite"
+
+
+def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
+    """Return why one rank cannot repeat calls, None if it can."""
+    together = None if model is None else why_together(model)
+    return together or why_not_again(calls)
+
+
+def is_bad_in_float32(step: Callable[[], object], model: nn.Module) -> bool:
+    """Return whether a replay of a step in float32, at scale 1, is not finite."""
+    with replaying(), suppress(Exception):  # of the user's code; another replay tells
+        return scan(Replayer(step, model), Variant(torch.float32, scale=1.0)).blame is not None
+    return False
 
 
 def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
@@ -174,3 +224,153 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     if verdict == "scale" and cure is not None:
         diagnosis = replace(diagnosis, underflow=find_underflow(replayer, cure.scale))
     return diagnosis
+
+
+# --- the verdict ----------------------------------------------------------------------------------
+
+Judgement = tuple[Verdict, Cure | None]
+
+
+def judge(
+    replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
+) -> Judgement:
+    """Return the verdict on a step, and its cure, from replays of it."""
+    run, trial = found.run, CureTrial(replayer, found.run)
+    wide: Scan | None = None
+    is_half = not run.entered and half_of(replayer.modules) is not None
+    if run.entered:
+        wide = scan(replayer, Variant(torch.float32, scale=run.scale))
+    elif is_half:
+        wide = scan(replayer, Variant(scale=run.scale), all_in_float32(replayer.modules))
+    is_wide_finite = wide is not None and wide.is_finite
+    may_be_scale = found.is_scaling or (
+        blame.phase == "backward" and (is_wide_finite or wide is None)
+    )
+    if run.scale is not None and may_be_scale:
+        largest = _largest_gradient(found, wide) if wide is not None else None
+        smaller = cure_search.smaller_scale(trial, run.scale, bad, largest)
+        if smaller is not None:
+            return "scale", cure_search.of_scale(smaller, is_finite=True)
+    if is_wide_finite or _is_range_alone(replayer, blame, bad, wide):
+        return "range", cure_search.of_range(trial, blame, bad, call)
+    return "maths", cure_search.of_maths(trial, blame, call)
+
+
+def _is_range_alone(replayer: Replayer, blame: Blame, bad: BadOp, wide: Scan | None) -> bool:
+    """Return whether an op is finite in a wider dtype, though no replay is finite."""
+    if not bad.is_beyond_its_dtype:
+        return False
+    if wide is None:
+        replayer.notes.append("no autocast was entered: judged by the op alone")
+    elif wide.blame is None:
+        error = wide.run.error
+        replayer.notes.append(
+            "the step could not be replayed in float32 "
+            f"({type(error).__name__}: {error}): judged by the op alone"
+        )
+    elif wide.blame.where != blame.where:  # a cast by hand lowers in every replay
+        place = wide.blame.place.module or "the model's own forward"
+        replayer.notes.append(
+            f"in float32 the step goes bad too, later: {wide.blame.op} in {place}"
+        )
+    return True
+
+
+def _largest_gradient(found: Scan, wide: Scan) -> float | None:
+    """Return the largest magnitude in float32 of the gradients that are float16 in the step."""
+    return max(
+        (
+            amax
+            for place, (_, amax) in wide.gradients.items()
+            if found.gradients.get(place, (None,))[0] is torch.float16
+        ),
+        default=None,
+    )
+
+
+def judge_alone(
+    bad: BadOp, blame: Blame, scale: float | None, model: nn.Module | None
+) -> Judgement:
+    """Return the verdict on an op, and a cure that was not tried; none for a bad tensor."""
+    if blame.number == OUTSIDE:
+        return "data", None
+    if not bad.is_beyond_its_dtype:
+        return "maths", cure_search.of_op(bad)
+    assert bad.needs is not None
+    assert bad.limit is not None
+    if bad.phase == "backward" and scale is not None:
+        smaller = cure_search.power_below(scale * bad.limit / bad.needs / 2)
+        if smaller >= cure_search.SMALLEST_SCALE:
+            return "scale", cure_search.of_scale(smaller)
+    return "range", cure_search.narrowest_rule(blame, model)
+
+
+STEP_IN_FLOAT32 = (
+    'halfstep.master_weights(optimizer, store="float32")  # once it is made: its steps are in '
+    "float32; in float16 Adam's eps of 1e-08 is 0"
+)
+
+
+def judge_data(bad: BadOp, tensor: str | None, *, is_of_batch: bool) -> Judgement:
+    """Return the verdict on a tensor that was bad before the step, and its cure."""
+    if tensor is not None and tensor.endswith(".grad"):
+        text = "call zero_grad() first: this gradient is left from an earlier step"
+    elif named := [operand for operand in bad.inputs if operand.name == tensor]:
+        text = (
+            f"load a checkpoint from before {tensor} went bad; "
+            f"{tensor}.isfinite() shows which entries"
+        )
+        if named[0].dtype == "float16":
+            text = f"{STEP_IN_FLOAT32}\n{text}"
+    elif is_of_batch:
+        text = f"leave this batch out: {tensor} is not finite; check where it is made"
+    else:
+        text = f"look where {tensor} comes from: it was not finite before the step began"
+    return "data", Cure("data", text)
+
+
+# --- several ranks --------------------------------------------------------------------------------
+
+PATIENCE = timedelta(seconds=60)
+"""How long rank 0 waits for the diagnoses of other ranks."""
+
+_numbers = count()
+
+
+def _merged(found: Diagnosis) -> Diagnosis:
+    """Return the diagnoses of all ranks on rank 0, and the own one on other ranks.
+
+    Every rank must call this equally often. A note names ranks that do not.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return found
+    number, store = next(_numbers), distributed.default_store()
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found = replace(found, rank=rank)
+    if rank != 0:
+        store.set(_key(number, rank), found.to_json())
+        return found
+    others: list[Diagnosis] = []
+    missing: list[int] = []
+    for other in range(1, num_ranks):
+        try:
+            store.wait([_key(number, other)], PATIENCE if not missing else timedelta(seconds=1))
+        except RuntimeError:  # DistStoreError, after a timeout
+            missing.append(other)
+            continue
+        others.append(Diagnosis.from_json(store.get(_key(number, other)).decode()))
+    if missing:
+        ranks = ", ".join(map(str, missing))
+        note = f"ranks {ranks} did not answer: call diagnose() on every rank"
+        found = replace(found, notes=(*found.notes, note))
+    return _worst_first([found, *others])
+
+
+def _worst_first(all_of_them: list[Diagnosis]) -> Diagnosis:
+    """Return the first diagnosis of a bad step, with the others in it."""
+    first = next((d for d in all_of_them if d.verdict != "none"), all_of_them[0])
+    return replace(first, others=tuple(d for d in all_of_them if d is not first))
+
+
+def _key(number: int, rank: int) -> str:
+    return f"halfstep/diagnosis/{number}/{rank}"

@@ -265,7 +265,6 @@ _NO_FLUSH = 0.0005
 
 
 def diagnosis_text(found: Diagnosis) -> str:
-    """Return a diagnosis as text."""
     lines = [_headline(found)]
     if found.bad is not None:
         lines += [f"  {name:<9}{value}".rstrip() for name, value in _facts(found, found.bad)]

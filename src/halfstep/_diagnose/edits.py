@@ -17,6 +17,7 @@ from torch import Tensor
 Expression = Callable[[Any, float], str | None]
 """Returns the expression for a value and a small number, None if it does not fit the value."""
 
+HALVES = (torch.float16, torch.bfloat16)
 CALL = "call"
 """The slot of the call itself."""
 NARROW = "narrow"
@@ -55,7 +56,6 @@ class Edit(NamedTuple):
 
 
 def evaluated(text: str, value: Any) -> Any:
-    """Return the value of an expression."""
     return eval(text.format("value"), {"torch": torch, "value": value})
 
 
@@ -122,7 +122,7 @@ def _zero_for_nan(value: Any, eps: float) -> str | None:
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return isinstance(value, Tensor) and value.dtype in HALVES
 
 
 def _cast_to(name: str) -> Expression:
@@ -290,5 +290,4 @@ def edits_of(function: str) -> Iterator[Edit]:
 
 
 def has_row(function: str) -> bool:
-    """Return whether there are edits made for a function."""
     return row_name(function) in _ROWS

@@ -1,8 +1,4 @@
-"""Inspection of ops in a replay: the values of one op, and the values that ops flush to zero.
-
-Both compute an op in a wider dtype too, from the same inputs. Inputs that were flushed earlier
-count for the op that flushed them.
-"""
+"""Inspection of a bad op: its values, its line, and what it returns in a wider dtype."""
 
 from __future__ import annotations
 
@@ -16,19 +12,18 @@ from torch import Tensor, nn
 
 from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._diagnose.blame import Blame
-from halfstep._diagnose.diagnosis import BadOp, Flush, Line, Operand
+from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker
+from halfstep._diagnose.diagnosis import BadOp, Operand
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
-from halfstep._diagnose.user_code import called_by_user, is_of_batch, user_line
+from halfstep._diagnose.user_code import Place, called_by_user, is_of_batch, user_line, user_place
 from halfstep._diagnose.variant import Variant
-from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
+from halfstep._numerics.formats import dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch import distributed, storages
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._trace.ops import by_name, makes_no_values
-from halfstep._trace.rows import Phase
+from halfstep._trace.ops import by_name
 
 # Their third argument asks for float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
@@ -60,7 +55,6 @@ class OpInspection(OpObserver):
 
     @property
     def is_settled(self) -> bool:  # type: ignore[override]
-        """Whether the op has run."""
         return self.has_seen and self._blame.phase == "forward"
 
     def before(self, call: OpCall) -> None:
@@ -70,7 +64,8 @@ class OpInspection(OpObserver):
             self._note_batch()
         if call.key == self._blame.key:
             self.has_seen = True
-            self.bad = replace(with_inputs(self.bad, call, self._name_of), needs=needs(call))
+            inputs = tuple(operand(t, self._name_of(t)) for t in call.given if _is_shown(t))
+            self.bad = replace(self.bad, line=user_line(), inputs=inputs, needs=_needs(call))
             if self._blame.tensor is not None:
                 self.tensor = name_of_bad(call, self.bad.inputs, self._blame.tensor)
                 self._note_batch()
@@ -81,16 +76,15 @@ class OpInspection(OpObserver):
         self.is_of_batch |= tensor is not None and is_of_batch(tensor)
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Describe its bad output."""
         if call.key == self._blame.key:
             bad = (t for t in outputs if t.is_floating_point() and not bool(t.isfinite().all()))
             output = next(bad, None)
             if output is not None:
-                self.bad = with_output(self.bad, operand(output, self._name_of(output)))
+                described, limit = operand(output, self._name_of(output)), torch.finfo(output.dtype)
+                self.bad = replace(self.bad, output=described, limit=limit.max)
 
 
 def inspect(replayer: Replayer, blame: Blame, scale: float | None) -> OpInspection:
-    """Replay the step and inspect the op to blame."""
     inspection = OpInspection(blame, names_in(replayer.model))
     calls = UserCalls(replayer.num_ops)
     with replayer.run(Variant(scale=scale), inspection, calls.active()) as run:
@@ -133,20 +127,9 @@ def described(blame: Blame) -> BadOp:
     )
 
 
-def with_inputs(bad: BadOp, call: OpCall, name_of: Callable[[Tensor], str]) -> BadOp:
-    """Return a description with the inputs of a call, and the line of the user's that runs."""
-    inputs = tuple(operand(t, name_of(t)) for t in call.given if _is_shown(t))
-    return replace(bad, line=user_line(), inputs=inputs)
-
-
 def _is_shown(tensor: Tensor) -> bool:
     """Return whether a tensor is described: not masks."""
     return tensor.dtype is not torch.bool and not tensor.is_complex()
-
-
-def with_output(bad: BadOp, output: Operand) -> BadOp:
-    """Return a description with an output, and the limit of its dtype."""
-    return replace(bad, output=output, limit=torch.finfo(getattr(torch, output.dtype)).max)
 
 
 def name_of_bad(call: OpCall, inputs: tuple[Operand, ...], bad: Tensor) -> str:
@@ -175,31 +158,25 @@ def operand(tensor: Tensor, name: str) -> Operand:
     return Operand(name, dtype, shape, low, high, nan, inf, zeros)
 
 
-def needs(call: OpCall) -> float | None:
-    """Return the largest magnitude of the result of an op computed in float64.
+def _needs(call: OpCall) -> float | None:
+    """Return the largest magnitude of the result of an op in float64; None if that is not finite.
 
-    None if that is not finite, or if the op cannot run in float64. No tensor is changed.
+    Also None if the op cannot run in float64, or would draw other numbers.
     """
-    if call.name == "copy_":
-        return _amax(call.args[1])
-    if torch.Tag.nondeterministic_seeded in call.func.tags:
-        return None
-    try:
-        result = in_wider(call, torch.float64)
-    except (RuntimeError, TypeError, NotImplementedError):  # it has no kernel for float64
-        return None
-    found = [_amax(t) for t in tensors_in([result]) if t.is_floating_point()]
-    return None if not found or None in found else max(amax for amax in found if amax is not None)
+    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+    wide = None if is_random else in_wider(call, torch.float64)
+    floats = [tensor for tensor in wide or () if tensor.is_floating_point()]
+    sizes = [float(tensor.abs().amax()) if tensor.numel() else 0.0 for tensor in floats]
+    return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
 
 
-def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
-    """Return the result of an op with its inputs cast to a wider dtype.
+def in_wider(call: OpCall, dtype: torch.dtype) -> list[Tensor] | None:
+    """Return what an op returns with its inputs cast to a wider dtype, None if it cannot run so.
 
-    Raises:
-        RuntimeError: It has no kernel for the dtype, or reads memory whose layout depends on it.
+    No tensor is changed.
     """
     if any(argument.name in _OPAQUE for argument in schema_of(call.func).arguments):
-        raise RuntimeError(f"{call.name} reads memory whose layout depends on the dtype")
+        return None
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor):  # a copy, since the op may write to it
@@ -210,14 +187,10 @@ def in_wider(call: OpCall, dtype: torch.dtype) -> Any:
     args, kwargs = map_plain(widened, ([*call.args], call.kwargs))
     if call.name in _HALF_TO_FLOAT:
         args[2] = False
-    return call.func(*args, **kwargs)
-
-
-def _amax(tensor: Tensor) -> float | None:
-    if not tensor.numel() or not tensor.is_floating_point():
-        return 0.0
-    amax: float = tensor.detach().double().abs().amax().item()
-    return amax if math.isfinite(amax) else None
+    try:
+        return list(tensors_in([call.func(*args, **kwargs)]))
+    except (RuntimeError, TypeError, NotImplementedError):  # it has no kernel for the dtype
+        return None
 
 
 def names_in(model: nn.Module | None) -> Callable[[Tensor], str]:
@@ -260,94 +233,49 @@ def _memory(tensor: Tensor) -> tuple[int, object]:
     return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)
 
 
-# --- underflow ------------------------------------------------------------------------------------
-
-SCALE_FACTORS = (2.0**-8, 2.0**-4, 2.0**4, 2.0**8)
-"""Other scales, as multiples of the present one."""
-
-_LARGEST_SCALE = 2.0**24
-_Key = tuple[str, str, Phase, str, Line | None]
+MOST_INSPECTED = 64
+"""The most bad ops that are inspected; the one to blame is among the first."""
 
 
-class FlushCounter(OpObserver):
-    """Observer that counts the values that each op flushes to zero.
+class InspectingTracker(BlameTracker):
+    """Blame tracker that inspects ops at once if they may be to blame.
 
     Args:
-        scale: The scale of the loss, None without one.
+        model: The model, for the names of its tensors.
+        is_replay: Whether ops can be inspected in another replay. Those that write to what they
+            read are left for it, and ops of the backward pass that read a bad tensor from outside:
+            what handed that over has returned.
 
-    Sync: one for each op that returns lower precision.
+    Attributes:
+        inspected: The inspections, by the number of the op.
     """
 
-    def __init__(self, scale: float | None) -> None:
-        factors = () if scale is None else SCALE_FACTORS
-        self._scales = {f * scale: f for f in factors if scale and 1 <= f * scale <= _LARGEST_SCALE}
-        # Values, flushed ones, and in the backward pass those that each other scale flushes.
-        self._counts: dict[_Key, list[int]] = {}
-        self._lines: dict[int, Line | None] = {}
-        self._wide: list[Tensor] | None = None
+    def __init__(self, model: nn.Module | None, *, is_replay: bool) -> None:
+        super().__init__()
+        self.inspected: dict[int, OpInspection] = {}
+        self._is_replay = is_replay
+        self._places: dict[int, tuple[str, Place | None]] = {}
+        self._name_of = names_in(model)
 
     def before(self, call: OpCall) -> None:
-        """Compute the op in float32, before it can write to its inputs."""
+        """Note the place of an op, for its backward pass."""
+        super().before(call)
         if call.phase != "backward":
-            self._lines[call.number] = user_line()
-        self._wide = _in_float32(call)
+            self._places[call.number] = (call.name, user_place())
 
-    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
-        """Count the zeros that are not zero in float32."""
-        wide, self._wide = self._wide, None
-        if wide is None or len(wide) != len(outputs):
+    def found(self, call: OpCall, blame: Blame, bad: list[Tensor]) -> None:
+        """Inspect an op that may be to blame."""
+        is_from_before = blame.number == OUTSIDE and blame.of is not None
+        is_left = self._is_replay and (bool(call.written) or is_from_before)
+        if is_left or len(self.inspected) >= MOST_INSPECTED:
             return
-        is_backward = call.phase == "backward"
-        line = self._lines.get(call.place.number if is_backward else call.number)
-        for result, exact in zip(outputs, wide, strict=True):
-            format = FORMATS_BY_DTYPE.get(dtype_name(result.dtype))
-            if format is None or result.shape != exact.shape:
-                continue
-            magnitudes = exact.abs()
-            is_value = magnitudes != 0
-            counts = [is_value.sum(), ((result == 0) & is_value).sum()]
-            for factor in self._scales.values() if is_backward else ():
-                counts.append(((magnitudes <= format.flushed_below / factor) & is_value).sum())
-            key = (call.name, call.place.module, call.phase, dtype_name(result.dtype), line)
-            before = self._counts.get(key, [0] * len(counts))
-            found = torch.stack(counts).tolist()
-            self._counts[key] = [sum(pair) for pair in zip(before, found, strict=True)]
-
-    def found(self) -> tuple[Flush, ...]:
-        """Return the ops that flush values, the largest shares first."""
-        flushes = [
-            Flush(*key, values, flushed, tuple(zip(self._scales, at_scales, strict=False)))
-            for key, (values, flushed, *at_scales) in self._counts.items()
-            if flushed
-        ]
-        return tuple(sorted(flushes, key=lambda flush: -flush.share))
-
-
-def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]:
-    """Replay the step and return the ops that flush values."""
-    counter = FlushCounter(scale)
-    with replayer.run(Variant(scale=scale), counter) as run:
-        if run.error is not None:
-            error = f"{type(run.error).__name__}: {run.error}"
-            replayer.notes.append(f"the replay for underflow ended with {error}")
-        return counter.found()
-
-
-def _in_float32(call: OpCall) -> list[Tensor] | None:
-    """Return the result of an op in float32, None if it needs none or cannot compute it."""
-    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
-    if makes_no_values(call.func) or is_random or not _may_flush(call):
-        return None
-    if call.name == "copy_":
-        return [call.args[1].detach().float()]
-    try:
-        result = in_wider(call, torch.float32)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return None
-    return list(tensors_in([result]))
-
-
-def _may_flush(call: OpCall) -> bool:
-    lower = (torch.float16, torch.bfloat16)
-    asked = call.kwargs.get("dtype")
-    return asked in lower or any(tensor.dtype in lower for tensor in call.given)
+        inspection = OpInspection(blame, self._name_of)
+        inspection.before(call)
+        inspection.after(call, bad)
+        if call.written:  # what it has read is gone
+            inspection.bad = replace(inspection.bad, needs=None)
+        if blame.of is not None:
+            op, place = self._places.get(call.place.number, (None, None))
+            line = None if place is None else place.line
+            inspection.bad = replace(inspection.bad, forward_op=op, forward_line=line)
+        self.inspected[call.number] = inspection

@@ -28,6 +28,14 @@ from halfstep._scaler.scaler import GradScaler
 
 LARGEST_COPY = 2**26
 """The size in bytes of the largest tensor that is copied before the loop writes to it."""
+VIEWS = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
+"""Properties that are tensors."""
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function; of the getter of a property, that of the property."""
+    name: str = getattr(function, "__name__", "")
+    return f".{function.__self__.__name__}" if name == "__get__" else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,6 @@ class Given:
         return self.tensor.nbytes
 
     def value(self) -> Tensor:
-        """Return the tensor as it was."""
         return self.tensor if self.copy is None else self.copy
 
 
@@ -86,12 +93,10 @@ class KeptCall:
     Attributes:
         number: Its place in the order of all calls.
         function: What was called; ``scale`` of this module for that of any scaler.
-        at: Where it was made.
         args: The arguments, with placeholders for tensors.
         of: The calls whose results it uses, or that wrote to them.
         given: The other tensors.
         settings: The settings of autocast around it.
-        has_grad: Whether gradients were enabled.
         random: The states of random generators, if it draws numbers.
         generators: The generators among its arguments, with their states.
         buffers: The buffers of the model, with their values.
@@ -121,6 +126,10 @@ class KeptCall:
     results: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
     @property
+    def name(self) -> str:
+        return name_of(self.function)
+
+    @property
     def is_constant(self) -> bool:
         """Whether it makes a tensor from numbers alone, as ``torch.tensor`` does."""
         return not (self.of or self.given or isinstance(self.function, nn.Module))
@@ -147,7 +156,6 @@ class KeptCall:
 
 
 def is_model(function: object) -> TypeGuard[nn.Module]:
-    """Return whether a function is a module with parameters."""
     return isinstance(function, nn.Module) and any(True for _ in function.parameters())
 
 
@@ -187,30 +195,23 @@ def scale(outputs: Any) -> Any:
     return outputs
 
 
-def is_backward(call: KeptCall) -> bool:
-    """Return whether a call goes backward from a loss."""
-    return _name_of(call) == "backward"
-
-
 _SAYS_BAD = {"isnan", "isinf", "isneginf", "isposinf", "ne", "__ne__"}
 _SAYS_GOOD = {"isfinite", "eq", "__eq__"}
 _SAME = {
     *("any", "all", "sum", "max", "min", "stack", "cat"),
     *("logical_or", "__or__", "bitwise_or", "_is_all_true"),
 }
-_COPIES = {"detach", "clone", "float", "double", "to", "cpu", "__get__"}
+_COPIES = {"detach", "clone", "float", "double", "to", "cpu", *VIEWS}
 _OPPOSITE = {"logical_not", "__invert__", "bitwise_not"}
 
 
 def found_bad(answer: Made, *, is_true: bool) -> Made | None:
-    """Return the tensor that was found not to be finite, if an answer says that of one.
+    """Return the tensor of which an answer says that it is not finite, if there is one.
 
-    Args:
-        answer: What was read, such as that of ``torch.isnan(loss).any()``.
-        is_true: Whether it was true.
+    Such as ``loss`` for the answer of ``torch.isnan(loss).any()``, if that ``is_true``.
     """
     call = answer.call
-    name = _name_of(call)
+    name = call.name
     asked = _asked(call)
     if name in _SAYS_BAD | _SAYS_GOOD:
         is_comparison = name.strip("_") in ("ne", "eq")
@@ -226,16 +227,12 @@ def found_bad(answer: Made, *, is_true: bool) -> Made | None:
 
 def copied_from(made: Made) -> Made:
     """Return the tensor that a tensor without gradients is a copy of, as in ``loss.detach()``."""
-    while _name_of(made.call) in _COPIES:
+    while made.call.name in _COPIES:
         source = made.call.args[0]
         if type(source) is not Made:
             break
         made = source
     return made
-
-
-def _name_of(call: KeptCall) -> str:
-    return getattr(call.function, "__name__", "")
 
 
 def _asked(call: KeptCall) -> list[Made]:
@@ -259,12 +256,10 @@ def step_of(
 
 
 def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler | None) -> object:
-    """Repeat calls, in order, and return what the last one has made.
+    """Repeat calls, in order, and return what the last one has made, or ``root``.
 
-    Args:
-        calls: The calls.
-        root: A tensor to return instead; if it is a loss, backward is called for it.
-        scaler: Multiplies losses as the scaler of the run does; None for losses without a scale.
+    If ``root`` is a loss, backward is called for it. The scaler multiplies losses as that of the
+    run does; None for losses without a scale.
     """
     made: dict[KeptCall, list[Tensor]] = {}
     is_scaled = any(call.function is scale for call in calls)
@@ -272,7 +267,7 @@ def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler 
         module.zero_grad()
     for call in calls:
         by_run = scaler if call.function is scale else None
-        if by_run is None and is_backward(call) and not is_scaled:
+        if by_run is None and call.name == "backward" and not is_scaled:
             by_run = scaler  # the runner scales in backward
         made[call] = _again(call, made, by_run)
     if root is None:

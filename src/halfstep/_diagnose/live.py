@@ -13,12 +13,12 @@ from halfstep._autocast.kernels import observed_by
 from halfstep._autocast.modules import replicated
 from halfstep._common.patches import Patches
 from halfstep._diagnose.blame import ELSEWHERE, OUTSIDE
+from halfstep._diagnose.diagnose import judge_alone
 from halfstep._diagnose.diagnosis import Diagnosis, source_of
-from halfstep._diagnose.inspecting import InspectingTracker
+from halfstep._diagnose.inspect_op import InspectingTracker
 from halfstep._diagnose.observer import FoundModules, ObserverMode
 from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import UndoLog
-from halfstep._diagnose.verdict import judge_alone
 from halfstep._pytorch import distributed, modes
 from halfstep._scaler.ranks.group import has_ranks
 
@@ -40,7 +40,7 @@ class LiveTrace:
         )
         self._stack, self._patches = ExitStack(), Patches()
         undo = _NoUndoLog()
-        self._mode = _LiveMode(FoundModules(model, undo), undo, self._tracker)
+        self._mode = ObserverMode(FoundModules(model, undo), undo, self._tracker)
 
     def pause(self, *, is_paused: bool) -> None:
         """Leave out what runs from now on, such as the step of an optimizer, or go on."""
@@ -54,7 +54,7 @@ class LiveTrace:
             stack.callback(self._patches.undo)
             watch_backward(self._patches, self._tracker)
             self._patches.wrap(torch.autograd, "backward", self._backward)
-            stack.enter_context(observed_by(self._mode.observe))
+            stack.enter_context(observed_by(self._mode.places.under))
             stack.enter_context(self._mode.active())
             self._stack = stack.pop_all()
         return True
@@ -86,20 +86,6 @@ class LiveTrace:
         ends = ("loss",) if self._tracker.is_loss_bad else ()
         source = source_of(bad)
         return Diagnosis(verdict, bad, tensor, ends, scale, cure, notes=(NOTE,), source=source)
-
-
-class _LiveMode(ObserverMode):  # type: ignore[no-untyped-call]
-    """Observer mode that can leave ops out."""
-
-    is_paused = False
-
-    def run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
-    ) -> Any:
-        """Run an op, and show it to the observer unless it is left out."""
-        if self.is_paused:
-            return func(*args, **kwargs)
-        return super().run(func, args, kwargs, given)
 
 
 class _NoUndoLog(UndoLog):

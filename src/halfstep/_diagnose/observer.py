@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
-from halfstep._autocast.kernels import PolicyOnDevice
 from halfstep._autocast.modules import replicated
-from halfstep._autocast.rule import Rule
 from halfstep._common.nested import tensors_in
-from halfstep._diagnose import across_ranks
 from halfstep._diagnose.undo import UndoLog
-from halfstep._pytorch import compiler, modes
+from halfstep._pytorch import compiler, distributed, modes
 from halfstep._pytorch.parts import any_made_of_others
 from halfstep._trace.ops import OpMode, casts_to, op_name, written_to
-from halfstep._trace.places import OpPlace, OpPlaces, RunningModules
+from halfstep._trace.places import OpPlace, RunningModules
 from halfstep._trace.rows import Phase
+from halfstep.errors import RanksError
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """The namespaces of PyTorch's collectives."""
@@ -154,12 +151,17 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         undo: The undo log, in which writes are noted.
         observer: The observer.
         is_alone: Whether other ranks do not run the same ops, so that collectives are refused.
+
+    Attributes:
+        is_paused: Whether ops are left out.
     """
+
+    is_paused = False
 
     def __init__(
         self, modules: FoundModules, undo: UndoLog, observer: OpObserver, *, is_alone: bool = False
     ) -> None:
-        super().__init__(OpPlaces(modules))
+        super().__init__(modules)
         self._undo, self.observer = undo, observer
         observer.undo = undo
         self._is_alone = is_alone
@@ -170,19 +172,12 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
 
     @property
     def num_ops(self) -> int:
-        """The number of ops that have run."""
         return len(self._keys)
 
     def _see_output(self, output: Any) -> None:
         with modes.unseen_by_modes(), modes.outside_of_transforms():
             for tensor in tensors_in([output]):
                 self.observer.see_output(tensor)
-
-    @contextmanager
-    def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
-        """Count the ops of the block as parts of an op, for which a rule decided."""
-        with self._places.under(op, rule, policy):
-            yield
 
     @compiler.keep_out_of_graphs
     def __torch_dispatch__(
@@ -201,9 +196,11 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         Raises:
             RanksError: The op would wait for other ranks that do not run it.
         """
+        if self.is_paused:
+            return func(*args, **kwargs)
         is_collective = func.namespace in _COLLECTIVES
         if is_collective and self._is_alone:
-            raise across_ranks.waits_for_others(f"{op_name(func)} is called in it")
+            raise waits_for_others(f"{op_name(func)} is called in it")
         observer = self.observer
         before, after = observer.before, observer.after
         if is_collective or op_name(func) in _FOR_COLLECTIVES:
@@ -227,7 +224,7 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
     ) -> OpCall:
         number, name = self.num_ops, op_name(func)
         is_cast = casts_to(func, args, kwargs) is not None
-        place, phase = self._places.place(name, number, is_cast=is_cast)
+        place, phase = self.places.place(name, number, is_cast=is_cast)
         written = list(tensors_in(written_to(func, args, kwargs)))
         alike = (name, phase, place.module, place.call, place.op)
         key = (*alike, self._counts[alike])
@@ -235,3 +232,36 @@ class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
         self._keys.append(key)
         of = self._keys[place.number] if phase == "backward" and place.number >= 0 else None
         return OpCall(number, key, of, func, name, args, kwargs, given, written, place, phase)
+
+
+# --- steps that need all ranks --------------------------------------------------------------------
+
+
+def why_together(model: nn.Module) -> str | None:
+    """Return why a model needs all ranks to run, None if one rank can run it alone."""
+    names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    if names & {"FSDPModule", "FullyShardedDataParallel"}:
+        return "the model is sharded by FSDP"
+    if any(map(_is_of_several_ranks, model.parameters())):
+        return "the parameters of the model are DTensors"
+    return None
+
+
+def is_compiled_together(model: nn.Module) -> bool:
+    """Return whether compiled code of a model may call collectives, in an order of its own.
+
+    If one rank runs the code in eager mode, ranks may wait for different collectives.
+    """
+    return any(map(compiler.is_compiled, model.modules())) and why_together(model) is not None
+
+
+def _is_of_several_ranks(tensor: Tensor) -> bool:
+    return distributed.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
+
+
+def waits_for_others(why: str) -> RanksError:
+    """Return the error for a step that one rank cannot replay."""
+    return RanksError(
+        f"this step cannot be replayed: {why}, and a replay by one rank would wait for the others. "
+        "Put `with scaler.diagnose(model):` around the loop: it traces such steps as they run"
+    )

@@ -79,7 +79,6 @@ class Replayer:
 
     @property
     def seconds(self) -> float:
-        """The time since this object was made."""
         return time.perf_counter() - self._begun
 
     @property
@@ -89,12 +88,12 @@ class Replayer:
         return [module for module in found if module is not None]
 
     def num_ops(self) -> int:
-        """Return the number of ops that have run in the present replay."""
         return 0 if self._mode is None else self._mode.num_ops
 
-    def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> AbstractContextManager[None]:
-        """Observe the rule of an op, if it runs in a replay."""
-        return nullcontext() if self._mode is None else self._mode.observe(op, rule, policy)
+    def observe(
+        self, op: str, rule: Rule, policy: PolicyOnDevice
+    ) -> AbstractContextManager[object]:
+        return nullcontext() if self._mode is None else self._mode.places.under(op, rule, policy)
 
     @contextmanager
     def run(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from halfstep._diagnose.diagnosis import LineEdit, short_path
 from halfstep._diagnose.edits import CALL, row_name
 from halfstep._diagnose.user_code import Spot
+from halfstep._trace.rows import grouped
 
 Slot = int | str
 
@@ -19,7 +20,6 @@ class Placed:
     """Expression to put at a slot of a call.
 
     Attributes:
-        spot: The place of the call.
         function: The name of the function that was called there.
         parameters: The names of its parameters, as far as they are known.
         module: The class of the module of PyTorch that called it, empty if the user's code did.
@@ -35,11 +35,8 @@ class Placed:
 
 def edited_lines(placed: list[Placed]) -> list[LineEdit] | None:
     """Return the statements with edits, each once; None if a call is not identified in its file."""
-    by_file: dict[str, list[Placed]] = {}
-    for each in placed:
-        by_file.setdefault(each.spot.line.file, []).append(each)
     found: list[LineEdit] = []
-    for file, edits in by_file.items():
+    for file, edits in grouped(placed, lambda each: each.spot.line.file).items():
         lines = _edited_file(file, edits)
         if lines is None:
             return None

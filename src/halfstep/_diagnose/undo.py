@@ -198,8 +198,6 @@ class _Saved:
 
 
 class _SavedSparse:
-    """A sparse tensor before a write."""
-
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self.copy = tensor, tensor.detach().clone()
         self._version = autograd.version_of(tensor)

@@ -33,13 +33,7 @@ class NotApplicable(Exception):  # noqa: N818  (the call is made as it is, nothi
 
 
 class UserCall(NamedTuple):
-    """Outermost call of a function of PyTorch at a place of the user's code.
-
-    Attributes:
-        place: The place.
-        function: The name of the function.
-        ops: The numbers of the ops that it ran.
-    """
+    """Outermost call of a function of PyTorch in the user's code, and the ops that it ran."""
 
     place: Place
     function: str
@@ -62,7 +56,6 @@ class UserCalls(TorchFunctionMode):
 
     Args:
         num_ops: Returns the number of ops that have run.
-        edits: The edits.
         may_end_early: Whether an edit that does not fit may end the replay.
 
     Attributes:
@@ -89,7 +82,6 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, edited if that is asked for."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         first, self._is_inside = self._num_ops(), True
         try:

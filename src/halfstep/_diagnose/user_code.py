@@ -63,7 +63,6 @@ class Place(NamedTuple):
 
     @property
     def line(self) -> Line:
-        """The line with its text."""
         number = _span_of(self.code, self.instruction)[0]
         return line_at(self.code, self.code.co_firstlineno if number is None else number)
 
@@ -114,14 +113,12 @@ def user_spot() -> Spot | None:
 
 
 def _user_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _frames():
         code = frame.f_code
         if code is autograd.ENGINE_CODE:
             return None
         if code in CALLED_AGAIN or is_users(code.co_filename):
             return frame
-        frame = frame.f_back
     return None
 
 
@@ -174,7 +171,6 @@ def torch_module() -> str:
 
 
 def line_at(code: CodeType, number: int) -> Line:
-    """Return a line of a function."""
     text = linecache.getline(code.co_filename, number).strip()
     return Line(code.co_filename, number, code.co_name, text)
 

@@ -1,20 +1,24 @@
-"""Variant of a replay: settings in place of those of every autocast region that the step enters."""
+"""Variants of a replay: other settings of the autocast regions that it enters, other parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from halfstep._autocast import kernels
 from halfstep._autocast.modules import Wrapped, matching, name_modules, unwrap
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, changed
+from halfstep._common.nested import map_plain
 from halfstep._common.patches import Patches
+from halfstep._diagnose.edits import HALVES
 from halfstep._pytorch import amp
 
 
@@ -33,7 +37,6 @@ class Variant:
     scale: float | None = None
 
     def settings(self, asked: Settings) -> Settings:
-        """Return the settings of this variant for a region of the step."""
         # Without a cache: cached casts of weights would be missing among the ops of a replay.
         switches = asked.switches._replace(cache=False)
         if not switches.enabled:
@@ -63,13 +66,8 @@ def autocast_as(
 ) -> Iterator[list[EnteredAutocast]]:
     """Apply a variant to every autocast region that is entered in the block.
 
-    Args:
-        variant: The variant.
-        model: The model that rules for modules refer to.
-        patches: Patches of methods of ``torch.autocast``, which the caller undoes.
-
-    Yields:
-        The regions that the step enters, each once, in order.
+    Yields the regions that the step enters, each once, in order. Rules for modules refer to the
+    model. The caller undoes the patches, of methods of ``torch.autocast``.
     """
     entered: list[EnteredAutocast] = []
 
@@ -138,3 +136,48 @@ def _follow_torch_autocast(
 
     patches.wrap(torch.amp.autocast_mode.autocast, "__enter__", enter)
     patches.wrap(torch.amp.autocast_mode.autocast, "__exit__", leave)
+
+
+# --- models with parameters in lower precision ----------------------------------------------------
+
+
+def half_of(modules: Iterable[nn.Module]) -> tuple[str, torch.dtype] | None:
+    """Return the device and the dtype of the first parameter in lower precision, or None."""
+    params = chain.from_iterable(module.parameters() for module in modules)
+    return next(((p.device.type, p.dtype) for p in params if p.dtype in HALVES), None)
+
+
+@contextmanager
+def float32_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give modules float32 parameters and buffers; the undo log of the replay puts them back."""
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype in HALVES:
+                tensor.grad = None
+                tensor.data = tensor.data.float()
+    yield
+
+
+@contextmanager
+def all_in_float32(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute in float32, with float32 parameters, whatever is asked for."""
+    with float32_parameters(modules), _InFloat32():
+        yield
+
+
+class _InFloat32(TorchFunctionMode):
+    """Casts what functions are given to float32, and lets them make no lower precision."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = map_plain(_widened, (args, kwargs or {}))
+        if getattr(func, "__name__", "") in ("half", "bfloat16"):
+            return args[0].float()
+        return func(*args, **kwargs)
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALVES else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value

@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
 
@@ -20,37 +20,30 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
-from halfstep._diagnose import across_ranks
-from halfstep._diagnose.blame import scan
+from halfstep._diagnose.bad_steps import ExpectedSkips, are_finite, has_finite_gradients, has_nan
 from halfstep._diagnose.capture import Capture
-from halfstep._diagnose.diagnose import diagnosis_of
+from halfstep._diagnose.diagnose import diagnosis_of_calls, is_bad_in_float32, why_not_replayed
 from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
-from halfstep._diagnose.expected_skips import ExpectedSkips
-from halfstep._diagnose.finite_values import are_finite, has_finite_gradients, has_nan
 from halfstep._diagnose.kept_calls import (
     KeptCall,
     Made,
     copied_from,
-    gap_in,
     is_model,
     needed_for,
     step_of,
-    why_not_again,
 )
 from halfstep._diagnose.live import LiveTrace
-from halfstep._diagnose.replay import Replayer, replaying
+from halfstep._diagnose.observer import is_compiled_together
 from halfstep._diagnose.user_code import user_line
-from halfstep._diagnose.variant import Variant
 from halfstep._pytorch import optim
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scaler import GradScaler
-from halfstep.errors import CallOrderError, DiagnosisWarning, RanksError
+from halfstep.errors import CallOrderError, DiagnosisWarning
 
 MOST_DIAGNOSES = 5
 """The most places that are diagnosed in a run."""
@@ -156,7 +149,7 @@ class Watch:
                 self._go_on(live, live.end(None))
             if self in OBSERVERS and (error is None or not issubclass(error, KeyboardInterrupt)):
                 if error is not None and self._left_out is None:
-                    self._left_out = self._capture.first_bad()
+                    self._left_out = self._capture.log.first_bad()
                 self._is_stopping = True
                 self._conclude()
         finally:
@@ -217,7 +210,7 @@ class Watch:
         if made is None or not any(each.has_grad and is_model(each.function) for each in calls):
             return
         self._is_leaving = True
-        was_taken = self._capture.is_old(made.call)  # it was read after the step
+        was_taken = self._capture.log.is_old(made.call)  # it was read after the step
         self._num_steps -= was_taken
         self._look([made.call], None, root=made)
         self._was_finite = self._is_leaving = False
@@ -229,9 +222,7 @@ class Watch:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Diagnose a step without a scaler, before it is taken or once its closure has run."""
-        if torch.compiler.is_compiling() or not self._is_here():
-            return None
-        if optim.optimizer_step_depth() > 1:
+        if not self._is_outermost_step():
             return None
         self._pause(is_stepping=True)
         if is_in_step() or not self._counts_plain_steps():
@@ -289,14 +280,16 @@ class Watch:
         self._optimizers.add(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_here():
-            return
-        if optim.optimizer_step_depth() > 1:
+        if not self._is_outermost_step():
             return
         self._pause(is_stepping=False)
         self._is_trial = False
         if self._counts_plain_steps() and not is_in_step() and self._capture.ends:
             self._capture.begin()  # trials of a line search, or a closure that is not known
+
+    def _is_outermost_step(self) -> bool:
+        is_here = not torch.compiler.is_compiling() and self._is_here()
+        return is_here and optim.optimizer_step_depth() <= 1
 
     def _is_watching(self, scaler: GradScaler) -> bool:
         return (self._scaler is None or self._scaler is scaler) and self._is_here()
@@ -332,21 +325,21 @@ class Watch:
     ) -> None:
         """Diagnose a step, unless enough were.
 
-        Args:
-            ends: The calls of ``backward``, or the one that has made ``root``.
-            scale: The scale of the losses, None without one.
-            root: The value that is not finite, if it did not go backward.
+        The ends are the calls of ``backward``, or the one that has made ``root``: the value that is
+        not finite, if it did not go backward.
         """
         if len(self.found) >= MOST_DIAGNOSES or self._num_tried >= MOST_TRIED:
             return
         self._num_tried += 1
         is_left_out = root is not None
-        found, why_not = self._replayed(needed_for(ends), root, scale)
+        calls = needed_for(ends)
+        found, why_not = diagnosis_of_calls(calls, root, scale, self._model_of(calls))
         if found is None and not is_left_out:
-            root = self._capture.first_bad()
-            for other in filter(None, (root, self._capture.written)):
+            root = self._capture.log.first_bad()
+            for other in filter(None, (root, self._capture.log.written)):
                 if found is None:
-                    found, _ = self._replayed(needed_for([other.call]), other, scale)
+                    calls = needed_for([other.call])
+                    found, _ = diagnosis_of_calls(calls, other, scale, self._model_of(calls))
         if found is not None:
             self._report(found)
             return
@@ -355,9 +348,23 @@ class Watch:
         is_skipping = self._is_scaled or self._scaler is not None
         if is_skipping and not self._is_stopping:  # it skips bad steps: others can be traced
             self._num_live = MOST_LIVE
-            self._waiting = [self._model or self._capture.model_of(needed_for(ends))]
+            self._waiting = [self._model_of(needed_for(ends))]
         elif not is_left_out:
             self._report(self._seen_only(root))
+
+    def _model_of(self, calls: Sequence[KeptCall]) -> nn.Module | None:
+        return self._model or self._capture.log.model_of(calls)
+
+    def _is_fault_at_any_scale(self) -> bool:
+        """Return whether a skipped step is bad in float32 at scale 1 too."""
+        calls = needed_for(self._capture.ends)
+        model = self._model_of(calls)
+        if self._num_checked >= MOST_CHECKED or model is None:
+            return False
+        if why_not_replayed(calls, model) is not None or not has_nan(model):
+            return False
+        self._num_checked += 1
+        return is_bad_in_float32(step_of(calls, None, 1.0), model)
 
     @property
     def _step(self) -> int:
@@ -382,7 +389,7 @@ class Watch:
             self._report(Diagnosis("unknown", notes=(note, SEE_MORE)), self._bad_step)
 
     def _trace(self, model: nn.Module | None) -> None:
-        if model is not None and across_ranks.is_compiled_together(model):
+        if model is not None and is_compiled_together(model):
             self.notes.append(
                 "steps were not traced live, since compiled code communicates with other ranks"
             )
@@ -392,45 +399,6 @@ class Watch:
             self._live = live
         else:
             self.notes.append("steps were not traced live, since another dispatch mode is active")
-
-    def _replayed(
-        self, calls: Sequence[KeptCall], root: Made | None, scale: float | None
-    ) -> tuple[Diagnosis | None, str]:
-        """Return the diagnosis of a replay, or None and why there is none."""
-        model = self._model or self._capture.model_of(calls)
-        why_not = _why_not(calls, model)
-        if why_not is not None:
-            return None, why_not
-        try:
-            with replaying():  # hides its own scaler too
-                found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
-        except RanksError:
-            return None, "the model or the loss waits for other ranks"
-        except Exception as error:  # raised by the user's code
-            return None, f"a replay raised {type(error).__name__}: {error}"
-        gap = gap_in(calls)
-        if gap is not None and found.verdict == "unknown":
-            return None, gap
-        if gap is not None and found.verdict == "data":
-            # What was computed in the gap is not computed again, and looks like data.
-            named = () if model is None else (*model.named_parameters(), *model.named_buffers())
-            if found.tensor not in {without_wrappers(name) for name, _ in named}:
-                return None, gap
-        return (None if found.verdict == "none" else found), gap or "its replay was finite"
-
-    def _is_fault_at_any_scale(self) -> bool:
-        """Return whether a skipped step is bad in float32 at scale 1 too."""
-        calls = needed_for(self._capture.ends)
-        model = self._model or self._capture.model_of(calls)
-        if self._num_checked >= MOST_CHECKED or model is None:
-            return False
-        if _why_not(calls, model) is not None or not has_nan(model):
-            return False
-        self._num_checked += 1
-        with replaying(), suppress(Exception):  # of the user's code; another replay tells
-            step = step_of(calls, None, 1.0)
-            return scan(Replayer(step, model), Variant(torch.float32, scale=1.0)).blame is not None
-        return False
 
     def _seen_only(self, first: Made | None) -> Diagnosis:
         """Return what is known of a step that cannot be replayed."""
@@ -445,8 +413,8 @@ class Watch:
         notes = tuple(self.notes)
         if found.verdict == "data" and self._was_finite:
             notes = (*notes, f"the loss of step {self._num_steps} was finite")
-        if found.verdict == "data" and self._capture.made_bad is not None:
-            line = line_text(self._capture.made_bad.line)
+        if found.verdict == "data" and self._capture.log.made_bad is not None:
+            line = line_text(self._capture.log.made_bad.line)
             notes = (*notes, f"the loop itself wrote a number that is not finite: {line}")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
@@ -455,12 +423,6 @@ class Watch:
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
             self._tell(found, self._step if step is None else step)
-
-
-def _why_not(calls: Sequence[KeptCall], model: nn.Module | None) -> str | None:
-    """Return why one rank cannot repeat calls, None if it can."""
-    together = None if model is None else across_ranks.why_together(model)
-    return together or why_not_again(calls)
 
 
 def _is_of_the_model(found: Diagnosis) -> bool:

@@ -33,10 +33,13 @@ from halfstep._simulate.arithmetic import (
     HalfArithmetic,
     Kwargs,
     OpContext,
+    RoundingCount,
+    RoundingCounts,
+    counts_text,
+    summary_text,
 )
-from halfstep._simulate.counts import RoundingCount, RoundingCounts, counts_text, summary_text
 from halfstep._trace.ops import OpMode, op_name
-from halfstep._trace.places import OpPlaces, RunningModules
+from halfstep._trace.places import RunningModules
 from halfstep.errors import CallOrderError
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -264,11 +267,9 @@ class _Simulator(OpMode):  # type: ignore[no-untyped-call]
         self, model: nn.Module, policy: Policy, arithmetic: Arithmetic, counts: RoundingCounts
     ) -> None:
         self.policy = policy
-        self.modules = RunningModules(model)
-        self.places = OpPlaces(self.modules)
         self._arithmetic, self._counts = arithmetic, counts
         self._numbers = count()
-        super().__init__(self.places)
+        super().__init__(RunningModules(model))
 
     def under(self, op: str, rule: Rule, active: PolicyOnDevice) -> AbstractContextManager[object]:
         """Count the ops of the block as parts of ``op``, which runs by ``rule``."""
@@ -278,7 +279,6 @@ class _Simulator(OpMode):  # type: ignore[no-untyped-call]
         return self.places.under(op, meant or rule, active)
 
     def run(self, func: Any, args: Args, kwargs: Kwargs, given: list[Tensor]) -> Any:
-        """Run an op and return its result."""
         place, phase = self.places.place(op_name(func), next(self._numbers), is_cast=False)
         lowered = place.rule is not None and place.rule.endswith(":lower")
         where = OpContext(place.module, phase, lowered, self._counts)

@@ -17,7 +17,7 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, compiler, dispatch, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
-from halfstep._trace.places import OpPlaces
+from halfstep._trace.places import OpPlaces, RunningModules
 from halfstep._trace.rows import Value
 
 # Their results are not computed.
@@ -113,9 +113,9 @@ class _Thread(threading.local):
 class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that calls :meth:`run` for every op that computes, and not for composites."""
 
-    def __init__(self, places: OpPlaces) -> None:
+    def __init__(self, modules: RunningModules) -> None:
         super().__init__()
-        self._places = places
+        self.modules, self.places = modules, OpPlaces(modules)
         self._decomposing = _Thread()
 
     @contextmanager
@@ -125,7 +125,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
         Args:
             has_global_hooks: As for :func:`eager`, by which compiled code runs.
         """
-        with eager(has_global_hooks=has_global_hooks), self._places.modules.followed(), self:
+        with eager(has_global_hooks=has_global_hooks), self.modules.followed(), self:
             yield
 
     def run(
@@ -138,7 +138,6 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an op."""
         kwargs = kwargs or {}
         if dispatch.is_higher_order(func):
             kernel = dispatch.kernel_in_mode(func)
@@ -169,7 +168,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_cast_by_autocast(self, func: Any, device: str) -> bool:
         if device in scopes.policies():
-            ruled = self._places.ruled
+            ruled = self.places.ruled
             return bool(ruled) and ruled[-1].rule.action != "leave"
         if device not in amp.autocast_devices():
             return False

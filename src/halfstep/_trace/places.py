@@ -62,7 +62,6 @@ class RunningModules:
         self._owners.clear()
 
     def knows(self, module: nn.Module) -> bool:
-        """Return whether a module is followed."""
         return module in self._names
 
     def owner_of(self, param: Tensor) -> str:
@@ -75,7 +74,6 @@ class RunningModules:
 
     @property
     def have_run(self) -> bool:
-        """Whether any module was called."""
         return bool(self._counts)
 
     def innermost(self) -> ModuleCall | None:

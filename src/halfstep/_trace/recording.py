@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
 from halfstep._common.json import decoded
-from halfstep._common.text import preformatted
-from halfstep._trace.rows import Row
-from halfstep._trace.text import trace_text
+from halfstep._common.text import TableLine, aligned, preformatted
+from halfstep._trace.rows import (
+    PHASES,
+    Phase,
+    Row,
+    bytes_text,
+    cut,
+    folded,
+    grouped,
+    pattern,
+    runs_text,
+    seconds_text,
+    short,
+)
 
 if TYPE_CHECKING:
     from halfstep._trace.waste import Waste
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-
-from halfstep._trace.rows import Phase, grouped
-from halfstep._trace.text import (
-    TableLine,
-    aligned,
-    bytes_text,
-    cut,
-    runs_text,
-    seconds_text,
-    total_text,
-)
 
 SCHEMA = "halfstep.trace/1"
 
@@ -40,8 +38,6 @@ class _Schema(Struct):
 
 
 class _Whole(Struct):
-    """The JSON of a recording."""
-
     environment: dict[str, str]
     notes: tuple[str, ...]
     ops: tuple[Row, ...]
@@ -150,9 +146,81 @@ class Recording:
         return find_waste(self.ops, self.environment.get("policy", "standard"))
 
 
+# --- the table ------------------------------------------------------------------------------------
+
+_TABLE_HEAD = ("op", "n", "inputs", "compute", "rule", "bytes", "time")
+_LONGEST_RULE = 26
+
+
+def trace_text(ops: Sequence[Row], environment: Mapping[str, str], notes: Sequence[str]) -> str:
+    """Return the ops by phase and module; equal ops share a line, equal modules a block."""
+    lines: list[TableLine] = [_TABLE_HEAD]
+    for phase, of_phase in sorted(grouped(ops, lambda row: row.phase).items(), key=_order):
+        lines.append(f"{phase}: {total_text(of_phase)}")
+        modules = grouped(of_phase, lambda row: row.module)
+        for alike in grouped(modules.items(), _content).values():
+            paths = [path for path, _ in alike]
+            title = ", ".join(folded(paths)) or "(in no submodule)"
+            lines.append(f"  {title}" + (f"  x{len(paths)}" if len(paths) > 1 else ""))
+            rows = [row for _, of_module in alike for row in of_module]
+            for same in grouped(rows, _alike).values():
+                lines += _cells(same)
+    footer = [f"total: {total_text(ops)}", *notes]
+    footer.append(", ".join(f"{key} {value}" for key, value in environment.items()))
+    return "\n".join([*aligned(lines, indent=4), *footer])
+
+
+def _order(group: tuple[Phase, object]) -> int:
+    return PHASES.index(group[0])
+
+
+def _content(module: tuple[str, list[Row]]) -> Hashable:
+    """Return a key that is equal for modules that differ only in an index and do the same."""
+    path, rows = module
+    return pattern(path), tuple((key, len(same)) for key, same in grouped(rows, _alike).items())
+
+
+def _alike(row: Row) -> Hashable:
+    inputs = tuple(value.dtype for value in row.inputs)
+    casts = tuple(sorted(map(str, row.casts)))
+    return row.op, inputs, row.compute, row.output, row.rule, casts, _by_hand(row)
+
+
+def _by_hand(row: Row) -> bool:
+    return any(cast.by_hand for cast in row.casts)
+
+
+def _cells(rows: Sequence[Row]) -> Iterator[TableLine]:
+    """Yield a line for equal rows, and one for each kind of cast made for them."""
+    row = rows[0]
+    rule = cut(row.rule, _LONGEST_RULE) if row.rule else "by hand" if _by_hand(row) else "-"
+    dtypes = dict.fromkeys((row.compute, row.output or row.compute))
+    computes = "->".join(map(short, dtypes))
+    inputs = runs_text(sorted(value.dtype for value in row.inputs))
+    if not row.is_cast_only:
+        seconds = seconds_text(sum(row.seconds for row in rows))
+        yield cut(row.op), str(len(rows)), inputs, computes, rule, "-", seconds
+    for text, casts in grouped((cast for row in rows for cast in row.casts), str).items():
+        size = bytes_text(sum(cast.bytes for cast in casts))
+        seconds = seconds_text(sum(cast.seconds for cast in casts))
+        name, by = (f"cast {text}", rule) if row.is_cast_only else (f"  cast {text}", "-")
+        yield name, str(len(casts)), "-", "-", by, size, seconds
+
+
+def total_text(rows: Sequence[Row]) -> str:
+    """Return the number and the cost of some ops together."""
+    num_ops = sum(not row.is_cast_only for row in rows)
+    seconds = seconds_text(sum(row.seconds for row in rows))
+    casts = f"{sum(len(row.casts) for row in rows)} casts"
+    moved = bytes_text(sum(row.cast_bytes for row in rows))
+    return f"{num_ops} ops in {seconds}, {casts} of {moved} in " + seconds_text(
+        sum(row.cast_seconds for row in rows)
+    )
+
+
 # --- differences ----------------------------------------------------------------------------------
 
-_HEAD = ("phase", "module", "op", "n", "compute", "rule", "casts", "cast bytes", "time")
+_DIFF_HEAD = ("phase", "module", "op", "n", "compute", "rule", "casts", "cast bytes", "time")
 
 
 @dataclass(frozen=True)
@@ -177,7 +245,6 @@ class OpTotal:
 
     @staticmethod
     def of(rows: Sequence[Row]) -> OpTotal:
-        """Return the total of some rows."""
         return OpTotal(
             num=sum(not row.is_cast_only for row in rows),
             compute=tuple(sorted({row.compute for row in rows if row.compute})),
@@ -208,12 +275,10 @@ class TraceDifference:
 
     @property
     def only_time(self) -> bool:
-        """Whether only the time differs."""
         return replace(self.before, seconds=0.0) == replace(self.after, seconds=0.0)
 
     @property
     def seconds_apart(self) -> float:
-        """The difference of the times."""
         return abs(self.after.seconds - self.before.seconds)
 
     def _cells(self) -> tuple[str, ...]:
@@ -271,7 +336,7 @@ class TraceDiff:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        lines: list[TableLine] = [_HEAD]
+        lines: list[TableLine] = [_DIFF_HEAD]
         lines += [each._cells() for each in self.differences]
         if self.slower_or_faster:
             lines.append("only the time differs:")

@@ -1,4 +1,4 @@
-"""Rows of a trace: ops as plain data, which is read without PyTorch."""
+"""Rows of a trace: ops as plain data, which is read without PyTorch; and the text of cells."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from msgspec import Meta
@@ -149,7 +150,6 @@ class Row:
 
     @property
     def cast_seconds(self) -> float:
-        """How long its casts took."""
         return sum(cast.seconds for cast in self.casts)
 
     def plain(self) -> dict[str, Any]:
@@ -202,7 +202,6 @@ def short(dtype: str) -> str:
 
 
 def is_float(dtype: str) -> bool:
-    """Return whether a dtype is real floating point."""
     return dtype.startswith(("float", "bfloat"))
 
 
@@ -212,7 +211,6 @@ def is_lower(dtype: str) -> bool:
 
 
 def itemsize(dtype: str) -> int:
-    """Return the bytes of one element."""
     bits = re.search(r"\d+", dtype)
     return max(int(bits[0]) // 8, 1) if bits else 1  # "bool"; several of "int4" share a byte
 
@@ -247,3 +245,47 @@ def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
     # An output without dimensions still counts, as that of a sum.
     widest = promoted((dtype, (1,)) for dtype in (given, *(v.dtype for v in outputs[:1])))
     return widest or next((value.dtype for value in (*outputs, *inputs)), "")
+
+
+# --- text of cells --------------------------------------------------------------------------------
+
+_LONGEST_OP = 32
+
+
+def cut(name: str, longest: int = _LONGEST_OP) -> str:
+    """Return the name of an op or rule; a long one without its middle."""
+    half = longest // 2 - 1
+    return name if len(name) <= longest else f"{name[:half]}..{name[-half:]}"
+
+
+def runs_text(words: Iterable[str]) -> str:
+    """Return words with repetitions counted: ``"2 bf16, int64"``."""
+    runs = [(word, len(list(run))) for word, run in groupby(map(short, words))]
+    return ", ".join(word if num == 1 else f"{num} {word}" for word, num in runs)
+
+
+def bytes_text(num: float) -> str:
+    """Return ``"1.5 KiB"`` for 1536."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num) < 1024:
+            return f"{num:.0f} B" if unit == "B" else f"{num:.1f} {unit}"
+        num /= 1024
+    return f"{num:.1f} GiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return ``"12.0 us"`` for 0.000012."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def pattern(module: str) -> str:
+    """Return a path with ``*`` for each index in it."""
+    return ".".join("*" if part.isdigit() else part for part in module.split("."))
+
+
+def folded(modules: Iterable[str]) -> list[str]:
+    """Return paths, with one glob for those that differ only in an index."""
+    alike = grouped(dict.fromkeys(modules), pattern)
+    return [glob if len(paths) > 1 else paths[0] for glob, paths in alike.items()]

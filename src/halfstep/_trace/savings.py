@@ -20,13 +20,14 @@ from halfstep._trace.rows import (
     Row,
     Value,
     cast_bytes,
+    folded,
     grouped,
     is_float,
     is_lower,
     itemsize,
+    pattern,
     promoted,
 )
-from halfstep._trace.text import folded, pattern
 
 
 class Dataflow:

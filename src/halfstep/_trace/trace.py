@@ -35,7 +35,7 @@ from halfstep._trace.ops import (
     op_name,
     written_to,
 )
-from halfstep._trace.places import OpPlaces, RunningModules
+from halfstep._trace.places import RunningModules
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Cast, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
@@ -171,7 +171,6 @@ class StorageIds:
         return found
 
     def name(self, number: int, name: str) -> None:
-        """Name a storage, unless it has a name."""
         self._names.setdefault(number, name)
 
     def note_cast(self, source: Value, result: int) -> None:
@@ -186,7 +185,6 @@ class StorageIds:
             self._models[result.storage] = model.storage
 
     def value(self, tensor: Tensor) -> Value:
-        """Return a tensor as plain data."""
         number = self.number(tensor)
         return Value(
             storage=number,
@@ -253,14 +251,13 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     """Writes a row for every op of a thread. It changes no tensor and draws no random number."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules = RunningModules(model)
         self.policies: dict[str, None] = {}  # in the order in which they decided first
         self._ids = StorageIds(model)
         self._rows: list[Row] = []
         self._clock = Clock()
         self._numbers = count()
         self._by_hand: set[int] = set()
-        super().__init__(OpPlaces(self.modules))
+        super().__init__(RunningModules(model))
         self._thread = _Thread()
 
     def rows(self) -> tuple[Row, ...]:
@@ -281,7 +278,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
         """Count the ops of the block as parts of ``op``, for which ``rule`` decided."""
         self.policies[str(policy.policy)] = None
-        with self._places.under(op, rule, policy) as ruled:
+        with self.places.under(op, rule, policy) as ruled:
             try:
                 yield
             finally:
@@ -291,7 +288,6 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     def run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]
     ) -> Any:
-        """Run an op and write its row."""
         device = device_of(given, kwargs)
         to = casts_to(func, args, kwargs)
         row = self._row(op_name(func), tuple(map(self._ids.value, given)), device, to)
@@ -313,10 +309,10 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         self, op: str, inputs: tuple[Value, ...], device: str, cast_to: str | None = None
     ) -> Row:
         """Return the row of an op before it runs."""
-        number, ruled = next(self._numbers), self._places.ruled
-        if self._places.backward_begins():
+        number, ruled = next(self._numbers), self.places.ruled
+        if self.places.backward_begins():
             self._note_seed()
-        place, phase = self._places.place(op, number, is_cast=cast_to is not None)
+        place, phase = self.places.place(op, number, is_cast=cast_to is not None)
         self._thread.of_cast = place.cast
         autocast, cache = ruled[-1].switches if ruled else autocast_of_caller(device)
         return Row(
@@ -345,7 +341,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     # --- writing ----------------------------------------------------------------------------------
 
     def _note_cast(self, row: Row, to: str, result: int) -> None:
-        source, ruled = row.inputs[-1], self._places.ruled
+        source, ruled = row.inputs[-1], self.places.ruled
         self._ids.note_cast(source, result)
         size = cast_bytes(source.shape, source.dtype, to)
         cast = Cast(row.number, source, to, result, size, False, None)
@@ -374,7 +370,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     def _pending(self, row: Row) -> list[Cast]:
         """Return the casts that belong to an op."""
-        here, ruled = self._thread, self._places.ruled
+        here, ruled = self._thread, self.places.ruled
         if ruled:
             return ruled[-1].casts
         # A kernel of PyTorch casts what the op reads next. A cast by hand may look the same.

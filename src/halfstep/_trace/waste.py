@@ -10,9 +10,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from halfstep._trace.rows import Cast, Row, Value, grouped, is_lower, short
+from halfstep._trace.rows import (
+    Cast,
+    Row,
+    Value,
+    bytes_text,
+    folded,
+    grouped,
+    is_lower,
+    pattern,
+    seconds_text,
+    short,
+)
 from halfstep._trace.savings import Dataflow, Prediction, Saving, Savings, is_small, use
-from halfstep._trace.text import bytes_text, folded, pattern, seconds_text
 
 Kind = Literal["repeated", "chain", "straggler", "costly", "dimension"]
 

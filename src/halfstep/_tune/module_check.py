@@ -14,9 +14,9 @@ from msgspec.structs import astuple
 from torch import Tensor
 
 from halfstep._common.numbers import percent, things
+from halfstep._common.text import aligned
 from halfstep._numerics.formats import dtype_name
 from halfstep._trace.rows import grouped, short
-from halfstep._trace.text import aligned
 
 
 class Difference(Struct, frozen=True, array_like=True):

@@ -13,7 +13,8 @@ from torch import nn
 from halfstep._autocast import Policy
 from halfstep._common.machine import device_name
 from halfstep._common.numbers import listed, percent, things
-from halfstep._trace.text import aligned, bytes_text, seconds_text
+from halfstep._common.text import aligned
+from halfstep._trace.rows import bytes_text, seconds_text
 from halfstep._tune.check import lowering_of
 from halfstep._tune.measurements import Measurements, fingerprint
 from halfstep._tune.measurer import STEP, Measurer, module_of, show_progress, with_islands

@@ -1,4 +1,7 @@
-"""Ops that lead to a bad op: where a value was rounded to what spoils it, such as 0 or 1."""
+"""Values that rounding loses: ops whose result spoils a later one, and ops that flush to zero.
+
+Inputs that were flushed earlier count for the op that flushed them.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._diagnose.diagnosis import Flush, Line
+from halfstep._diagnose.edits import HALVES
+from halfstep._diagnose.inspect_op import in_wider
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_calls import UserCall, UserCalls
+from halfstep._diagnose.user_code import user_line
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch.storages import ByMemory
 from halfstep._trace.ops import makes_no_values
 from halfstep._trace.places import OpPlace
+from halfstep._trace.rows import Phase
 
-_LOWER = (torch.float16, torch.bfloat16)
 _CASTS = ("_to_copy", "copy_")
 _NEAR = 4
 """How far from the bad op an eps is looked for."""
@@ -45,9 +52,6 @@ class Origin:
     """Op on the way to a bad op.
 
     Attributes:
-        number: Its number in the replay.
-        op: The name of the ATen op.
-        place: Its place.
         parents: The numbers of the ops that made its inputs.
         dtype: The dtype of its result, if that is a lower precision.
         lost: The number among its arguments that its dtype rounds to zero, 0 without one.
@@ -80,7 +84,7 @@ class Origins(OpObserver):
         if call.phase == "backward" or makes_no_values(call.func):
             return
         makers = (self._makers.get(tensor) for tensor in call.given)
-        dtype = next((t.dtype for t in outputs if t.dtype in _LOWER), None)
+        dtype = next((t.dtype for t in outputs if t.dtype in HALVES), None)
         parents = tuple(dict.fromkeys(m for m in makers if m is not None))
         alike = None if call.name in _CASTS else self._note(call, outputs)
         self._ops[call.number] = Origin(
@@ -90,7 +94,6 @@ class Origins(OpObserver):
             self._makers.put(tensor, call.number)
 
     def _note(self, call: OpCall, outputs: list[Tensor]) -> Alike:
-        """Note the special values of an op."""
         here = call.name, call.place.module, call.place.call
         alike = (*here, self._counts[here])
         self._counts[here] += 1
@@ -116,9 +119,7 @@ class Origins(OpObserver):
     def spoiled(self, number: int, exact: Mapping[Alike, Special]) -> list[Origin]:
         """Return the ops from which an op has what spoils it, the first ones first.
 
-        Args:
-            number: The op.
-            exact: The special values of all ops in float32.
+        ``exact`` are the special values of all ops in float32.
         """
         found: dict[int, Origin] = {}
         todo = [number] if number in self._ops else []
@@ -154,9 +155,10 @@ def lost_number(origins: Origins, number: int) -> str | None:
     for distance, origin in origins.before_op(number):
         if origin.lost and distance < _NEAR:
             assert origin.dtype is not None
+            dtype = dtype_name(origin.dtype)
             return (
-                f"{origin.lost:g} is 0 in {dtype_name(origin.dtype)}: a larger eps is needed, "
-                f"{_smallest(origin.dtype):.2g} is the smallest number there"
+                f"{origin.lost:g} is 0 in {dtype}: a larger eps is needed, "
+                f"{FORMATS_BY_DTYPE[dtype].smallest_subnormal:.2g} is the smallest number there"
             )
     return None
 
@@ -181,5 +183,85 @@ def _lost(call: OpCall, dtype: torch.dtype | None) -> float:
     return next((value for value in values if 0 < abs(value) <= limit), 0.0)
 
 
-def _smallest(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+# --- underflow ------------------------------------------------------------------------------------
+
+SCALE_FACTORS = (2.0**-8, 2.0**-4, 2.0**4, 2.0**8)
+"""Other scales, as multiples of the present one."""
+
+_LARGEST_SCALE = 2.0**24
+_Key = tuple[str, str, Phase, str, Line | None]
+
+
+class FlushCounter(OpObserver):
+    """Observer that counts the values that each op flushes to zero.
+
+    Args:
+        scale: The scale of the loss, None without one.
+
+    Sync: one for each op that returns lower precision.
+    """
+
+    def __init__(self, scale: float | None) -> None:
+        factors = () if scale is None else SCALE_FACTORS
+        self._scales = {f * scale: f for f in factors if scale and 1 <= f * scale <= _LARGEST_SCALE}
+        # Values, flushed ones, and in the backward pass those that each other scale flushes.
+        self._counts: dict[_Key, list[int]] = {}
+        self._lines: dict[int, Line | None] = {}
+        self._wide: list[Tensor] | None = None
+
+    def before(self, call: OpCall) -> None:
+        if call.phase != "backward":
+            self._lines[call.number] = user_line()
+        self._wide = _in_float32(call)
+
+    def after(self, call: OpCall, outputs: list[Tensor]) -> None:
+        """Count the zeros that are not zero in float32."""
+        wide, self._wide = self._wide, None
+        if wide is None or len(wide) != len(outputs):
+            return
+        is_backward = call.phase == "backward"
+        line = self._lines.get(call.place.number if is_backward else call.number)
+        for result, exact in zip(outputs, wide, strict=True):
+            format = FORMATS_BY_DTYPE.get(dtype_name(result.dtype))
+            if format is None or result.shape != exact.shape:
+                continue
+            magnitudes = exact.abs()
+            is_value = magnitudes != 0
+            counts = [is_value.sum(), ((result == 0) & is_value).sum()]
+            for factor in self._scales.values() if is_backward else ():
+                counts.append(((magnitudes <= format.flushed_below / factor) & is_value).sum())
+            key = (call.name, call.place.module, call.phase, dtype_name(result.dtype), line)
+            before = self._counts.get(key, [0] * len(counts))
+            found = torch.stack(counts).tolist()
+            self._counts[key] = [sum(pair) for pair in zip(before, found, strict=True)]
+
+    def found(self) -> tuple[Flush, ...]:
+        """Return the ops that flush values, the largest shares first."""
+        flushes = [
+            Flush(*key, values, flushed, tuple(zip(self._scales, at_scales, strict=False)))
+            for key, (values, flushed, *at_scales) in self._counts.items()
+            if flushed
+        ]
+        return tuple(sorted(flushes, key=lambda flush: -flush.share))
+
+
+def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]:
+    counter = FlushCounter(scale)
+    with replayer.run(Variant(scale=scale), counter) as run:
+        if run.error is not None:
+            error = f"{type(run.error).__name__}: {run.error}"
+            replayer.notes.append(f"the replay for underflow ended with {error}")
+        return counter.found()
+
+
+def _in_float32(call: OpCall) -> list[Tensor] | None:
+    """Return the result of an op in float32, None if it needs none or cannot compute it."""
+    is_random = torch.Tag.nondeterministic_seeded in call.func.tags
+    if makes_no_values(call.func) or is_random or not _may_flush(call):
+        return None
+    return in_wider(call, torch.float32)
+
+
+def _may_flush(call: OpCall) -> bool:
+    asked = call.kwargs.get("dtype")
+    return asked in HALVES or any(tensor.dtype in HALVES for tensor in call.given)

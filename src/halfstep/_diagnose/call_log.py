@@ -1,0 +1,421 @@
+"""Log of the calls that a training loop makes, with what each has made.
+
+Arguments are kept by reference, and a tensor that a kept call has made as a reference to that call:
+a call is kept for as long as one of its results is in use, or a call that needs it. Nothing is
+computed. Only buffers, the states of random generators, and what the loop overwrites are copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import signal
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+
+from halfstep._autocast.modules import replicated
+from halfstep._autocast.region import current_settings
+from halfstep._common.nested import map_plain, tensors_in, tensors_reached
+from halfstep._common.random_states import RandomStates, accelerators
+from halfstep._diagnose.kept_calls import (
+    Given,
+    Inside,
+    KeptCall,
+    Made,
+    is_model,
+    parts_of,
+    set_part,
+)
+from halfstep._diagnose.user_code import Place, user_place, whole_model
+from halfstep._numerics.measure import is_finite, is_mask
+from halfstep._pytorch import autograd, compiler, modes, storages
+from halfstep._pytorch.storages import ByMemory
+
+MOST_CALLS = 4096
+"""The most calls of a step that are kept; older ones then count as those of the step before."""
+MOST_MODELS = 256
+"""The most calls of models with gradients that are kept since the last step."""
+MOST_EVALUATED = 16
+"""The most calls of models without gradients whose results are more than values."""
+MOST_CHECKED = 256
+"""The most values that are checked when a loop has ended with an error."""
+MOST_COPIED = 2**28
+"""The size in bytes of all that is copied in a step before the loop writes to it."""
+
+_GAP = "something computed a tensor in it that cannot be called again"
+_GAP_OF_COMPILED = (
+    "a function that is compiled computed a tensor in it, which cannot be called again; "
+    'torch.compiler.set_stance("force_eager") before the loop runs it as it is written'
+)
+
+
+_SIMPLE = {
+    *(str, int, float, bool, complex, type(None), slice, type(Ellipsis)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+}
+
+
+class _Argument(NamedTuple):
+    """Tensor among the arguments of a call, the call that has made it, and its version."""
+
+    tensor: Tensor
+    made: Made | None
+    version: int
+
+
+class LoggedCall(NamedTuple):
+    """Call to be kept, and the tensors among its arguments."""
+
+    call: KeptCall
+    arguments: list[_Argument]
+
+
+class _Entry(weakref.ref[Tensor]):
+    __slots__ = ("key", "made", "version")
+    key: int
+    made: Made
+    version: int
+
+
+class CallLog:
+    """The calls of this step, and those of the last one that are still in use.
+
+    Attributes:
+        written: What the loop last wrote to a tensor from before the step, such as the factor that
+            it has multiplied gradients by.
+        made_bad: Where it last wrote inf or NaN as a number in this step, as to a batch.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._entries: dict[int, _Entry] = {}
+        self._given: dict[int, list[weakref.ref[Given]]] = {}
+        self._writes: ByMemory[KeptCall] = ByMemory()
+        self._new: list[weakref.ref[KeptCall]] = []
+        self._old: list[weakref.ref[KeptCall]] = []
+        self._models: deque[weakref.ref[KeptCall]] = deque()
+        self._evaluated: deque[list[weakref.ref[KeptCall]]] = deque()
+        self._first = self._num_copied = 0
+        self.written: Made | None = None
+        self.made_bad: Place | None = None
+        self._wholes: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._buffers = BufferCopies()
+
+    def begin(self) -> None:
+        """Begin another step; its calls may use results of the last one, but no older ones."""
+        self._turn()
+        self.written, self.made_bad, self._num_copied = None, None, 0
+        self._evaluated.clear()
+        self._models.clear()
+        self._writes = ByMemory()
+
+    def _turn(self) -> None:
+        _forget(self._old)
+        self._old, self._new = self._new, []
+        self._first = next(self._numbers)
+        self._given.clear()
+
+    @compiler.do_not_compile_alone
+    def call(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_drawing: bool = False
+    ) -> LoggedCall | None:
+        """Return a call with placeholders for its tensors, None if it cannot be kept."""
+        with unseen():
+            kept = self._placed(function, args, kwargs)
+            if isinstance(function, nn.Module):
+                self._note_module(kept.call, function)
+            elif is_drawing:
+                kept.call.random = RandomStates(accelerators())
+            return kept
+        return None  # an object of the user's has raised an error
+
+    def _placed(self, function: Callable[..., Any], args: Any, kwargs: Any) -> LoggedCall:
+        call, arguments = KeptCall(next(self._numbers), function, user_place()), list[_Argument]()
+        call.has_grad = is_grad_enabled()
+
+        def kept(value: Any) -> Any:
+            return self._kept(value, call, arguments)
+
+        call.args, call.kwargs = map_plain(kept, args), map_plain(kept, kwargs) if kwargs else None
+        for device in _devices():
+            if is_autocast_enabled(device):
+                call.settings += (current_settings(device),)
+        return LoggedCall(call, arguments)
+
+    def _note_module(self, call: KeptCall, module: nn.Module) -> None:
+        if module not in self._wholes and is_model(module):
+            self._wholes[module] = weakref.ref(whole_model(module))
+        if call.has_grad or module.training:
+            call.random = RandomStates(accelerators())
+        call.is_training = module.training
+        call.forward = vars(replicated(module)).get("forward")
+        call.buffers = self._buffers.of(module)
+        if not is_model(module):
+            return
+        if not call.has_grad:
+            self._forget_evaluated()
+            return
+        self._models.append(weakref.ref(call))
+        if len(self._models) > MOST_MODELS:  # an evaluation that forgets no_grad
+            _forget([self._models.popleft()])
+
+    def _forget_evaluated(self) -> None:
+        """Let go of calls without gradients, but those of the last evaluations of a model."""
+        self._evaluated.append([])
+        if len(self._evaluated) > MOST_EVALUATED:
+            _forget(self._evaluated.popleft())
+
+    def _kept(self, value: Any, call: KeptCall, arguments: list[_Argument]) -> Any:
+        """Return a placeholder for what is no container."""
+        if isinstance(value, Tensor):
+            made, version = self.made_by(value), autograd.version_of(value)
+            if made is not None and self.is_old(made.call) and _detaches(call):
+                made = None  # its value counts, not what has computed it
+            arguments.append(_Argument(value, made, version))
+            return self._placeholder(value, made, version, call)
+        if type(value) in _SIMPLE:
+            return value
+        if isinstance(value, torch.Generator):
+            call.generators += ((value, value.get_state()),)
+            return value
+        arguments += [_Argument(each, None, 0) for each in tensors_in([value])]
+        return self._inside_of(value, call)
+
+    def _placeholder(
+        self, tensor: Tensor, made: Made | None, version: int, call: KeptCall
+    ) -> Made | Given:
+        if made is not None:
+            written = self._writes.get(tensor)
+            call.of += (made.call,) if written is None else (made.call, written)
+            return made
+        if tensor.grad_fn is not None:
+            is_used = call.has_grad and not _detaches(call)
+            call.gap = _gap_at(tensor) if is_used else call.gap
+            tensor = tensor.detach().requires_grad_(is_used)
+        known = self._given.setdefault(_number_of(tensor), [])
+        found = known[-1]() if known else None
+        if found is None or found.tensor is not tensor or found.version != version:
+            found = Given(tensor, version)
+            known.append(weakref.ref(found))
+        call.given += (found,)
+        return found
+
+    def _inside_of(self, whole: Any, call: KeptCall) -> Any:
+        """Return a placeholder for an object; itself if no call has made a part of it."""
+        parts = dict(parts_of(whole))
+        made = {name: found for name, part in parts.items() if (found := self.made_by(part))}
+        known = {id(parts[name]) for name in made}
+        others = [tensor for tensor in tensors_reached(whole) if id(tensor) not in known]
+        call.of += tuple(found.call for found in made.values())
+        call.given += tuple(Given(t, autograd.version_of(t)) for t in others if t.grad_fn is None)
+        for tensor in others:
+            call.gap = call.gap if tensor.grad_fn is None else _gap_at(tensor)
+        if not made:
+            return whole
+        rest = copy.copy(whole)
+        for name in made:
+            set_part(rest, name, torch.empty(0))
+        return Inside(rest, made)
+
+    def note_made(self, kept: LoggedCall, result: Any, *, is_effect: bool) -> None:
+        """Note which tensors a call has made, or written to."""
+        call, arguments = kept
+        call.writes = tuple(
+            position
+            for position, (tensor, made, version) in enumerate(arguments)
+            if made is not None
+            and (autograd.version_of(tensor) != version or (is_effect and not position))
+        )
+        before = {id(argument.tensor) for argument in arguments}  # x.float() may return x
+        results = tensors_reached(result)
+        made = [(index, tensor) for index, tensor in enumerate(results) if id(tensor) not in before]
+        for index, position in enumerate(call.writes, len(results)):
+            tensor = arguments[position].tensor
+            made.append((index, tensor))
+            self._writes.put(tensor, call)
+        for index, tensor in made:
+            entry = _Entry(tensor, self._drop)
+            entry.key, entry.made = id(tensor), Made(call, index)
+            entry.version = autograd.version_of(tensor)
+            self._entries[entry.key] = entry
+            call.results += ((entry, entry.version),)
+        if made:
+            self._new.append(weakref.ref(call))
+            if not call.has_grad and self._evaluated:
+                self._evaluated[-1].append(self._new[-1])
+            if len(self._new) > MOST_CALLS:
+                self._turn()
+
+    def _drop(self, entry: _Entry) -> None:
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+
+    def _note_write(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Note what the loop writes to a tensor from before the step, such as a gradient."""
+        made = [found for a in args[1:] if isinstance(a, Tensor) and (found := self.made_by(a))]
+        self.written = made[0] if made else self.written
+        if any(map(_is_bad_number, args[1:])):
+            copied = (args[0].detach().clone(), *args[1:])
+            self.written = Made(self._placed(function, copied, kwargs).call, 0)
+
+    def writes_to_older(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        """Return whether a function writes to what no call of this step has made."""
+        is_found = False
+        with unseen():
+            if args and isinstance(args[0], Tensor):
+                if self.made_by(args[0]) is None:
+                    is_found = True
+                    self._note_write(function, args, kwargs)
+                if any(map(_is_bad_number, args[1:])):
+                    self.made_bad = user_place()
+                    # A batch that the loop itself makes bad: its values are data from now on.
+                    is_found |= args[0].grad_fn is None
+        return is_found
+
+    def is_old(self, call: KeptCall) -> bool:
+        """Return whether a call was made before this step."""
+        return call.number < self._first
+
+    def made_by(self, tensor: Tensor) -> Made | None:
+        """Return the kept call that has made a tensor, None if there is none."""
+        entry = self._entries.get(id(tensor))
+        if entry is None or entry() is not tensor or entry.version != autograd.version_of(tensor):
+            return None
+        if tensor.grad_fn is not None and not entry.made.call.has_grad:
+            return None  # inside of a function of autograd that was not seen as a whole
+        is_value = tensor.grad_fn is None or not is_grad_enabled()
+        is_old = self.is_old(entry.made.call) or entry.made.call.is_forgotten
+        return None if is_old and is_value else entry.made
+
+    def keep_values(self, values: Iterable[Any]) -> None:
+        """Copy what earlier calls were given and this one may overwrite."""
+        for value in values:
+            if isinstance(value, Tensor):
+                for reference in self._given.get(_number_of(value), ()):
+                    given = reference()
+                    if given is not None and self._num_copied < MOST_COPIED:
+                        self._num_copied += given.keep()
+
+    def model_of(self, calls: Iterable[KeptCall]) -> nn.Module | None:
+        """Return the model that is trained: the first one called with gradients, or at all.
+
+        That is the one that it is a part of, if a method of that called it.
+        """
+        called = [call for call in calls if is_model(call.function)]
+        trained = (call.function for call in called if call.has_grad)
+        model = next(trained, called[0].function if called else None)
+        if not isinstance(model, nn.Module):
+            return None
+        reference = self._wholes.get(model)
+        return (reference and reference()) or model
+
+    def first_bad(self) -> Made | None:
+        """Return the first value of this step that is not finite and still there. Sync: many."""
+        with modes.unseen_by_modes():
+            entries = sorted(self._entries.values(), key=lambda entry: entry.made.call.number)
+            for entry in entries[-MOST_CHECKED:]:
+                tensor = entry()
+                if tensor is None or self.is_old(entry.made.call):
+                    continue
+                if not is_finite(tensor) and not is_mask(tensor):
+                    return entry.made
+        return None
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep books in a block that the loop does not see.
+
+    Objects and tensors of the user's own may raise any error when they are looked through; the call
+    is then not kept. No mode or subclass of the user's sees what is asked of tensors.
+    """
+    with modes.no_function_modes(), modes.unseen_by_modes():
+        try:
+            yield
+        except Exception as error:
+            if _is_of_a_signal(error):
+                raise
+
+
+def _is_of_a_signal(error: Exception) -> bool:
+    """Return whether a signal handler of the loop has raised an error, such as a time limit."""
+    handlers = {getattr(signal.getsignal(n), "__code__", None) for n in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _forget(references: Iterable[weakref.ref[KeptCall]]) -> None:
+    for reference in references:
+        call = reference()
+        if call is not None:
+            call.forget()
+
+
+def _number_of(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from others, or the tensor if it has none."""
+    return storages.number_of_memory(tensor) or id(tensor)
+
+
+def _gap_at(tensor: Tensor) -> str:
+    return _GAP_OF_COMPILED if autograd.is_made_by_compiled_code(tensor) else _GAP
+
+
+def _is_bad_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _detaches(call: KeptCall) -> bool:
+    return call.name in ("detach", ".data")
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    """Return the device types of this machine that have autocast."""
+    kind = torch.accelerator.current_accelerator()
+    found = ("cpu",) if kind is None or kind.type == "cpu" else ("cpu", kind.type)
+    return tuple(filter(torch.amp.is_autocast_available, found))
+
+
+class BufferCopies:
+    """The latest copies of the buffers of models."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._owners: weakref.WeakKeyDictionary[nn.Module, list[tuple[nn.Module, str]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def of(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Return the present buffers of a model, each with a copy of its values."""
+        return [(buffer, self._copy_of(buffer)) for buffer in self._buffers_of(model)]
+
+    def _buffers_of(self, model: nn.Module) -> list[Tensor]:
+        """Return the present buffers of a model; the modules that have some are looked up once."""
+        if model not in self._owners:
+            # Not `_buffers`: in a module of torch.jit it is not a dictionary.
+            self._owners[model] = [
+                (module, name)
+                for module in model.modules()
+                for name, _ in module.named_buffers(recurse=False)
+            ]
+        found = (getattr(module, name, None) for module, name in self._owners[model])
+        return [buffer for buffer in found if isinstance(buffer, Tensor)]
+
+    def _copy_of(self, buffer: Tensor) -> Tensor:
+        """Return a copy of a buffer; a new one only if the buffer was written to."""
+        known = self._copies.get(id(buffer))
+        if known is None or known[0]() is not buffer or known[1] != autograd.version_of(buffer):
+            copied = buffer.detach().clone()
+            known = (weakref.ref(buffer), autograd.version_of(buffer), copied)
+            self._copies[id(buffer)] = known
+        return known[2]
