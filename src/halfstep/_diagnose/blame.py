@@ -38,20 +38,10 @@ OUTSIDE = -1
 ELSEWHERE = -2
 """The number of a tensor that another rank has sent."""
 
-_FILLS = (
-    "fill",
-    "fill_",
-    "full",
-    "full_like",
-    "new_full",
-    "masked_fill",
-    "masked_fill_",
-    "index_fill",
-    "index_fill_",
-    "scalar_tensor",
-    "constant_pad_nd",
-    "where",
-)
+_FILLS = {
+    *("fill", "fill_", "full", "full_like", "new_full", "masked_fill", "masked_fill_"),
+    *("index_fill", "index_fill_", "scalar_tensor", "constant_pad_nd", "where"),
+}
 _WAITS = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
 _NOTHING_SENT = (*_WAITS, "c10d::recv_", "c10d::recv_any_source_")
 _OVERWRITE = ("copy_", "fill_", "zero_")

@@ -22,6 +22,8 @@ CALL = "call"
 """The slot of the call itself."""
 NARROW = "narrow"
 """The slot that stands for all arguments in float16 and bfloat16."""
+USUAL_NAMES = ("input", "other", "var")
+"""The names that the first arguments of most functions have."""
 
 
 class Edit(NamedTuple):

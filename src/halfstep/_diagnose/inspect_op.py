@@ -25,6 +25,9 @@ from halfstep._pytorch import distributed, storages
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.ops import by_name
 
+MOST_INSPECTED = 64
+"""The most bad ops that are inspected; the one to blame is among the first."""
+
 # Their third argument asks for float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
 # Arguments with memory of the forward pass in a layout that depends on the dtype: an op of another
@@ -233,18 +236,11 @@ def _memory(tensor: Tensor) -> tuple[int, object]:
     return (id(tensor), tensor) if memory is None else (int(memory.cdata), memory)
 
 
-MOST_INSPECTED = 64
-"""The most bad ops that are inspected; the one to blame is among the first."""
-
-
 class InspectingTracker(BlameTracker):
     """Blame tracker that inspects ops at once if they may be to blame.
 
-    Args:
-        model: The model, for the names of its tensors.
-        is_replay: Whether ops can be inspected in another replay. Those that write to what they
-            read are left for it, and ops of the backward pass that read a bad tensor from outside:
-            what handed that over has returned.
+    If ``is_replay``, some are left for another replay: ops that write to what they read, and ops of
+    the backward pass that read a bad tensor from outside, since what handed that over has returned.
 
     Attributes:
         inspected: The inspections, by the number of the op.

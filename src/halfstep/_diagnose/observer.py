@@ -144,16 +144,9 @@ class FoundModules(RunningModules):
 
 
 class ObserverMode(OpMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that shows every op to an observer.
+    """Dispatch mode that shows every op to an observer, unless ``is_paused``, and logs its writes.
 
-    Args:
-        modules: The running modules.
-        undo: The undo log, in which writes are noted.
-        observer: The observer.
-        is_alone: Whether other ranks do not run the same ops, so that collectives are refused.
-
-    Attributes:
-        is_paused: Whether ops are left out.
+    ``is_alone`` if other ranks do not run the same ops, so that collectives are refused.
     """
 
     is_paused = False

@@ -195,9 +195,6 @@ _Key = tuple[str, str, Phase, str, Line | None]
 class FlushCounter(OpObserver):
     """Observer that counts the values that each op flushes to zero.
 
-    Args:
-        scale: The scale of the loss, None without one.
-
     Sync: one for each op that returns lower precision.
     """
 

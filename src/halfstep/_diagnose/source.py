@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep._diagnose.diagnosis import LineEdit, short_path
-from halfstep._diagnose.edits import CALL, row_name
+from halfstep._diagnose.edits import CALL, USUAL_NAMES, row_name
 from halfstep._diagnose.user_code import Spot
 from halfstep._trace.rows import grouped
 
@@ -336,8 +336,5 @@ def _argument(node: ast.expr | ast.AugAssign, slot: int, placed: Placed) -> ast.
         found = node.args[slot]
         return None if any(isinstance(arg, ast.Starred) for arg in node.args) else found
     offset = slot + _is_method(node, placed)
-    names = placed.parameters[offset : offset + 1] or _USUAL[offset : offset + 1]
+    names = placed.parameters[offset : offset + 1] or USUAL_NAMES[offset : offset + 1]
     return next((each.value for each in node.keywords if each.arg in names), None)
-
-
-_USUAL = ("input", "other")

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._diagnose.blame import Blame
-from halfstep._diagnose.edits import CALL, Edit, evaluated, in_place, writes_to_first
+from halfstep._diagnose.edits import CALL, USUAL_NAMES, Edit, evaluated, in_place, writes_to_first
 from halfstep._diagnose.source import Placed
 from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
 from halfstep._numerics.measure import is_finite
@@ -24,8 +24,6 @@ from halfstep._pytorch import autograd, modes
 
 _PASSES = ("backward", "grad")
 """Functions that run a backward pass, which is no call of the user's."""
-_NAMES = ("input", "other", "var")
-"""The usual names of the first arguments."""
 
 
 class NotApplicable(Exception):  # noqa: N818  (the call is made as it is, nothing is wrong)
@@ -254,9 +252,9 @@ def _holder(slot: int | str, given: list[Any], named: dict[str, Any]) -> tuple[A
         return named, slot
     if slot < len(given):
         return given, slot
-    if slot >= len(_NAMES) or _NAMES[slot] not in named:
+    if slot >= len(USUAL_NAMES) or USUAL_NAMES[slot] not in named:
         raise NotApplicable
-    return named, _NAMES[slot]
+    return named, USUAL_NAMES[slot]
 
 
 @functools.cache

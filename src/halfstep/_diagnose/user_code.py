@@ -24,12 +24,7 @@ from halfstep._pytorch import autograd, modules, storages
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _SCALER = f"{Path(__file__).parents[1]}/_scaler/"
-_OURS = (
-    _TORCH,
-    f"{Path(__file__).parents[1]}/",
-    "<frozen ",
-    "<eval_with_key>",
-)
+_OURS = (_TORCH, f"{Path(__file__).parents[1]}/", "<frozen ", "<eval_with_key>")
 _LIBRARY = f"{Path(os.__file__).parent}/"
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 

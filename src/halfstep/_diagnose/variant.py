@@ -26,10 +26,7 @@ from halfstep._pytorch import amp
 class Variant:
     """Changes of a replay against the step; None for what the step itself does.
 
-    Attributes:
-        dtype: The lower precision of autocast; float32 for no autocast.
-        policy: The policy of autocast.
-        scale: The scale of all losses.
+    A lower precision for autocast, or float32 for none; a policy; and a scale for all losses.
     """
 
     dtype: torch.dtype | None = None

@@ -208,9 +208,6 @@ class HalfArithmetic:
     Autocast itself makes the tensors, so PyTorch's own rules decide which are in lower precision.
     Only the arithmetic differs from that of the machine: it is that of matrix units, which
     accumulate in float32 and round once.
-
-    Args:
-        format: fp16 or bf16.
     """
 
     def __init__(self, format: Format) -> None:
@@ -323,21 +320,9 @@ def _result_dtypes(func: Any, args: Args, kwargs: Kwargs) -> tuple[torch.dtype, 
 # The positions of the operands that matrix units multiply. The others, such as the bias, are added
 # to the sums of the products, in float32.
 _OPERANDS: dict[str, tuple[int, ...]] = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "mv": (0, 1),
-    "dot": (0, 1),
-    "vdot": (0, 1),
-    "addmm": (1, 2),
-    "_addmm_activation": (1, 2),
-    "addbmm": (1, 2),
-    "baddbmm": (1, 2),
-    "addmv": (1, 2),
-    "addr": (1, 2),
-    "conv_tbc": (0, 1),
-    "conv_tbc_backward": (0, 1, 2),
-    "convolution": (0, 1),
-    "convolution_backward": (0, 1, 2),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "conv_tbc", "convolution"), (0, 1)),
+    **dict.fromkeys(("addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"), (1, 2)),
+    **dict.fromkeys(("conv_tbc_backward", "convolution_backward"), (0, 1, 2)),
     "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (0, 1, 2, 3),
     "_scaled_dot_product_efficient_attention": (0, 1, 2),
@@ -351,10 +336,8 @@ class Float8Arithmetic:
     Results are not rounded. Operands are counted in the forward pass. In the backward pass they are
     rounded again, and only the incoming gradients are counted, each once.
 
-    Args:
-        format: An eight bit format.
-        scale_by_amax: Whether each operand is scaled for the rounding by the power of two that
-            brings its largest magnitude just below the largest value of the format.
+    With ``scale_by_amax`` each operand is scaled for the rounding by the power of two that brings
+    its largest magnitude just below the largest value of the format.
     """
 
     def __init__(self, format: Format, *, scale_by_amax: bool) -> None:

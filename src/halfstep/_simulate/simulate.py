@@ -39,7 +39,7 @@ from halfstep._simulate.arithmetic import (
     summary_text,
 )
 from halfstep._trace.ops import OpMode, op_name
-from halfstep._trace.places import RunningModules
+from halfstep._trace.places import NOT_RUN, RunningModules
 from halfstep.errors import CallOrderError
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -92,7 +92,6 @@ class _OffInBackward(TorchFunctionMode):
 
 
 _EAGER = "compiled code ran in eager mode: ops of compiled code cannot be simulated"
-_NOT_RUN = "no module of the model ran: is this the model that was called?"
 
 
 class simulate:
@@ -197,7 +196,7 @@ class simulate:
             )
         self._stack.close()
         assert self._simulator is not None
-        said = {_EAGER: self._is_compiled, _NOT_RUN: not self._simulator.modules.have_run}
+        said = {_EAGER: self._is_compiled, NOT_RUN: not self._simulator.modules.have_run}
         self.notes = tuple(note for note, is_so in said.items() if is_so)
         self._simulator = None  # releases the model
 

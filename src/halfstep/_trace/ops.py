@@ -24,13 +24,10 @@ from halfstep._trace.rows import Value
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 # They write to buffers of batch norm; their schemas (PyTorch 2.13) do not say so.
-_WRITE_BUFFERS = (
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "miopen_batch_norm",
-    "batch_norm_gather_stats",
-    "batch_norm_gather_stats_with_counts",
-)
+_WRITE_BUFFERS = {
+    *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+    *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
+}
 
 
 @cache
@@ -122,8 +119,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     def active(self, *, has_global_hooks: bool = True) -> Iterator[None]:
         """See the ops of this thread, and of its backward passes, while the block runs.
 
-        Args:
-            has_global_hooks: As for :func:`eager`, by which compiled code runs.
+        Compiled code runs by :func:`eager`.
         """
         with eager(has_global_hooks=has_global_hooks), self.modules.followed(), self:
             yield

@@ -28,6 +28,9 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import amp, autograd
 from halfstep._trace.rows import Cast, Phase
 
+NOT_RUN = "no module of the model ran: is this the model that was called?"
+"""A note on a block in which :attr:`RunningModules.have_run` is false."""
+
 
 class ModuleCall(NamedTuple):
     """Call of a module that has not returned yet; in a backward pass it recomputes something."""

@@ -35,7 +35,7 @@ from halfstep._trace.ops import (
     op_name,
     written_to,
 )
-from halfstep._trace.places import RunningModules
+from halfstep._trace.places import NOT_RUN, RunningModules
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Cast, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
@@ -128,7 +128,7 @@ class trace(Recording):
         if self._is_compiled:
             yield _EAGER
         if self._ops and not model_has_run:
-            yield "no module of the model ran: is this the model that was called?"
+            yield NOT_RUN
         if len(policies) > 1:
             others = " and ".join(policies[1:])
             yield f"other policies were used too ({others}): casts() starts from the first"

@@ -113,12 +113,7 @@ _PRODUCTS = ("mm", "matmul", "linear", "conv", "attention")
 
 
 def find_waste(rows: Sequence[Row], policy: str) -> Waste:
-    """Return the waste of a trace.
-
-    Args:
-        rows: The trace.
-        policy: The text of the policy it ran under, to which cures add rules.
-    """
+    """Return the waste of a trace; cures add rules to the text of the policy it ran under."""
     return Waste([*_Search(rows, policy).findings(), *odd_dimensions(rows)], rows)
 
 
