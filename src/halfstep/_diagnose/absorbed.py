@@ -137,20 +137,14 @@ def _is_far(values: Tensor, exact: Tensor, tiny: float) -> bool:
 
 def find_absorbed(replayer: Replayer, run: StepRun) -> Diagnosis | None:
     """Replay a finite step in which ops overflowed; return the diagnosis if one did harm."""
-    variant = Variant(scale=run.scale)
-    harm = _harm(replayer, variant)
-    if harm is None:
+    tracker = AbsorbedTracker()
+    scan(replayer, Variant(scale=run.scale), tracker=tracker)
+    if tracker.harm is None:
         return None
-    blame, absorber = harm
+    blame, absorber = tracker.harm
     bad = inspect(replayer, blame, run.scale).bad
     replayer.notes.append(f"{absorber} makes finite numbers of inf, and whole rows are wrong")
     return Diagnosis("absorbed", bad, scale=run.scale, cure=_cure(replayer, run, blame))
-
-
-def _harm(replayer: Replayer, variant: Variant) -> tuple[Blame, str] | None:
-    tracker = AbsorbedTracker()
-    scan(replayer, variant, tracker=tracker)
-    return tracker.harm
 
 
 def _cure(replayer: Replayer, run: StepRun, blame: Blame) -> Cure:

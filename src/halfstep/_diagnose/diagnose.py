@@ -338,7 +338,7 @@ _numbers = count()
 
 
 def _merged(found: Diagnosis) -> Diagnosis:
-    """Return the diagnoses of all ranks on rank 0, and the own one on other ranks.
+    """Return the first bad diagnosis with the others in it on rank 0, the own one on other ranks.
 
     Every rank must call this equally often. A note names ranks that do not.
     """
@@ -363,12 +363,8 @@ def _merged(found: Diagnosis) -> Diagnosis:
         ranks = ", ".join(map(str, missing))
         note = f"ranks {ranks} did not answer: call diagnose() on every rank"
         found = replace(found, notes=(*found.notes, note))
-    return _worst_first([found, *others])
-
-
-def _worst_first(all_of_them: list[Diagnosis]) -> Diagnosis:
-    """Return the first diagnosis of a bad step, with the others in it."""
-    first = next((d for d in all_of_them if d.verdict != "none"), all_of_them[0])
+    all_of_them = [found, *others]
+    first = next((d for d in all_of_them if d.verdict != "none"), found)
     return replace(first, others=tuple(d for d in all_of_them if d is not first))
 
 

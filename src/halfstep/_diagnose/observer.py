@@ -235,7 +235,8 @@ def why_together(model: nn.Module) -> str | None:
     names = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
     if names & {"FSDPModule", "FullyShardedDataParallel"}:
         return "the model is sharded by FSDP"
-    if any(map(_is_of_several_ranks, model.parameters())):
+    sharded: Any = filter(distributed.is_dtensor, model.parameters())
+    if any(param.device_mesh.size() > 1 for param in sharded):
         return "the parameters of the model are DTensors"
     return None
 
@@ -246,10 +247,6 @@ def is_compiled_together(model: nn.Module) -> bool:
     If one rank runs the code in eager mode, ranks may wait for different collectives.
     """
     return any(map(compiler.is_compiled, model.modules())) and why_together(model) is not None
-
-
-def _is_of_several_ranks(tensor: Tensor) -> bool:
-    return distributed.is_dtensor(tensor) and tensor.device_mesh.size() > 1  # type: ignore[attr-defined]
 
 
 def waits_for_others(why: str) -> RanksError:

@@ -253,12 +253,7 @@ def find_underflow(replayer: Replayer, scale: float | None) -> tuple[Flush, ...]
 
 def _in_float32(call: OpCall) -> list[Tensor] | None:
     """Return the result of an op in float32, None if it needs none or cannot compute it."""
+    dtypes = (call.kwargs.get("dtype"), *(tensor.dtype for tensor in call.given))
+    may_flush = not makes_no_values(call.func) and any(dtype in HALVES for dtype in dtypes)
     is_random = torch.Tag.nondeterministic_seeded in call.func.tags
-    if makes_no_values(call.func) or is_random or not _may_flush(call):
-        return None
-    return in_wider(call, torch.float32)
-
-
-def _may_flush(call: OpCall) -> bool:
-    asked = call.kwargs.get("dtype")
-    return asked in HALVES or any(tensor.dtype in HALVES for tensor in call.given)
+    return in_wider(call, torch.float32) if may_flush and not is_random else None

@@ -58,8 +58,10 @@ class Place(NamedTuple):
 
     @property
     def line(self) -> Line:
-        number = _span_of(self.code, self.instruction)[0]
-        return line_at(self.code, self.code.co_firstlineno if number is None else number)
+        code, number = self.code, _span_of(self.code, self.instruction)[0]
+        number = code.co_firstlineno if number is None else number
+        text = linecache.getline(code.co_filename, number).strip()
+        return Line(code.co_filename, number, code.co_name, text)
 
     def is_at(self, other: Place) -> bool:
         """Return whether both are the same instruction, of code that may be compiled anew."""
@@ -163,11 +165,6 @@ def torch_module() -> str:
         if isinstance(owner, nn.Module):
             return type(owner).__name__
     return ""
-
-
-def line_at(code: CodeType, number: int) -> Line:
-    text = linecache.getline(code.co_filename, number).strip()
-    return Line(code.co_filename, number, code.co_name, text)
 
 
 def called_by_user(tensor: Tensor) -> str | None:

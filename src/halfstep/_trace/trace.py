@@ -350,7 +350,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         elif row.phase == "backward":
             of = self._thread.of_cast
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
-        elif _is_under_pytorchs_autocast(row):
+        elif row.autocast is not None and row.device not in scopes.policies():  # PyTorch's own
             self._thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
@@ -396,8 +396,3 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
                 casts=tuple(casts),
             )
         )
-
-
-def _is_under_pytorchs_autocast(row: Row) -> bool:
-    """Return whether autocast is PyTorch's own, with its own kernels."""
-    return row.device not in scopes.policies() and row.autocast is not None
