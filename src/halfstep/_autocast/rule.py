@@ -11,7 +11,8 @@ import torch
 
 Action = Literal["lower", "fp32", "fp32-dtype", "promote", "destination", "refuse", "leave"]
 Phase = Literal["train", "eval"]
-LOWER_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32)  # float32 lowers nothing
+HALVES = (torch.float16, torch.bfloat16)
+LOWER_PRECISIONS = (*HALVES, torch.float32)  # float32 lowers nothing
 ACTIONS: tuple[Action, ...] = get_args(Action)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -83,6 +83,11 @@ class Blame:
         """The op, its module and the phase: the same in other replays."""
         return self.place.op or self.op, self.place.module, self.phase
 
+    @property
+    def forward_number(self) -> int:
+        """The number of the op of the forward pass: its own, or that whose gradient it computes."""
+        return self.place.number if self.phase == "backward" else self.reader
+
 
 def _of_call(call: OpCall, number: int) -> Blame:
     return Blame(number, call.name, call.place, call.phase, call.number, call.key, call.of)

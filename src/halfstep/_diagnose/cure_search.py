@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import islice
 from textwrap import dedent
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ class CureTrial:
     def note_lost_number(self, blame: Blame) -> Origins:
         """Note a number near the bad op that is zero in its dtype; return what led to the op."""
         origins = origins_in(self.replayer, Variant(scale=self.scale), self._around())
-        note = lost_number(origins, _forward_number(blame))
+        note = lost_number(origins, blame.forward_number)
         self.replayer.notes += [] if note is None else [note]
         return origins
 
@@ -90,11 +90,16 @@ class CureTrial:
         """Return the ops that round a value to what spoils the bad one, the first ones first."""
         origins, exact = self.note_lost_number(blame), Variant(torch.float32, scale=self.scale)
         wide = origins_in(self.replayer, exact, self._around())
-        return origins.spoiled(_forward_number(blame), wide.special)
+        return origins.spoiled(blame.forward_number, wide.special)
+
+    def is_finite(self, **changes: Any) -> bool:
+        """Return whether a replay is finite, at the scale of the step if no other is given."""
+        return self.blame(**changes) is None
 
     def blame(
-        self, variant: Variant, around: AbstractContextManager[object] | None = None
+        self, around: AbstractContextManager[object] | None = None, **changes: Any
     ) -> Blame | None:
+        variant = Variant(**{"scale": self.scale, **changes})
         try:
             found = scan(self.replayer, variant, around or self._around())
         except ValueError:  # a rule for a module whose parameters are not float32
@@ -109,16 +114,12 @@ class CureTrial:
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         replayer = self.replayer
         calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.may_end_early)
-        blame = self.blame(Variant(scale=scale), calls.active())
+        blame = self.blame(calls.active(), scale=scale)
         if not calls.do_fit:
             return Tried(_OUTSIDE, calls)
         if blame is None and any(edit in LAST_RESORTS for edit in calls.chosen.values()):
             self.replayer.notes.append(HIDES)
         return Tried(blame, calls)
-
-
-def _forward_number(blame: Blame) -> int:
-    return blame.place.number if blame.phase == "backward" else blame.reader
 
 
 def smaller_scale(
@@ -132,7 +133,7 @@ def smaller_scale(
     needed = max(filter(None, (largest, bad.needs)), default=16 * limit)
     first = power_below(scale * min(limit / needed / 2, 0.5))  # one bit of headroom
     for candidate in (first, first / 16, first / 256, SMALLEST_SCALE):
-        if candidate >= SMALLEST_SCALE and trial.blame(Variant(scale=candidate)) is None:
+        if candidate >= SMALLEST_SCALE and trial.is_finite(scale=candidate):
             return candidate
     return None
 
@@ -160,16 +161,13 @@ def of_range(trial: CureTrial, blame: Blame, bad: BadOp, call: UserCall | None) 
     cure = cure or _of_rules(trial, blame, policy)
     if cure is not None:
         return cure
-    bfloat16, float32 = (
-        Variant(each, scale=trial.scale) for each in (torch.bfloat16, torch.float32)
-    )
-    if entered.dtype is not torch.bfloat16 and trial.blame(bfloat16) is None:
+    if entered.dtype is not torch.bfloat16 and trial.is_finite(dtype=torch.bfloat16):
         text = f'halfstep.autocast("{entered.device}", dtype=torch.bfloat16)'
         return Cure("dtype", text, is_finite=True, dtype="bfloat16")
     edited = None if call is None else _of_edits(trial, blame, call, lambda _: IN_FLOAT32)
     if edited is not None and edited.is_finite:
         return edited
-    if trial.blame(float32) is None:
+    if trial.is_finite(dtype=torch.float32):
         text = f'halfstep.autocast("{entered.device}", enabled=False)  # float32'
         return Cure("dtype", text, is_finite=True, dtype="float32")
     return in_float32(trial, blame, call)
@@ -188,7 +186,7 @@ def _of_half_model(trial: CureTrial) -> Cure | None:
             yield
 
     inner = trial.inside(under_autocast, EnteredAutocast(device, dtype, preset("standard")))
-    blame = inner.blame(Variant(scale=trial.scale))
+    blame = inner.blame()
     policy: str | None = None
     if blame is not None:
         base = preset("standard")
@@ -215,7 +213,7 @@ def _of_origin(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
     origins = trial.origins(blame)
     rules = dict.fromkeys(next(_rules_for(o.place, o.op, trial.model), "") for o in origins)
     for policy in islice(filter(None, (_with_rules(base, [r]) for r in rules)), MOST_ORIGINS):
-        if trial.blame(Variant(policy=policy, scale=trial.scale)) is None:
+        if trial.is_finite(policy=policy):
             return _of_policy(policy, trial, is_finite=True)
     return None
 
@@ -228,7 +226,7 @@ def _of_rules(trial: CureTrial, blame: Blame, base: Policy) -> Cure | None:
             policy = _with_rules(base, [*rules, rule])
             if policy is None or rule in rules:
                 continue
-            after = trial.blame(Variant(policy=policy, scale=trial.scale))
+            after = trial.blame(policy=policy)
             if after is None:
                 return _of_policy(policy, trial, is_finite=True)
             if after.phase == "backward" and blame.phase != "backward":
@@ -269,7 +267,7 @@ def _scale_with(trial: CureTrial, policy: Policy) -> float | None:
         return None
     for factor in _SCALE_FACTORS:
         scale = max(trial.scale * factor, SMALLEST_SCALE)
-        if trial.blame(Variant(policy=policy, scale=scale)) is None:
+        if trial.is_finite(policy=policy, scale=scale):
             return scale
     return None
 
@@ -310,7 +308,7 @@ MOST_MAKERS = 3
 
 def _of_makers(trial: CureTrial, blame: Blame) -> Cure | None:
     """Limit what one of the calls before the bad one returns."""
-    makers = makers_of(trial.replayer, _forward_number(blame), trial.scale)
+    makers = makers_of(trial.replayer, blame.forward_number, trial.scale)
     for call in makers[:MOST_MAKERS]:
         for edit in OF_RESULTS:
             tried = trial.edited(((call, (edit,)),), trial.scale)

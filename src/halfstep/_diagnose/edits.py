@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._autocast.rule import HALVES
+
 Expression = Callable[[Any, float], str | None]
 """Returns the expression for a value and a small number, None if it does not fit the value."""
 
-HALVES = (torch.float16, torch.bfloat16)
 CALL = "call"
 """The slot of the call itself."""
 NARROW = "narrow"

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._autocast.rule import HALVES
 from halfstep._diagnose.diagnosis import Flush, Line
-from halfstep._diagnose.edits import HALVES
 from halfstep._diagnose.inspect_op import in_wider
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer

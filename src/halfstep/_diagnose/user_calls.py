@@ -239,10 +239,7 @@ def _is_finite_with(
 
 def call_of(calls: UserCalls, blame: Blame) -> UserCall | None:
     """Return the call of the user's code that ran a bad op, or that whose gradient it is."""
-    found = calls.call_of(blame.reader)
-    if found is None and blame.phase == "backward":
-        found = calls.call_of(blame.place.number)
-    return found
+    return calls.call_of(blame.reader) or calls.call_of(blame.forward_number)
 
 
 def _holder(slot: int | str, given: list[Any], named: dict[str, Any]) -> tuple[Any, Any]:

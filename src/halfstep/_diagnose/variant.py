@@ -16,9 +16,9 @@ from halfstep._autocast import kernels
 from halfstep._autocast.modules import Wrapped, matching, name_modules, unwrap
 from halfstep._autocast.policy import Policy, preset
 from halfstep._autocast.region import Region, Settings, changed
+from halfstep._autocast.rule import HALVES
 from halfstep._common.nested import map_plain
 from halfstep._common.patches import Patches
-from halfstep._diagnose.edits import HALVES
 from halfstep._pytorch import amp
 
 
