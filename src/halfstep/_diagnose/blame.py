@@ -29,8 +29,7 @@ from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_fin
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.parts import is_made_of_others, parts_of
 from halfstep._pytorch.storages import ByMemory
-from halfstep._trace.ops import by_name, makes_no_values
-from halfstep._trace.places import OpPlace
+from halfstep._trace.ops import OpPlace, by_name, makes_no_values
 from halfstep._trace.rows import Phase
 
 OUTSIDE = -1

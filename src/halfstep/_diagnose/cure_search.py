@@ -32,7 +32,7 @@ from halfstep._diagnose.user_calls import Edits, NotApplicable, UserCall, UserCa
 from halfstep._diagnose.user_code import Spot
 from halfstep._diagnose.variant import EnteredAutocast, Variant, float32_parameters, half_of
 from halfstep._numerics.formats import FORMATS
-from halfstep._trace.places import OpPlace
+from halfstep._trace.ops import OpPlace
 from halfstep._trace.rows import grouped
 
 # --- trials ---------------------------------------------------------------------------------------

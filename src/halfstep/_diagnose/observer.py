@@ -16,8 +16,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._diagnose.undo import UndoLog
 from halfstep._pytorch import compiler, distributed, modes
 from halfstep._pytorch.parts import any_made_of_others
-from halfstep._trace.ops import OpMode, casts_to, op_name, written_to
-from halfstep._trace.places import OpPlace, RunningModules
+from halfstep._trace.ops import OpMode, OpPlace, RunningModules, casts_to, op_name, written_to
 from halfstep._trace.rows import Phase
 from halfstep.errors import RanksError
 

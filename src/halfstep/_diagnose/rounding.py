@@ -26,8 +26,7 @@ from halfstep._diagnose.variant import Variant
 from halfstep._numerics.formats import FORMATS_BY_DTYPE, dtype_name
 from halfstep._numerics.measure import float_values
 from halfstep._pytorch.storages import ByMemory
-from halfstep._trace.ops import makes_no_values
-from halfstep._trace.places import OpPlace
+from halfstep._trace.ops import OpPlace, makes_no_values
 from halfstep._trace.rows import Phase
 
 _CASTS = ("_to_copy", "copy_")

@@ -38,8 +38,7 @@ from halfstep._simulate.arithmetic import (
     counts_text,
     summary_text,
 )
-from halfstep._trace.ops import OpMode, op_name
-from halfstep._trace.places import NOT_RUN, RunningModules
+from halfstep._trace.ops import NOT_RUN, OpMode, RunningModules, op_name
 from halfstep.errors import CallOrderError
 
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

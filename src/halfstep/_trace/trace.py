@@ -27,7 +27,9 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import autograd, compiler
 from halfstep._pytorch.storages import ByMemory
 from halfstep._trace.ops import (
+    NOT_RUN,
     OpMode,
+    RunningModules,
     autocast_of_caller,
     casts_to,
     computes_nothing,
@@ -35,7 +37,6 @@ from halfstep._trace.ops import (
     op_name,
     written_to,
 )
-from halfstep._trace.places import NOT_RUN, RunningModules
 from halfstep._trace.recording import Recording
 from halfstep._trace.rows import Cast, Row, Value, cast_bytes, computed_in
 from halfstep._version import __version__
