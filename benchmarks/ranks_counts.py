@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradient_time import Fused, Plain
 from halfstep import GradScaler
-from halfstep._scaler.ranks.state_comparison import CHECK_EVERY
+from halfstep._scaler.agreement import CHECK_EVERY
 
 MAX_NORM = 1.0
 WARM_UP = 4

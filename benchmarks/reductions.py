@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halfstep._common.machine import device_name
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._scaler.reductions import largest_magnitudes, sums_of_squares
+from halfstep._scaler.norms import largest_magnitudes, sums_of_squares
 
 GRADIENTS = ("4096x256", "GPT 43M", "1x64M")
 DTYPES = ("float32", "bfloat16", "float16")

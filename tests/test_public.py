@@ -85,7 +85,7 @@ norms.append(train())
 for name in [name for name in sys.modules if name.partition(".")[0] == "halfstep"]:
     del sys.modules[name]
 norms.append(train())
-importlib.reload(sys.modules["halfstep._scaler.reductions"])
+importlib.reload(sys.modules["halfstep._scaler.norms"])
 norms.append(train())
 print(*(round(norm(), 4) for norm in norms))
 """

@@ -714,13 +714,6 @@ def test_the_schemas_of_ops() -> None:
     assert dispatch.overload_of(op) == "Tensor"
 
 
-def test_the_numbers_of_nodes_are_those_of_what_they_made() -> None:
-    before = autograd.next_sequence_number()
-    x = torch.ones(1, requires_grad=True) * 2
-    assert autograd.sequence_number(x.grad_fn) == before
-    assert autograd.made_as(x) == (before, 0)
-
-
 def test_writes_to_tensors_are_counted() -> None:
     x = torch.ones(1)
     before = autograd.version_of(x)

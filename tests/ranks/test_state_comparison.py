@@ -16,7 +16,7 @@ from tests.ranks.pool import Pool
 from torch import Tensor, distributed, nn
 
 import halfstep
-from halfstep._scaler.ranks import state_comparison
+from halfstep._scaler import ranks
 
 EVERY = 3
 """Most loops here are short, and compare more often than every 100 updates."""
@@ -70,11 +70,11 @@ class Loop:
 
 def often(rank: int, work: Callable[..., Any], *args: Any, every: int = EVERY) -> Any:
     """Work while the states are compared more often than every 100 updates."""
-    original, state_comparison.CHECK_EVERY = state_comparison.CHECK_EVERY, every
+    original, ranks.CHECK_EVERY = ranks.CHECK_EVERY, every
     try:
         return work(rank, *args)
     finally:
-        state_comparison.CHECK_EVERY = original
+        ranks.CHECK_EVERY = original
 
 
 def num_ranks_here() -> int:
@@ -352,14 +352,14 @@ def test_a_loop_may_end_between_two_comparisons(pool: Pool) -> None:
 
 def without_a_store(rank: int) -> Any:
     loop = Loop(rank)
-    original = state_comparison.default_store
-    state_comparison.default_store = distributed.Store  # type: ignore[assignment]  # fails in each call
+    original = ranks.default_store
+    ranks.default_store = distributed.Store  # type: ignore[assignment]  # fails in each call
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             loop.steps(4 * EVERY)
     finally:
-        state_comparison.default_store = original
+        ranks.default_store = original
     return [(str(each.message).split(":")[0], each.filename) for each in told]
 
 
@@ -371,7 +371,7 @@ def test_without_a_store_nothing_is_compared_and_that_is_said_once(pool: Pool) -
 # --- the host does not wait -----------------------------------------------------------------------
 
 
-class Late(state_comparison.HostCopy):
+class Late(ranks.HostCopy):
     """A copy from a device that is ``delay`` updates behind the host."""
 
     delay = 0
@@ -388,7 +388,7 @@ class Late(state_comparison.HostCopy):
 
 def behind(rank: int, spoils: bool) -> Any:
     Late.delay = rank  # the ranks need not be equally late
-    original, state_comparison.HostCopy = state_comparison.HostCopy, Late  # type: ignore[misc]
+    original, ranks.HostCopy = ranks.HostCopy, Late  # type: ignore[misc]
     try:
         loop = Loop(rank)
         loop.step(0, math.inf if spoils and rank == 1 else None)
@@ -396,7 +396,7 @@ def behind(rank: int, spoils: bool) -> Any:
             if cases.raised(lambda: loop.step(number))[0]:  # noqa: B023
                 return number
     finally:
-        state_comparison.HostCopy = original  # type: ignore[misc]
+        ranks.HostCopy = original  # type: ignore[misc]
     return None
 
 
@@ -409,7 +409,7 @@ def keys_left(rank: int) -> Any:
     loop = Loop(rank)
     loop.steps(8 * EVERY)
     num_ranks_here()
-    store = state_comparison.default_store()
+    store = ranks.default_store()
     keys = {number: f"halfstep/states/1/{number}" for number in range(100)}
     return [number for number, key in keys.items() if store.check([key])]
 

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfstep._scaler.checks import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
-from halfstep._scaler.device_state import DeviceSnapshot, DeviceState
-from halfstep._scaler.host_state import next_state
 from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.scalars import LARGEST_COUNT, LARGEST_SCALE, SMALLEST_SCALE
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.table import SLOT, Answers, next_sources
+from halfstep._scaler.transition import DeviceSnapshot, DeviceState, next_state
 
 CPU = torch.device("cpu")
 

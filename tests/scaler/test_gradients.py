@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfstep._scaler import gradients as collecting
-from halfstep._scaler import passes, scalars
+from halfstep._scaler import scalars
+from halfstep._scaler.norms import clip_coefficient, norms_of, overflows_when_divided, p_norm
 
 
 def optimizer_over(*grads: torch.Tensor) -> torch.optim.Optimizer:
@@ -80,7 +81,7 @@ def collect(optimizer: torch.optim.Optimizer) -> collecting.Gradients:
 
 
 def unscale(optimizer: torch.optim.Optimizer, scale: float, *, can_amplify: bool) -> bool:
-    found = passes.unscale_(collect(optimizer), torch.tensor(scale), can_amplify=can_amplify)
+    found = collect(optimizer).unscale_(torch.tensor(scale), can_amplify=can_amplify)
     return bool(scalars.combine(found.values(), CPU))
 
 
@@ -114,7 +115,7 @@ def test_measure_against_the_loop_and_changes_nothing(kind: str, bad: float | No
         entries[(-1,) * entries.dim()] = bad
     before, _ = reference_unscale(grads, 1.0)
     optimizer = optimizer_over(*grads)
-    norms = passes.measure(collect(optimizer), torch.tensor(4.0))
+    norms = norms_of(collect(optimizer), torch.tensor(4.0))
     unscaled = norms.unscaled()
     for got, grad in zip(unscaled, before, strict=True):
         want = torch.linalg.vector_norm(torch.view_as_real(grad) if grad.is_complex() else grad)
@@ -133,9 +134,7 @@ def test_measure_against_the_loop_and_changes_nothing(kind: str, bad: float | No
 
 
 def test_norms_at_some_positions() -> None:
-    norms = passes.measure(
-        collect(optimizer_over(*[torch.full((2,), float(k)) for k in range(4)])), None
-    )
+    norms = norms_of(collect(optimizer_over(*[torch.full((2,), float(k)) for k in range(4)])), None)
     part = norms.at([3, 1])
     assert part.unscaled() == pytest.approx([3.0 * math.sqrt(2), math.sqrt(2)])
     assert part.total(CPU) == pytest.approx(math.sqrt(20))
@@ -149,7 +148,7 @@ def test_p_norm(kind: str, p: float) -> None:
     flat = torch.cat(
         [(torch.view_as_real(g) if g.is_complex() else g).double().flatten() for g in dense]
     )
-    got = passes.p_norm(collect(optimizer_over(*grads)), p, CPU)
+    got = p_norm(collect(optimizer_over(*grads)), p, CPU)
     assert got.item() == pytest.approx(torch.linalg.vector_norm(flat, p).item(), rel=1e-5)
 
 
@@ -166,7 +165,7 @@ def test_p_norm(kind: str, p: float) -> None:
     ],
 )
 def test_clip_coefficient(norm: float, max_norm: float, expected: float) -> None:
-    got = passes.clip_coefficient(torch.tensor(norm, dtype=torch.float64), max_norm)
+    got = clip_coefficient(torch.tensor(norm, dtype=torch.float64), max_norm)
     assert got.item() == pytest.approx(expected, rel=1e-6)
 
 
@@ -258,7 +257,7 @@ def test_gradients_that_cannot_be_written_to_are_replaced(grad: torch.Tensor) ->
     param.grad = grad
     before = grad.clone()
     found = collecting.collect([param])
-    passes.multiply_(found, torch.tensor(0.5))
+    found.multiply_(torch.tensor(0.5))
     assert torch.equal(param.grad, before / 2)
     assert torch.equal(grad, before)
 
@@ -281,7 +280,7 @@ def test_overflow_by_division_is_foreseen(dtype: torch.dtype, scale: float) -> N
     most = torch.finfo(dtype).max
     for entry, overflows in [(most * scale, False), (most, True)]:
         grad = torch.tensor([0.0, -entry], dtype=dtype)
-        found = passes.overflows_when_divided(collect(optimizer_over(grad)), torch.tensor(scale))
+        found = overflows_when_divided(collect(optimizer_over(grad)), torch.tensor(scale))
         assert bool(scalars.combine(found, CPU)) == overflows
         unscaled = grad * torch.tensor(1 / scale)
         assert bool(unscaled.isinf().any()) == overflows

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._scaler import reductions
-from halfstep._scaler.reductions import (
+from halfstep._scaler import norms
+from halfstep._scaler.norms import (
     BATCH,
     PIECE,
     ROW,
@@ -104,11 +104,11 @@ def tensor(draw: st.DrawFn) -> Tensor:
 
 
 @settings(max_examples=150)
-@given(st.lists(tensor(), min_size=1, max_size=12), st.sampled_from([0, reductions.FEW]))
+@given(st.lists(tensor(), min_size=1, max_size=12), st.sampled_from([0, norms.FEW]))
 def test_against_the_loop(tensors: list[Tensor], few: int) -> None:
     """As rows of matrices, and few small ones by the kernel."""
     before = [bits(each) for each in tensors]
-    with patch.object(reductions, "FEW", few):
+    with patch.object(norms, "FEW", few):
         assert_right(tensors, sums_of_squares(tensors), largest_magnitudes(tensors))
     assert [bits(each) for each in tensors] == before
 
@@ -116,8 +116,8 @@ def test_against_the_loop(tensors: list[Tensor], few: int) -> None:
 @settings(max_examples=50)
 @given(st.lists(tensor(), min_size=1, max_size=12))
 def test_kernels_against_the_loop(tensors: list[Tensor]) -> None:
-    sums = reductions._sums_of_squares_by_kernel(tensors)
-    assert_right(tensors, sums, reductions._largest_magnitudes_by_kernel(tensors))
+    sums = norms._sums_of_squares_by_kernel(tensors)
+    assert_right(tensors, sums, norms._largest_magnitudes_by_kernel(tensors))
 
 
 def test_one_result_for_each_in_their_order() -> None:
@@ -218,7 +218,7 @@ def test_squares_that_overflow_are_not_inf(dtype: torch.dtype, entry: float, siz
     flat[0] = flat[-1] = entry
     exact = LARGEST if entry > 1e150 else 2 * flat[-1].item() ** 2
 
-    for sums in (sums_of_squares, reductions._sums_of_squares_by_kernel):
+    for sums in (sums_of_squares, norms._sums_of_squares_by_kernel):
         one, large, inf = sums([torch.ones(2), flat, torch.tensor([math.inf])]).tolist()
         assert (one, inf) == (pytest.approx(2.0), math.inf)
         assert large == pytest.approx(exact, rel=1e-12)
@@ -257,8 +257,8 @@ def test_large_gradients_are_not_copied(dtype: torch.dtype, entry: float) -> Non
     images = flat.view(4, 4, 512, -1).permute(0, 3, 1, 2)  # channels last
     tensors = [flat, flat, square, square.t(), images]
     with Seen() as seen:
-        reductions._sums_of_squares_cpu(tensors)
-        reductions._largest_magnitudes_cpu(tensors)
+        norms._sums_of_squares_cpu(tensors)
+        norms._largest_magnitudes_cpu(tensors)
     assert max(seen.num_bytes) <= 8 * PIECE  # one piece in float64
 
 
@@ -266,15 +266,15 @@ def test_large_gradients_are_not_copied(dtype: torch.dtype, entry: float) -> Non
 def test_small_gradients_are_reduced_together(dtype: torch.dtype) -> None:
     tensors = list(torch.ones(4096, 16, 16, dtype=dtype))
     with Seen() as seen:
-        reductions._sums_of_squares_cpu(tensors)
-        reductions._largest_magnitudes_cpu(tensors)
+        norms._sums_of_squares_cpu(tensors)
+        norms._largest_magnitudes_cpu(tensors)
     assert len(seen.ops) < 300
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_small_gradients_take_one_kernel(dtype: torch.dtype) -> None:
     with Seen() as seen:
-        reductions._sums_of_squares_cpu(list(torch.ones(reductions.FEW, 64, dtype=dtype)))
+        norms._sums_of_squares_cpu(list(torch.ones(norms.FEW, 64, dtype=dtype)))
     assert seen.ops.count("aten::_foreach_norm.Scalar") >= 1
     assert "aten::stack.out" not in seen.ops
 

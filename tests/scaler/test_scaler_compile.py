@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from halfstep._scaler import GradScaler, passes, step
+from halfstep._scaler import GradScaler, step
+from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.earlier_norms import NormLimit
 from halfstep._scaler.gradients import collect
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
-from halfstep._scaler.ranks.agreement import ALONE
+from halfstep._scaler.norms import p_norm
 from halfstep._scaler.rules import Dynamic, LogMax, Rule
 from halfstep._scaler.scale_state import ScaleState
 
@@ -93,7 +94,7 @@ def fused_with_clip(scale: LossScale, params: list[torch.nn.Parameter]) -> list[
 def max_norm(scale: LossScale, params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     ready = prepare(scale, params)
     step.unscale_(ready)
-    return [finish(ready), passes.p_norm(ready.gradients, math.inf, CPU)]
+    return [finish(ready), p_norm(ready.gradients, math.inf, CPU)]
 
 
 PARTS: list[Part] = [plain, plain_with_clip, fused_with_clip, max_norm]

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from halfstep._scaler import GradScaler
 from halfstep._scaler.earlier_norms import NUM_STEPS
-from halfstep._scaler.host_state import next_state
 from halfstep._scaler.rules import Dynamic, LogMax, Static
 from halfstep._scaler.scale_state import Reason, ScaleState
+from halfstep._scaler.transition import next_state
 from halfstep.errors import CallOrderError, SkippedStepsError
 
 NUM_SEQUENCES = int(os.environ.get("HALFSTEP_FUZZ", "1000"))

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from halfstep._scaler import GradScaler
-from halfstep._scaler.device_state import DeviceState
-from halfstep._scaler.host_state import next_state
-from halfstep._scaler.reductions import largest_magnitudes, sums_of_squares
+from halfstep._scaler.norms import largest_magnitudes, sums_of_squares
 from halfstep._scaler.rules import Dynamic, LogMax, Static
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.transition import DeviceState, next_state
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

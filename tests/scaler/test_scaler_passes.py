@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfstep._scaler import GradScaler, reductions
+from halfstep._scaler import GradScaler, norms
 from halfstep._scaler.rules import LogMax
 from halfstep.errors import CallOrderError
 
@@ -279,7 +279,7 @@ def test_looking_at_what_was_measured_reads_nothing(fused: bool) -> None:
     "shapes",
     [
         SHAPES,
-        [(reductions.SMALL + 1,), (2, reductions.PIECE + 5), (3, 5, 7)],
+        [(norms.SMALL + 1,), (2, norms.PIECE + 5), (3, 5, 7)],
     ],
     ids=["small", "large"],
 )
@@ -289,7 +289,7 @@ def test_the_norm_reads_every_gradient_once(
     grads = [torch.ones(shape, dtype=dtype) for shape in shapes]
     grads += [grad.t() for grad in grads if grad.dim() == 2]
     with Ops(grads) as ops:
-        reductions._sums_of_squares_cpu(grads)  # the op hides from a mode what it does
+        norms._sums_of_squares_cpu(grads)  # the op hides from a mode what it does
     assert ops.moved == sum(grad.nbytes for grad in grads)
 
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfstep._scaler.checks import (
+from halfstep._scaler.rules import Dynamic, LogMax, Static
+from halfstep._scaler.scalars import (
     LARGEST_COUNT,
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -18,7 +19,6 @@ from halfstep._scaler.checks import (
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.rules import Dynamic, LogMax, Static
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
 
 scales = st.floats(SMALLEST_SCALE, LARGEST_SCALE, width=32)

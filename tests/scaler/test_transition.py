@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep._scaler.checks import LARGEST_SCALE
-from halfstep._scaler.host_state import next_state
 from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
+from halfstep._scaler.scalars import LARGEST_SCALE
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
+from halfstep._scaler.transition import next_state
 
 
 def run(state: ScaleState, found: Iterable[int | bool]) -> tuple[list[float], ScaleState]:

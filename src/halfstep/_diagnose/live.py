@@ -20,7 +20,7 @@ from halfstep._diagnose.observer import FoundModules, ObserverMode
 from halfstep._diagnose.replay import watch_backward
 from halfstep._diagnose.undo import UndoLog
 from halfstep._pytorch import distributed, modes
-from halfstep._scaler.ranks.group import has_ranks
+from halfstep._pytorch.distributed import has_ranks
 
 NOTE = "traced live, not replayed: judged by the op alone, and the cure was not tried"
 

@@ -15,8 +15,7 @@ from halfstep._master_weights.master_weights import has_master_weights
 from halfstep._numerics.formats import FORMATS, dtype_name
 from halfstep._scaler import GradScaler, Static
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.names import Names
-from halfstep._scaler.optimizers import members
+from halfstep._scaler.optimizers import Names, members
 
 _LOST = {
     torch.float16: (

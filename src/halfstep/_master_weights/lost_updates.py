@@ -14,7 +14,7 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
-from halfstep._scaler.names import Names
+from halfstep._scaler.optimizers import Names
 from halfstep._scaler.scalars import moved
 
 

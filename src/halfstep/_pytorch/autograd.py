@@ -46,18 +46,6 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def sequence_number(node: Any) -> int:
-    """Return the number of a node."""
-    number: int = node._sequence_nr()
-    return number
-
-
-def made_as(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the number of the node that made a tensor, and which result it is; None for a leaf."""
-    node = tensor.grad_fn
-    return None if node is None else (node._sequence_nr(), tensor.output_nr)
-
-
 def running_sequence_number() -> int | None:
     """Return the number of the node whose backward runs in this thread, None if none does."""
     node = torch._C._current_autograd_node()

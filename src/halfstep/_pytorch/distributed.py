@@ -197,6 +197,11 @@ def has_process_group() -> bool:
 _c10d: Any = getattr(torch.distributed, "distributed_c10d", None)
 
 
+def has_ranks() -> bool:
+    """Return whether this process is one of several."""
+    return has_process_group() and torch.distributed.get_world_size() > 1
+
+
 def gathered_dtype(module: Any) -> torch.dtype | None:
     """Return the dtype in which fully_shard gathers a module's parameters, None for their own."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded

@@ -28,8 +28,8 @@ from halfstep._record.updates import UpdateCounter
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import OBSERVERS, is_in_step, watch_names
 from halfstep._scaler.gradients import collect, parameters
+from halfstep._scaler.norms import norms_of
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.passes import measure
 from halfstep._scaler.scalars import as_tensor, moved
 from halfstep._scaler.scale_state import Reason
 from halfstep.errors import CallOrderError, HalfstepWarning
@@ -425,7 +425,7 @@ def _norm_of_gradients(optimizer: torch.optim.Optimizer) -> Tensor | None:
     if not found.grads or any(map(distributed.is_dtensor, found.grads)):
         return None  # a norm of this rank's part is not the norm of the whole
     device = found.values[0].device
-    return as_tensor(measure(found, None).total(device), device)
+    return as_tensor(norms_of(found, None).total(device), device)
 
 
 def _warn(text: str) -> None:

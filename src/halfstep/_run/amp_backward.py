@@ -19,7 +19,7 @@ from torch import Tensor
 from halfstep._common.patches import Patches
 from halfstep._pytorch import autograd, compiler
 from halfstep._run.amp_script import ScriptState
-from halfstep._scaler import GradScaler, access, passes
+from halfstep._scaler import GradScaler, access
 from halfstep._scaler.gradients import Gradients, collect, parameters
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import members
@@ -41,7 +41,7 @@ class ScaledPass:
         self._leaves.update((id(leaf), leaf) for leaf in new)
         held = collect(new)
         if held.grads:
-            passes.multiply_(held, self._by)
+            held.multiply_(self._by)
 
     def unscale_(self, params: Iterable[Tensor] | None = None) -> None:
         """Divide the gradients of some leaves, by default of all remaining ones. 2 G."""
@@ -127,7 +127,7 @@ class Backward:
         else:
             self._script.note_by_hand()
         gradients = collect(leaves)
-        if any(flag.item() for flag in passes.check(gradients).values()):
+        if any(flag.item() for flag in gradients.check().values()):
             for grad in gradients.grads:
                 grad.zero_()
             self._script.note_zeroed()
@@ -249,7 +249,7 @@ class FreshGradients:
         for group in shared.values():
             gradients = collect(group)
             if gradients.grads:
-                found = passes.unscale_(gradients, by, can_amplify=scale.can_amplify)
+                found = gradients.unscale_(by, can_amplify=scale.can_amplify)
                 unscaled = UnscaledGradients(scale, gradients, found)
                 for optimizer in owners.get(id(group[0]), ()):
                     earlier = self._unscaled.get(optimizer, [])
@@ -277,7 +277,7 @@ class FreshGradients:
         found = [unscaled.found_inf for unscaled in earlier if unscaled.is_alive]
         others = gradients.without(set[int]().union(*(unscaled.present() for unscaled in earlier)))
         if others.grads:
-            found.append(passes.check(others))
+            found.append(others.check())
         device = earlier[0].scale.tensor.device
         flags = [flag for by_device in found for flag in by_device.values()]
         found_inf = as_tensor(combine(flags, device), device)

@@ -21,11 +21,10 @@ from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, access
+from halfstep._scaler.after_step import Waiting, snapshot_of
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
-from halfstep._scaler.snapshot import snapshot_of
-from halfstep._scaler.waiting import Waiting
 
 StepFunction = Callable[..., Any]
 

@@ -81,12 +81,10 @@ def is_in_step() -> bool:
 
 
 def begin_anew(scaler: GradScaler, scale: float | None) -> None:
-    """Give a scaler a new state for a replay, and leave the one that it has as it is.
+    """Give a scaler a new state for a replay; keep ``vars(scaler)`` to bring its own back.
 
-    Args:
-        scaler: It decides alone from now on: other ranks do not replay its step. Keep
-            ``vars(scaler)`` to bring its state back.
-        scale: The scale of all losses; None for the scales that they have.
+    It decides alone from now on: other ranks do not replay its step. ``scale``: that of all losses;
+    None for the scales that they have.
     """
     scaler._engine = scaler._engine.copy_alone(scale)
 
@@ -118,13 +116,9 @@ def add_check(
     gradients: Gradients,
     found_inf: dict[torch.device, Tensor],
 ) -> GradientCheck:
-    """Add a check of gradients of an optimizer that were unscaled elsewhere, and return it.
+    """Add a check of all gradients of an optimizer that were unscaled elsewhere, and return it.
 
-    Args:
-        scaler: The scaler that made the scale.
-        optimizer: The optimizer that is about to step.
-        gradients: All its gradients.
-        found_inf: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else 0.
+    ``found_inf`` is for each device a float32 scalar, 1 if some gradient there is inf or NaN.
     """
     engine = scaler._engine
     check = GradientCheck(engine.scales[None], gradients, found_inf)

@@ -13,13 +13,14 @@ from torch import Tensor
 from halfstep._pytorch.amp import add_to_each_
 from halfstep._pytorch.autograd import version_of
 from halfstep._pytorch.distributed import is_dtensor, local_part
-from halfstep._scaler import passes, scalars
+from halfstep._scaler import scalars
+from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.norms import norms_of
 from halfstep._scaler.optimizers import makes_step_of, name
-from halfstep._scaler.ranks.agreement import Alone, Together
 from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
@@ -72,9 +73,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
 class _Block(Iteration):
     """The iteration as it is while a block is open: losses are scaled, and the rest has to wait.
 
-    Args:
-        around: The iteration, or another open block.
-        optimizer: Whose gradients are judged.
+    ``around`` is the iteration, or another open block; the gradients of ``optimizer`` are judged.
     """
 
     def __init__(self, around: Iteration, optimizer: torch.optim.Optimizer) -> None:
@@ -126,9 +125,8 @@ def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -
 
 def _take_bad_losses(engine: Engine) -> list[tuple[LossScale, Tensor]]:
     """Forget which losses were bad before the block, so that those in it show; return them."""
-    return [
-        (scale, scale.take_bad_loss()) for scale in engine.scales.values() if scale.live is not None
-    ]
+    scales = engine.scales.values()
+    return [(scale, scale.take_bad_loss()) for scale in scales if scale.live is not None]
 
 
 @torch.no_grad()
@@ -176,7 +174,7 @@ def _give_back(earlier: Stash) -> None:
 
 
 @torch.no_grad()
-def _add(earlier: Stash) -> None:
+def _add(earlier: list[tuple[Any, Any]]) -> None:
     alike: list[tuple[Tensor, Tensor]] = []
     for param, grad in earlier:
         new = param.grad
@@ -187,17 +185,12 @@ def _add(earlier: Stash) -> None:
             param.grad = new + grad
             continue
         param.grad = grad
-        if new is not None and _lie_alike(grad, new):
+        if new is not None and (not is_dtensor(grad) or grad.placements == new.placements):
             alike.append((local_part(grad), local_part(new)))
         elif new is not None:
             grad.add_(new)
     if alike:
         add_to_each_(*map(list, zip(*alike, strict=True)))
-
-
-def _lie_alike(grad: Any, new: Any) -> bool:
-    """Return whether this rank holds the same part of both."""
-    return not is_dtensor(grad) or grad.placements == new.placements
 
 
 def _flag(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
@@ -214,10 +207,8 @@ class Blocks:
     """How many blocks of an optimizer there were, and how many were dropped.
 
     Attributes:
-        optimizer: Whose gradients.
-        count: All blocks.
         bad: Blocks that were dropped.
-        overflowed: Blocks that were dropped and whose loss was finite.
+        overflowed: Those of them whose loss was finite.
         scale: The scale of the last block whose overflow moves a scale, else of the last one.
         has_several_losses: Whether they had different scales: then there is no average over them.
         num_losses: Number of losses scaled in the iteration when the last one ended.
@@ -234,7 +225,6 @@ class Blocks:
     versions: list[int] = field(default_factory=list)
 
     def count_block(self, scale: LossScale, is_bad: bool, overflowed: bool) -> None:
-        """Count a block whose loss had a scale."""
         self.count += 1
         self.bad += is_bad
         self.overflowed += overflowed
@@ -243,7 +233,6 @@ class Blocks:
             self.scale = scale
 
     def note_end(self, iteration: Iteration) -> None:
-        """Note how the gradients are at the end of a block."""
         self.num_losses, self.versions = iteration.num_losses, self._versions()
 
     def put_together(self, iteration: Iteration, ranks: Alone | Together) -> None:
@@ -265,12 +254,12 @@ class Blocks:
         gradients = collect(parameters(optimizer))
         rest, _ = iteration.split(gradients)  # a parameter may be in the blocks of another one
         if self.bad and not is_lost and not self.has_several_losses:
-            passes.multiply_(rest, self.count / (self.count - self.bad))
+            rest.multiply_(self.count / (self.count - self.bad))
         if is_lost and not self.overflowed:
             self.scale.mark_loss_bad()
         found = _flag(self.scale, is_lost)
         if gradients.grads and not is_lost:  # each block was finite, and their sum may not be
-            norm = passes.measure(gradients, None).total(device)
+            norm = norms_of(gradients, None).total(device)
             found = {device: scalars.flag_nonfinite(norm, device)}
         asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()
         check = GradientCheck(self.scale, gradients, found, asked=frozenset(asked))

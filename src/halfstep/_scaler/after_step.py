@@ -1,27 +1,33 @@
-"""What follows a step: calls that are left out after a skipped one, and the same batch again."""
+"""What follows a step: calls and schedules that wait for one that was taken, or its undoing."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from halfstep._common.random_states import RandomStates
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
-from halfstep._scaler.checks import checked_count
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.iteration import Journal
-from halfstep._scaler.optimizers import name
+from halfstep._scaler.optimizers import evaluates_first, members, name
+from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import Reason
-from halfstep._scaler.snapshot import Snapshot
 from halfstep.errors import CallOrderError
 
 Count = Literal["updates", "attempts"]
+
+NUM_UNREAD = 64
+"""At most this many outcomes stay on the device before they are read."""
 
 
 def check_count(count: str) -> None:
@@ -56,6 +62,114 @@ def step_scheduler(journal: Journal, scheduler: Any, count: Count, args: tuple[A
             scheduler.step(*args)
 
     return call_after_step(journal, scheduler.optimizer, step, count)
+
+
+class _TakenSteps:
+    """The number of steps of an optimizer, and which was the last one that was taken."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._last_taken = 0
+        self._unread: list[tuple[int, Outcome]] = []
+
+    def add(self, taken: bool | Outcome) -> None:
+        self.count += 1
+        if isinstance(taken, Outcome):
+            self._unread.append((self.count, taken))
+            if len(self._unread) >= NUM_UNREAD:
+                self.last_taken()
+        elif taken:
+            self._last_taken = self.count
+
+    def last_taken(self) -> int:
+        """Return the number of the last step that was taken. Sync: one if it is not known yet."""
+        for number, outcome in reversed(self._unread):
+            if outcome.taken:
+                self._last_taken = number
+                break
+        self._unread = []
+        return self._last_taken
+
+
+class Waiting:
+    """Decides which schedules move on: not where all steps since the last move were skipped."""
+
+    def __init__(self) -> None:
+        self._steps: weakref.WeakKeyDictionary[Any, _TakenSteps] = weakref.WeakKeyDictionary()
+        self._moved: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def note(self, optimizer: Any, taken: bool | Outcome) -> None:
+        """Note a step; an outcome is read only when a schedule needs it. Sync: none.
+
+        One of a container is one of all that it holds.
+        """
+        for each in members(optimizer):
+            self._steps.setdefault(each, _TakenSteps()).add(taken)
+
+    def note_move(self, scheduler: Any) -> None:
+        self._moved[scheduler] = self._count(scheduler)
+
+    def may_move(self, scheduler: Any) -> bool:
+        """Return whether a schedule moves on now; then that is noted.
+
+        Sync: one if the outcome of a step is not known yet.
+        """
+        before = self._moved.get(scheduler, 0)
+        has_stepped = self._count(scheduler) > before
+        if has_stepped and self._steps[scheduler.optimizer].last_taken() <= before:
+            return False
+        self.note_move(scheduler)
+        return True
+
+    def _count(self, scheduler: Any) -> int:
+        steps = self._steps.get(scheduler.optimizer)
+        return 0 if steps is None else steps.count
+
+
+# --- undoing --------------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """Copies of the values of tensors, and dictionaries with what they held. Sync: none."""
+
+    def __init__(
+        self, tensors: Iterable[Tensor], dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]
+    ) -> None:
+        self._values = [(each, each.detach().clone()) for each in tensors if _is_writable(each)]
+        self._dicts = list(dicts)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for held, before in self._dicts:
+            held.clear()
+            held.update(before)
+        for tensor, value in self._values:
+            tensor.copy_(value)
+
+
+def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
+    """Return a snapshot of parameters, state and groups, to be restored once.
+
+    Takes their memory once more; nothing for an optimizer that evaluates its closure before it
+    changes something.
+    """
+    if evaluates_first(optimizer):
+        return Snapshot([], [])
+    params, each_of = list(parameters(optimizer)), members(optimizer)
+    groups = [group for each in each_of for group in each.param_groups]
+    states = [getattr(each, "state", None) for each in each_of]
+    # A wrapper may have no state, and that of a container may be a view of others.
+    held = [*(state for state in states if isinstance(state, dict)), *groups]
+    memo = {id(each): each for each in [*params, *(group["params"] for group in groups)]}
+    return Snapshot(
+        params,
+        [(each, {key: copy.deepcopy(value, memo) for key, value in each.items()}) for each in held],
+    )
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    # An expanded tensor cannot be written to, and so nobody has.
+    return tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2
 
 
 def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:

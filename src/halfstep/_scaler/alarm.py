@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from halfstep._scaler.checks import checked_count
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.loss_scale import LossScale, state_of
+from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import Reason, ScaleState
 from halfstep.errors import SkippedStepsError, SkippedStepsWarning
 
@@ -137,9 +137,7 @@ OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
 
 @dataclass
 class _Run:
-    """Skipped steps in a row with one scale."""
-
-    next_length: int  # speak when there are so many
+    next_length: int  # speak when so many were skipped in a row
     is_counted: bool = False  # whether it is among those at the floor
     num_at_floor: int = 0  # how many runs came to the floor so far
 
@@ -168,11 +166,10 @@ class Alarm:
         self._runs: weakref.WeakKeyDictionary[object, _Run] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the settings: a copy begins to count anew."""
+        # A copy begins to count anew.
         return self.__dict__ | {"_runs": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Take over the settings of another one."""
         self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
 
     def sound(self, scale: LossScale, journal: Journal) -> None:

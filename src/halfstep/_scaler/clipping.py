@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from halfstep._scaler import passes, scalars
-from halfstep._scaler.checks import checked_number
+from halfstep._scaler import scalars
+from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.iteration import Step
-from halfstep._scaler.optimizers import is_optimizer, require_optimizer
-from halfstep._scaler.scalars import Scalar
-from halfstep._scaler.step import limit, measure, multiply_, unscale_
+from halfstep._scaler.iteration import Stage, Step
+from halfstep._scaler.norms import Norms, clip_coefficient, p_norm
+from halfstep._scaler.optimizers import Names, is_optimizer, name, require_optimizer
+from halfstep._scaler.scalars import Scalar, checked_number
+from halfstep._scaler.step import gather, keep, limit, measure, multiply_, refuse_half, unscale_
+from halfstep.errors import CallOrderError
 
 Per = Literal["all", "layer", "parameter"]
 LARGEST_P = 8.0
@@ -66,10 +68,30 @@ def target(
     return optimizer, list(parameters(optimizer))
 
 
-@torch.no_grad()
-def clip_(
-    step: Step, max_norm: float, norm_type: float, per: Per, layers: Callable[[], list[str]]
+def clip_grad_norm_(
+    engine: Engine,
+    owner: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float,
+    per: Per,
 ) -> Tensor:
+    """Divide gradients by the scale and clip them. Sync: none."""
+    optimizer, params = target(owner)
+    earlier = None if optimizer is None else engine.iteration.step_of(optimizer)
+    if earlier is not None and earlier.stage is Stage.STEPPED:
+        raise CallOrderError(
+            f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
+            "update(). Clip before step()"
+        )
+    ready = gather(engine, "clip_grad_norm_", optimizer, earlier, params, owner)
+    refuse_half(engine, ready)
+    norm = clip_(ready, max_norm, norm_type, per, engine.names)
+    keep(engine.iteration, ready, Stage.UNSCALED)
+    return norm
+
+
+@torch.no_grad()
+def clip_(step: Step, max_norm: float, norm_type: float, per: Per, names: Names) -> Tensor:
     """Divide gradients by the scale and clip them, in place. Sync: none.
 
     Args:
@@ -77,16 +99,16 @@ def clip_(
         max_norm: The largest norm.
         norm_type: 2, inf, or another p from 1 to 8.
         per: What the norm is taken of.
-        layers: Returns for each gradient the name of its module.
+        names: Tells of which module each gradient is.
 
     Returns:
         The norm of all gradients together, unscaled and before clipping; float32 scalar on the
         device of the scale. 0 without gradients.
     """
-    groups = _groups(len(step.gradients.grads), per, layers)
+    groups = _groups(step, per, names)
     if not step.has_gradients:
         return torch.zeros_like(step.loss_scale.tensor)
-    norms: passes.Norms | None = None
+    norms: Norms | None = None
     norm: Scalar
     if norm_type == 2.0:
         measured = measure(step)
@@ -105,7 +127,7 @@ def clip_(
 
 def _clip_groups_(
     step: Step,
-    norms: passes.Norms | None,
+    norms: Norms | None,
     max_norm: float,
     norm_type: float,
     groups: list[list[int]],
@@ -115,24 +137,26 @@ def _clip_groups_(
     parts = [step.gradients.at(positions) for positions in groups]
     found: list[Scalar]
     if norms is None:
-        found = [passes.p_norm(part, norm_type, device) for part in parts]
+        found = [p_norm(part, norm_type, device) for part in parts]
     else:
         found = [norms.at(positions).total(device) for positions in groups]
     for part, norm in zip(parts, step.ranks.norms_of_parts(found, parts, norm_type), strict=True):
         if inverse is not None:
             norm = norm * inverse
-        factor = passes.clip_coefficient(norm, max_norm)
+        factor = clip_coefficient(norm, max_norm)
         factor = factor if inverse is None else factor * inverse
-        passes.multiply_(part, scalars.to_single(factor))
+        part.multiply_(scalars.to_single(factor))
     step.multiplier = None
 
 
-def _groups(count: int, per: Per, layers: Callable[[], list[str]]) -> list[list[int]]:
+def _groups(step: Step, per: Per, names: Names) -> list[list[int]]:
+    """Return the positions of the gradients whose norm is one."""
+    params = step.gradients.params
     if per == "all":
-        return [list(range(count))]
+        return [list(range(len(params)))]
     if per == "parameter":
-        return [[position] for position in range(count)]
+        return [[position] for position in range(len(params))]
     found: dict[str, list[int]] = defaultdict(list)
-    for position, layer in enumerate(layers()):
+    for position, layer in enumerate(names.layers_of(params, step.optimizer)):
         found[layer].append(position)
     return list(found.values())

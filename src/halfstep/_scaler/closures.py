@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._scaler.after_step import snapshot_of
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.gradients import NONE, parameters
 from halfstep._scaler.iteration import GradientCheck, Iteration, Stage, Step
 from halfstep._scaler.optimizers import handles_scale, name
-from halfstep._scaler.snapshot import snapshot_of
 from halfstep._scaler.step import (
     gather,
     measure_and_limit,
@@ -58,9 +58,9 @@ def step_with_closure(
 ) -> Any:
     """Call ``optimizer.step`` with a closure that leaves unscaled, finite gradients.
 
-    Every evaluation starts without gradients: those from before are dropped. One whose gradients
-    are not finite ends the step, for which None is returned; parameters and state of the optimizer
-    are then as they were before. So they are if the closure raises. Sync: one for each evaluation.
+    Every evaluation starts without gradients. One whose gradients are not finite ends the step, for
+    which None is returned; parameters and state of the optimizer are then as they were before. So
+    they are if the closure raises. Sync: one for each evaluation.
     """
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:

@@ -13,14 +13,14 @@ from torch import Tensor
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler import clipping
 from halfstep._scaler.after_step import Count, check_count
-from halfstep._scaler.checks import checked_count
+from halfstep._scaler.agreement import ALONE
 from halfstep._scaler.closures import drop_gradients, split_closure
 from halfstep._scaler.gradients import collect, parameters
 from halfstep._scaler.iteration import Step
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks.agreement import ALONE
 from halfstep._scaler.rules import Static
+from halfstep._scaler.scalars import checked_count
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import RanksError
@@ -61,7 +61,7 @@ class DisabledGradScaler(GradScaler):
             step,
             clipping.checked_max_norm(max_norm),
             *clipping.checked_kind(norm_type, per),
-            lambda: self._engine.names.layers_of(step.gradients.params, optimizer),
+            self._engine.names,
         )
 
     def step(

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep._scaler.checks import checked_count, checked_number
 from halfstep._scaler.optimizers import members, name
-from halfstep._scaler.scalars import to_float32
+from halfstep._scaler.scalars import checked_count, checked_number, to_float32
 from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3
@@ -53,8 +52,7 @@ class NormLimit:
     def is_exceeded(self, norm: Tensor) -> Tensor:
         """Return 1.0 if the norm is an outlier, else 0.0, and remember it if it is none.
 
-        Until half of the window has been seen nothing is an outlier. A norm that is inf or NaN is
-        none either: that is what ``found_inf`` says.
+        Nothing is before half of the window was seen, nor inf or NaN: that is for ``found_inf``.
         """
         norm = to_float32(norm.detach())
         if self._norms is None:
@@ -101,7 +99,6 @@ class NormLimits:
         self._num_seen = 0
 
     def of(self, optimizer: torch.optim.Optimizer) -> NormLimit | None:
-        """Return the limit of an optimizer."""
         if self.settings is None:
             return None
         if optimizer not in self._position:

@@ -12,23 +12,18 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import like
-from halfstep._scaler import clipping, passes, step
+from halfstep._scaler import step
 from halfstep._scaler.access import OBSERVERS
+from halfstep._scaler.agreement import Alone, Together
 from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.iteration import (
-    GradientCheck,
     Iteration,
     Journal,
     Stage,
-    Step,
-    nothing_checked,
 )
 from halfstep._scaler.loss_scale import LossScale, Saved, Scales
-from halfstep._scaler.names import Names
-from halfstep._scaler.optimizers import handles_scale, name
-from halfstep._scaler.ranks.agreement import Alone, Together
-from halfstep._scaler.ranks.discovery import Ranks
+from halfstep._scaler.optimizers import Names, name
+from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.scalars import Scalar
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.unused import Unused
@@ -41,10 +36,7 @@ if TYPE_CHECKING:
 class Engine:
     """Scales of all losses, and what has been done since the last ``update``.
 
-    Args:
-        first: The state that the scale of every loss starts from.
-        ranks: Finds out with which other ranks the steps are decided.
-        scaler: What observers are shown.
+    ``first`` is the state that the scale of every loss starts from; observers are shown ``scaler``.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
@@ -110,17 +102,12 @@ class Engine:
     def _known_scale(self, params: list[Tensor]) -> LossScale | None:
         """Return what the gradients have been divided by (one scale of several), else None."""
         in_blocks = self.iteration.scales_of_blocks()
-        known = [
-            in_blocks.get(id(param)) or self.iteration.scale_of(param)
-            for param in params
-            if param.grad is not None
-        ]
+        known = []
+        for param in params:
+            if param.grad is not None:
+                check = self.iteration.check_of(param)
+                known.append(in_blocks.get(id(param)) or (None if check is None else check.scale))
         return known[0] if known and all(known) else None
-
-    def begin(self, device: torch.device) -> None:
-        """Let gradients on a device be those of losses that nobody has scaled. Sync: none."""
-        if self.scales[None].live is None:
-            self.scales[None].create(device)
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -149,84 +136,6 @@ class Engine:
         step.refuse_half(self, ready)
         step.unscale_(ready)
         step.keep(self.iteration, ready, Stage.UNSCALED)
-
-    def clip_grad_norm_(
-        self,
-        target: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
-        max_norm: float,
-        norm_type: float,
-        per: clipping.Per,
-    ) -> Tensor:
-        """Divide gradients by the scale and clip them. Sync: none."""
-        optimizer, params = clipping.target(target)
-        earlier = None if optimizer is None else self.iteration.step_of(optimizer)
-        if earlier is not None and earlier.stage is Stage.STEPPED:
-            raise CallOrderError(
-                f"clip_grad_norm_({name(optimizer)}): {earlier.stage.value} since the last "
-                "update(). Clip before step()"
-            )
-        ready = step.gather(self, "clip_grad_norm_", optimizer, earlier, params, target)
-        step.refuse_half(self, ready)
-        norm = clipping.clip_(
-            ready,
-            max_norm,
-            norm_type,
-            per,
-            lambda: self.names.layers_of(ready.gradients.params, optimizer),
-        )
-        step.keep(self.iteration, ready, Stage.UNSCALED)
-        return norm
-
-    # --- optimizers that are given the scaler -----------------------------------------------------
-
-    def check(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        """Look for inf and NaN and change nothing, for an optimizer that unscales by itself."""
-        params = list(parameters(optimizer))
-        gradients = collect(params)
-        ranks = self.ranks_of("step", optimizer, params)
-        if not (gradients.grads or ranks.is_together):
-            return {}
-        scale = self.scale_of_iteration("step", optimizer, gradients.params)
-        check = GradientCheck(scale, gradients, passes.check(gradients))
-        ranks.agree_on(check, has_gradients=bool(gradients.grads))
-        check.gradients = NONE
-        self._keep_check(optimizer, check)
-        return check.found_inf
-
-    def report(
-        self, optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor]
-    ) -> None:
-        """Take what an optimizer has found that unscales by itself: for each device 1 or 0."""
-        scale = self.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
-        found = {device: flag.detach().reshape(()).float() for device, flag in found.items()}
-        self._keep_check(optimizer, GradientCheck(scale, NONE, found))
-
-    def _keep_check(self, optimizer: torch.optim.Optimizer, check: GradientCheck) -> None:
-        self.iteration.add(check)
-        earlier = self.iteration.step_of(optimizer) or Step(optimizer, check.scale, NONE)
-        earlier.checks = [check]
-        self.iteration.steps[id(optimizer)] = earlier
-
-    def finish_foreign(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the step of an optimizer that was given the scaler."""
-        earlier = self.iteration.step_of(optimizer)
-        checks = [] if earlier is None else earlier.checks
-        if not checks and any(param.grad is not None for param in parameters(optimizer)):
-            raise CallOrderError(
-                f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
-                "not use it: nobody has looked for inf and NaN, and if it has changed parameters, "
-                "it has done so with gradients that are multiplied by the scale.\n"
-                "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
-                "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
-                "if one of grad_scaler._found_inf_per_device(self).values() is 1."
-            )
-        if not checks:
-            raise nothing_checked(optimizer)
-        gradients = collect(parameters(optimizer))
-        ready = Step(optimizer, checks[0].scale, gradients, checks=checks)
-        ready.decide()
-        memory = self.journal.memory(optimizer)
-        step.remember(self, optimizer, ready, memory, is_fused=handles_scale(optimizer))
 
     # --- the end of an iteration ------------------------------------------------------------------
 
@@ -284,7 +193,8 @@ class Engine:
             self.iteration.end()
         self.iteration = Iteration()
         if len(self.scales) > 1:  # one alone has been asked by update()
-            self.scales.forget_bad_losses()
+            for scale in self.scales.values():
+                scale.forget_bad_loss()
         outcomes, self.journal.open = self.journal.open, []
         for outcome in outcomes:
             outcome.after = outcome.loss_scale.snapshot()
@@ -311,16 +221,10 @@ class Engine:
 
 
 def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
-    """Return ``outputs`` with every tensor in it replaced.
+    """Return ``outputs`` with every tensor in it replaced by what ``function`` returns.
 
-    Args:
-        function: What a tensor is replaced by.
-        outputs: A tensor, or a (nested) list, tuple, named tuple, mapping or other iterable.
-        where: The name of ``outputs`` in an error message.
-
-    Returns:
-        Lists, tuples and dictionaries of any class keep it; other mappings become dictionaries,
-        other iterables lists.
+    Lists, tuples and dictionaries of any class keep it; other mappings become dictionaries, other
+    iterables lists.
 
     Raises:
         TypeError: Something in it is not a tensor; the message says where it is.

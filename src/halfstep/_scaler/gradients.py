@@ -1,4 +1,7 @@
-"""The gradients of some parameters, found in one walk. Sync: none, in all of these functions."""
+"""The gradients of some parameters, found in one walk; checked, divided and multiplied in one pass.
+
+Sync: none, in all of these functions.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.amp import check_and_unscale_, increment_version, set_grad_enabled
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
 from halfstep._scaler.optimizers import members
-from halfstep._scaler.scalars import describe
+from halfstep._scaler.scalars import Scalar, describe, moved, reciprocal
 
 NUM_NAMED = 3
 """An error message names this many parameters and counts the rest."""
 
+NUM_ASKED = 256
+LARGE = 1 << 14
+"""From this mean size on, norms on the CPU cost no more than a finite check."""
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -49,7 +56,6 @@ class Gradients:
     dtypes: Set[torch.dtype]
 
     def by_device(self) -> Mapping[torch.device, Sequence[int]]:
-        """Return the positions of the gradients on each device."""
         devices = dict.fromkeys(device for device, _ in self.by_kind)
         if len(devices) == 1:
             return {device: range(len(self.values)) for device in devices}
@@ -59,17 +65,74 @@ class Gradients:
         return found
 
     def without(self, ids: Iterable[int]) -> Gradients:
-        """Return the gradients whose ``id`` is not among ``ids``."""
         seen = set(ids)
         return self.at([index for index, grad in enumerate(self.grads) if id(grad) not in seen])
 
     def at(self, positions: list[int]) -> Gradients:
-        """Return the gradients at some positions."""
         return _gradients(
             [self.params[position] for position in positions],
             [self.grads[position] for position in positions],
             [self.values[position] for position in positions],
         )
+
+    def is_measured_fast(self) -> bool:
+        """Return whether their norms take no longer than a check.
+
+        Not on the CPU if gradients are float16, which is converted first, or many and small: each
+        costs a copy.
+        """
+        for device, dtype in self.by_kind:
+            if device.type != "cpu":
+                return True
+            if dtype is torch.float16:
+                return False
+        # Some of them tell: to ask thousands takes its time.
+        some = self.values[:: len(self.values) // NUM_ASKED + 1]
+        return sum(map(Tensor.numel, some)) >= LARGE * len(some)
+
+    # One *pass* (G) reads all gradients once or writes them once.
+
+    def unscale_(self, scale: Scalar, *, can_amplify: bool) -> dict[torch.device, Tensor]:
+        """Divide all by the scale in place, and look for inf and NaN. One read and write.
+
+        Divided by a scale that may be below 1 (``can_amplify``), a finite gradient may become inf:
+        they are checked once more. Returns what :meth:`multiply_` does.
+        """
+        found_inf = self.multiply_(reciprocal(scale))
+        return self.check() if can_amplify else found_inf  # what was inf or NaN before still is
+
+    def check(self) -> dict[torch.device, Tensor]:
+        """Look for inf and NaN with the kernel that multiplies: by exactly 1 it only looks."""
+        return self.multiply_(1.0)
+
+    def multiply_(self, factor: Scalar) -> dict[torch.device, Tensor]:
+        """Multiply all by a float32 number in place. One read and write.
+
+        Returns:
+            For each device a float32 scalar, 1 if an inf or NaN was there before, else 0.
+        """
+        found_inf: dict[torch.device, Tensor] = {}
+        factors: dict[torch.device, Tensor] = {}
+        # A kernel for the check; but it is also the fastest of PyTorch's that multiply by a scalar
+        # on the device: 0.8 ms for 4,096 x 256 entries where _foreach_mul_ takes 1.5.
+        is_grad_enabled = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            for (device, _), values in self.by_kind.items():
+                if device not in found_inf:
+                    found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+                    factors[device] = (
+                        moved(factor, device)
+                        if isinstance(factor, Tensor)
+                        else torch.full((), factor, dtype=torch.float32, device=device)
+                    )
+                # Backwards: the ones read last by an earlier pass are still in the cache.
+                check_and_unscale_(values[::-1], found_inf[device], factors[device])
+                # The kernel does not count as a change. Two that do are enough for who looks.
+                increment_version((values[0], values[-1]))
+        finally:
+            set_grad_enabled(is_grad_enabled)
+        return found_inf
 
 
 NONE = Gradients([], [], [], {}, frozenset())

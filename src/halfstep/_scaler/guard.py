@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from halfstep._pytorch.distributed import has_process_group
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import tell_scheduler
 from halfstep._scaler.access import THIS_THREAD
@@ -20,7 +21,6 @@ from halfstep._scaler.closures import split_closure
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.optimizers import evaluates_first, members, name, require_optimizer
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import Counts, GradScaler
 from halfstep.errors import CallOrderError
@@ -228,7 +228,9 @@ class Guard:
         self._call = args, kwargs
         try:
             if first is not None:
-                scaler._engine.begin(first.device)
+                scale = scaler._engine.scales[None]
+                if scale.live is None:
+                    scale.create(first.device)
             elif some is not None or not self._decides_with_others(optimizer):
                 return optimizer.step()
             result = scaler.step(optimizer, max_norm=self._max_norm)

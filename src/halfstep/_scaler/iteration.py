@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler import passes, scalars
-from halfstep._scaler.checks import float32_from_bits
+from halfstep._scaler import scalars
+from halfstep._scaler.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
 from halfstep._scaler.gradients import Gradients, parameters
 from halfstep._scaler.loss_scale import LossScale
+from halfstep._scaler.norms import Norms
 from halfstep._scaler.optimizers import makes_step_of, name
 from halfstep._scaler.outcome import HistoryEntry, Outcome, read_all
-from halfstep._scaler.ranks.agreement import ALONE, NUM_NUMBERS, Agreement, Alone, Together
-from halfstep._scaler.scalars import Scalar, moved
+from halfstep._scaler.scalars import Scalar, float32_from_bits, moved
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 HISTORY_LENGTH = 10_000
@@ -35,16 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class GradientCheck:
-    """A check of gradients that were multiplied by one scale.
+    """A check of gradients that were multiplied by one scale, which moves by what was found.
 
     Attributes:
-        scale: The scale, which moves by what was found.
-        gradients: What was checked. Held until the iteration ends, so that no other tensor can
-            take over the ``id`` of one of them meanwhile.
+        gradients: Held until the iteration ends, so that no other tensor can take over the ``id``
+            of one of them meanwhile.
         found_here: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else
             0.
-        amax_here: The largest unscaled magnitude, a scalar on the device of the scale, if the
-            scale's rule wants to know.
+        amax_here: The largest unscaled magnitude, on the device of the scale, if its rule wants it.
         left_scaled: Whether the step that checked was skipped, and what its gradients are still
             multiplied by in that case.
         agreement: What all ranks have found, if several decide.
@@ -90,14 +88,11 @@ class Step:
 
     Attributes:
         optimizer: Whose gradients; None for those of parameters.
-        loss_scale: The scale of the loss that they come from.
-        gradients: The gradients.
         multiplier: What they are multiplied by, None for nothing.
         checks: Every check that saw one of them: those of earlier calls, and those of another
             optimizer or of a wrapper which shares parameters with it.
         ranks: Who decides what becomes of them.
         asked: Ids of the parameters, those without gradients too, if several ranks decide.
-        stage: How far the optimizer has come.
         num_losses: Number of losses that had been scaled when the call ended.
         own_check: The check of what was still scaled, once there was one.
         norms: Their norms before any clipping, if measured.
@@ -118,7 +113,7 @@ class Step:
     stage: Stage = Stage.SCALED
     num_losses: int = 0
     own_check: GradientCheck | None = None
-    norms: passes.Norms | None = None
+    norms: Norms | None = None
     norm: Scalar | None = None
     coefficient: Scalar | None = None
     outlier: Scalar | None = None
@@ -132,7 +127,6 @@ class Step:
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
     def parameters(self) -> Iterator[Tensor]:
-        """Return the parameters of the optimizer."""
         assert self.optimizer is not None
         return parameters(self.optimizer)
 
@@ -261,7 +255,6 @@ class Iteration:
         self.in_doubt: list[Gradients] = []
 
     def count_losses_of(self, part: Iteration) -> None:
-        """Count the losses of a part of this iteration."""
         for loss, number in part.losses.items():
             self.losses[loss] = self.losses.get(loss, 0) + number
             self.num_losses += number
@@ -273,11 +266,6 @@ class Iteration:
     def check_of(self, param: Tensor) -> GradientCheck | None:
         """Return the check that has divided the gradient by its scale, None if there is none."""
         return None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
-
-    def scale_of(self, param: Tensor) -> LossScale | None:
-        """Return the scale that the gradient has been divided by, None if it has not."""
-        check = self.check_of(param)
-        return None if check is None else check.scale
 
     def scales_of_blocks(self) -> dict[int, LossScale | None]:
         """Return the scale of the last block for each parameter, by id, that was in blocks."""
@@ -345,7 +333,6 @@ class Iteration:
         return not ids.isdisjoint(map(id, gradients.grads))
 
     def end(self) -> None:
-        """Stop watching."""
         for hook in self.hooks:
             hook.remove()
 
@@ -358,18 +345,12 @@ class Iteration:
 
 
 class Memory:
-    """The facts about an optimizer that are kept from one iteration to the next.
-
-    Attributes:
-        outcome: That of its last step.
-        number: Number of that step among those of all optimizers.
-        first_norms: The scaled norms of its first steps.
-    """
+    """The facts about an optimizer that are kept from one iteration to the next."""
 
     def __init__(self) -> None:
-        self.outcome: Outcome | None = None
-        self.number = 0
-        self.first_norms: list[float] = []
+        self.outcome: Outcome | None = None  # of its last step
+        self.number = 0  # of that step among those of all optimizers
+        self.first_norms: list[float] = []  # still scaled
 
     def clear(self) -> None:
         """Let go of its parameters: the optimizer is gone."""
@@ -379,23 +360,17 @@ class Memory:
 
 
 class Journal:
-    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`.
-
-    Attributes:
-        memories: What is kept of each optimizer that still exists.
-        open: The outcomes of the iteration that has not ended.
-    """
+    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`."""
 
     def __init__(self) -> None:
         self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
             weakref.WeakKeyDictionary()
         )
         self._all: deque[Outcome] = deque(maxlen=HISTORY_LENGTH)
-        self.open: list[Outcome] = []
+        self.open: list[Outcome] = []  # of the iteration that has not ended
         self._num_steps = 0
 
     def memory(self, optimizer: torch.optim.Optimizer) -> Memory:
-        """Return what is kept of an optimizer."""
         memory = self.memories.get(optimizer)
         if memory is None:
             memory = self.memories[optimizer] = Memory()
@@ -404,7 +379,6 @@ class Journal:
         return memory
 
     def add(self, memory: Memory, outcome: Outcome) -> None:
-        """Add the outcome of a step."""
         if memory.outcome is not None:
             memory.outcome.forget_gradients()
         memory.outcome = outcome

@@ -12,22 +12,28 @@ from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modes import is_inside_functorch
-from halfstep._scaler.checks import checked_scale
-from halfstep._scaler.device_state import DeviceSnapshot, DeviceState, HostCopy
 from halfstep._scaler.earlier_norms import NormLimits
-from halfstep._scaler.host_state import CPU, HostState, changed
 from halfstep._scaler.rules import LogMax, Rule
 from halfstep._scaler.scalars import (
     READABLE,
     Scalar,
     any_of,
     as_tensor,
+    checked_scale,
     describe,
     is_nonfinite,
     is_readable,
     moved,
 )
 from halfstep._scaler.scale_state import ScaleState
+from halfstep._scaler.transition import (
+    CPU,
+    DeviceSnapshot,
+    DeviceState,
+    HostCopy,
+    HostState,
+    changed,
+)
 from halfstep.errors import CallOrderError
 
 Snapshot: TypeAlias = ScaleState | DeviceSnapshot
@@ -42,14 +48,10 @@ def state_of(snapshot: Snapshot, rule: ScaleState) -> ScaleState:
 class LossScale:
     """The scale of one loss, and how it moves.
 
-    Args:
-        state: What it starts from.
-
     Attributes:
         host: The state as it was set last. Its rule is the rule; what changes from step to step is
             in ``live`` once there is one.
-        live: The present state, where the first loss was.
-        device: Where that is, and where steps are decided.
+        live: The present state, on the ``device`` where the first loss was.
         can_amplify: Whether unscaling may multiply by more than 1.
         wants_amax: Whether the rule wants to know the largest magnitude of the gradients.
         is_quiet: Whether it is known that neither this iteration nor the last was skipped.
@@ -86,11 +88,7 @@ class LossScale:
 
         It is not looked at inside ``torch.func.grad`` or ``vmap``. A float16 tensor with dimensions
         becomes float32, since 1.0 * 65536 is inf in float16; otherwise PyTorch's usual type
-        promotion with a float32 scalar applies.
-
-        Args:
-            loss: A tensor on any device.
-            is_traced: Whether torch.compile traces.
+        promotion with a float32 scalar applies. ``is_traced``: by torch.compile.
         """
         if self.live is None:
             self.create(loss.device)
@@ -134,9 +132,8 @@ class LossScale:
     def settle_loss(self, is_bad: Tensor | None) -> None:
         """Let the losses of all ranks count, and not what this one has seen. Sync: none.
 
-        Args:
-            is_bad: bool scalar, whether the loss of some rank was not finite; None if they have
-                not told each other: then none counts.
+        ``is_bad``: a bool scalar, whether one was not finite; None if the ranks have not told each
+        other: then none counts.
         """
         assert self.live is not None
         settled = torch.zeros_like(self.live.bad_loss)
@@ -241,10 +238,7 @@ class LossScale:
         return self.live.now if isinstance(self.live, HostState) else self.live.snapshot()
 
     def arrived(self, *, at_once: bool = False) -> Snapshot | None:
-        """Return the newest state after an update that has come to the host.
-
-        Sync: none; one if several ranks have to see the same ``at_once``.
-        """
+        """Return the newest state that has come to the host; ``at_once``: one sync if shared."""
         if isinstance(self.live, HostState):
             return self.live.now
         if self._arriving is None:
@@ -271,20 +265,11 @@ class LossScale:
 
 
 class Scales(dict[str | None, LossScale]):
-    """The scales of all losses by name; that of losses without a name, None, is always there.
-
-    Args:
-        first: The state that the scale of every loss starts from.
-    """
+    """The scales of all losses by name; that of losses without a name, None, is always there."""
 
     def __init__(self, first: ScaleState) -> None:
         super().__init__({None: LossScale(first)})
         self.first = first
-
-    def forget_bad_losses(self) -> None:
-        """Forget which losses were not finite. Sync: none."""
-        for scale in self.values():
-            scale.forget_bad_loss()
 
     def device_type(self) -> str | None:
         """Return the type of the device that the first loss came from, None before it."""
@@ -293,13 +278,7 @@ class Scales(dict[str | None, LossScale]):
                 return scale.live.device.type
         return None
 
-    def set_first(self, scale: object) -> None:
-        """Set the scale that every loss starts from, before there is one. Sync: none."""
-        self[None].set(scale)
-        self.first = self.first.with_scale(self[None].host.scale)
-
     def set_rule(self, rule: Rule) -> None:
-        """Move all scales by another rule. Sync: none."""
         self.first = replace(self.first, rule=rule)
         for scale in self.values():
             scale.set_rule(rule)
@@ -309,7 +288,6 @@ class Scales(dict[str | None, LossScale]):
         return {loss: scale.read() for loss, scale in self.items()}
 
     def load(self, states: Mapping[str | None, ScaleState]) -> None:
-        """Take over what :meth:`read` returned. Sync: none."""
         rule = states[None].rule
         self.first = replace(self.first, rule=rule, hysteresis_left=rule.hysteresis)
         for loss in self.keys() - states.keys():
@@ -330,12 +308,7 @@ scaler happens to have when it loads: scales of named losses would be lost witho
 
 @dataclass(frozen=True)
 class Saved:
-    """All that a checkpoint holds.
-
-    Attributes:
-        scales: State of the scale of every loss by its name, None for a loss without a name.
-        norm_limits: The limits of the norms with the norms seen.
-    """
+    """All that a checkpoint holds: the state of the scale of every loss, and the norms seen."""
 
     scales: dict[str | None, ScaleState]
     norm_limits: NormLimits
@@ -352,11 +325,7 @@ class Saved:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
-        """Read what :meth:`to_dict` or ``torch.amp.GradScaler.state_dict`` returned.
-
-        Args:
-            saved: The state.
-            first: Gives what torch.amp does not know.
+        """Read what :meth:`to_dict` or torch.amp returned, of which ``first`` gives the rest.
 
         Raises:
             ValueError: A key is missing or a value cannot be right.

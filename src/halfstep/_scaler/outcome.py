@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.alarm import Culprit, culprits
-from halfstep._scaler.checks import round_to_float32
-from halfstep._scaler.device_state import DeviceSnapshot
 from halfstep._scaler.gradients import collect
-from halfstep._scaler.host_state import HostState
 from halfstep._scaler.loss_scale import Snapshot, state_of
-from halfstep._scaler.names import Names
-from halfstep._scaler.passes import measure
-from halfstep._scaler.ranks.agreement import Agreement
-from halfstep._scaler.scalars import Scalar, moved
+from halfstep._scaler.norms import norms_of
+from halfstep._scaler.optimizers import Names
+from halfstep._scaler.scalars import Scalar, moved, round_to_float32
 from halfstep._scaler.scale_state import Reason, ScaleState, reason
+from halfstep._scaler.transition import DeviceSnapshot, HostState
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -309,7 +307,7 @@ class Outcome:
                 "norms and culprits of an outcome before zero_grad() and the next backward(), "
                 "or " + HOW_TO_MEASURE
             )
-        return measure(collect(self._params), self._multiplier).unscaled()
+        return norms_of(collect(self._params), self._multiplier).unscaled()
 
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Rules of how a scale moves: frozen values, one of which a ``ScaleState`` has.
 
 A rule only says by how much and when. What is done with it stands in
-:func:`halfstep._scaler.host_state.next_state`.
+:func:`halfstep._scaler.transition.next_state`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-from halfstep._scaler.checks import (
+from halfstep._scaler.scalars import (
     SMALLEST_SCALE,
     checked_count,
     checked_number,

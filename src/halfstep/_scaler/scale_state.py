@@ -1,8 +1,8 @@
 """The state of a gradient scaler, in plain Python numbers.
 
 Nothing here needs a tensor or a device. How it goes on is
-:func:`halfstep._scaler.host_state.next_state`; the same on a device is
-:class:`halfstep._scaler.device_state.DeviceState`.
+:func:`halfstep._scaler.transition.next_state`; the same on a device is
+:class:`halfstep._scaler.transition.DeviceState`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from halfstep._scaler.checks import (
+from halfstep._scaler.rules import (
+    LARGEST_HEADROOM,
+    Dynamic,
+    Rule,
+    Static,
+    rule_from_dict,
+)
+from halfstep._scaler.scalars import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
     check_ascending,
@@ -20,13 +27,6 @@ from halfstep._scaler.checks import (
     checked_number,
     checked_scale,
     round_to_float32,
-)
-from halfstep._scaler.rules import (
-    LARGEST_HEADROOM,
-    Dynamic,
-    Rule,
-    Static,
-    rule_from_dict,
 )
 
 FORMAT_VERSION = 1
@@ -208,10 +208,7 @@ class ScaleState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state with the five keys of torch.amp, and the rest under ``"halfstep"``.
-
-        Keys that torch.amp does not know are ignored by its ``load_state_dict``.
-        """
+        """Return the five keys of torch.amp, which ignores others, and the rest in "halfstep"."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
         theirs |= {key: getattr(self.rule, key) for key in TORCH_RULE_KEYS}
@@ -223,10 +220,9 @@ class ScaleState:
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
-        Args:
-            saved: A state of torch.amp knows the scale, its factors and its interval.
-            first: Gives the rest for it: limits, and the kind and other numbers of the rule.
-                ``Static()`` stays. Left out, they are those of :meth:`first` with ``Dynamic``.
+        The latter knows the scale, its factors and its interval. ``first`` gives the rest: limits,
+        and the kind and other numbers of the rule; ``Static()`` stays. Left out, they are those of
+        :meth:`first` with ``Dynamic``.
 
         Raises:
             ValueError: A key is missing, a value cannot be right, or a newer halfstep wrote it.
@@ -282,10 +278,7 @@ class ScaleState:
 def reason(
     state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
 ) -> Reason | None:
-    """Return why an iteration in this state is skipped, None if it is not.
-
-    The arguments are those of :func:`halfstep._scaler.host_state.next_state`.
-    """
+    """Return why an iteration in this state is skipped, None if it is not."""
     if not found_inf:
         return Reason.NORM if outlier else None
     if not loss_is_finite:

@@ -23,14 +23,14 @@ from halfstep._scaler.access import THIS_THREAD
 from halfstep._scaler.accumulation import accumulate
 from halfstep._scaler.after_step import Count, call_after_step, retry, step_scheduler
 from halfstep._scaler.alarm import Alarm, OnSkips
-from halfstep._scaler.checks import checked_scale
 from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import HistoryEntry, Outcome
-from halfstep._scaler.ranks.discovery import Ranks
+from halfstep._scaler.ranks import Ranks
 from halfstep._scaler.rules import Dynamic, Rule, Static
+from halfstep._scaler.scalars import checked_scale
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
 from halfstep.errors import CallOrderError, HalfstepWarning
@@ -358,7 +358,8 @@ class GradScaler(TorchAttributes):
 
         Sync: none.
         """
-        return self._engine.clip_grad_norm_(
+        return clipping.clip_grad_norm_(
+            self._engine,
             optimizer_or_parameters,
             clipping.checked_max_norm(max_norm),
             *clipping.checked_kind(norm_type, per),

@@ -16,13 +16,16 @@ those with a scale that may be below 1, since a skipped step could not undo its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from halfstep._scaler import passes, scalars
+from halfstep._pytorch.distributed import has_process_group
+from halfstep._scaler import scalars
+from halfstep._scaler.agreement import ALONE, Alone, Together
 from halfstep._scaler.earlier_norms import NUM_STEPS, NormLimit, see_first_norm
 from halfstep._scaler.gradients import NONE, Gradients, collect, parameters, refuse_float16
 from halfstep._scaler.iteration import (
@@ -33,10 +36,15 @@ from halfstep._scaler.iteration import (
     Step,
     nothing_checked,
 )
+from halfstep._scaler.norms import (
+    Norms,
+    clip_coefficient,
+    largest,
+    norms_of,
+    overflows_when_divided,
+)
 from halfstep._scaler.optimizers import HOLDERS, name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Outcome
-from halfstep._scaler.ranks.agreement import ALONE, Alone, Together
-from halfstep._scaler.ranks.group import has_process_group
 from halfstep._scaler.scalars import Scalar
 from halfstep.errors import CallOrderError, RanksError
 
@@ -63,13 +71,15 @@ def take(
     step = gather(engine, "step", optimizer, earlier)
     memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
+    # Through the instance: accelerate replaces `step` there to see whether it was called.
+    make_step = partial(optimizer.step, *args, **kwargs)
     try:
         if is_fused:
-            result = _take_fused(optimizer, step, memory, args, kwargs, max_norm, norm_limit)
+            result = _take_fused(step, memory, make_step, max_norm, norm_limit)
         else:
             if torch.float16 in step.gradients.dtypes:
                 refuse_half(engine, step)
-            result = _take_plain(optimizer, step, memory, args, kwargs, max_norm, norm_limit)
+            result = _take_plain(step, memory, make_step, max_norm, norm_limit)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
             engine.end_iteration()  # it is raised on all ranks, and they can go on
@@ -104,15 +114,9 @@ def gather(
 ) -> Step:
     """Find gradients, and what they are multiplied by. Sync: none.
 
-    If some of them have been unscaled with another optimizer, the others are unscaled now.
-
-    Args:
-        engine: The scaler.
-        call: The name of the call in error messages.
-        optimizer: The optimizer, None for gradients of ``params`` alone.
-        earlier: What its last call in this iteration has left.
-        params: The parameters, None for those of the optimizer.
-        owner: What has them, in error messages; None for the optimizer.
+    Those of ``params``, or of the optimizer, whose last call has left ``earlier``; error messages
+    name ``call`` and ``owner``, or the optimizer. If some of them have been unscaled with another
+    optimizer, the others are unscaled now.
     """
     iteration = engine.iteration
     if params is None:
@@ -223,7 +227,7 @@ def _unscale_what_was_left(check: GradientCheck) -> None:
     if check.left_scaled is not None:
         is_left, multiplier = check.left_scaled
         factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
-        passes.multiply_(check.gradients, factor)
+        check.gradients.multiply_(factor)
         check.left_scaled = None
 
 
@@ -245,7 +249,7 @@ def unscale_(step: Step) -> None:
     if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
         return
     amax = _largest(step) if loss_scale.wants_amax else None
-    found_inf = passes.unscale_(step.gradients, multiplier, can_amplify=loss_scale.can_amplify)
+    found_inf = step.gradients.unscale_(multiplier, can_amplify=loss_scale.can_amplify)
     _add_check(step, found_inf, amax)
     step.multiplier = None
 
@@ -257,27 +261,26 @@ def check(step: Step) -> None:
     """
     if step.multiplier is None or not step.has_gradients:
         return
-    if not passes.is_measured_fast(step.gradients):
-        _add_check_of_scaled(step, list(passes.check(step.gradients).values()))
+    if not step.gradients.is_measured_fast():
+        _add_check_of_scaled(step, list(step.gradients.check().values()))
     elif step.ranks.is_together:
         # The norm of all would be one more collective.
-        step.norms = passes.measure(step.gradients, step.multiplier)
+        step.norms = norms_of(step.gradients, step.multiplier)
         norm = step.norms.total(step.loss_scale.device)
         _add_check_of_scaled(step, [scalars.flag_nonfinite(norm, step.loss_scale.device)])
     else:
         measure(step)
 
 
-def measure(step: Step) -> tuple[passes.Norms, Scalar] | None:
-    """Measure the norms, which checks scaled gradients too; change nothing. 1 G. Sync: none.
+def measure(step: Step) -> tuple[Norms, Scalar] | None:
+    """Return the norms as they are and the unscaled norm of all; check scaled gradients too.
 
-    Returns:
-        The norms as they are, and the unscaled norm of all; None without gradients.
+    None without gradients. 1 G. Sync: none.
     """
     if not step.has_gradients:
         return None
     device = step.loss_scale.device
-    norms = passes.measure(step.gradients, step.multiplier)
+    norms = norms_of(step.gradients, step.multiplier)
     if not step.ranks.is_together:
         norm = norms.total(device)
         found = scalars.flag_nonfinite(norm, device)
@@ -301,13 +304,11 @@ def measure(step: Step) -> tuple[passes.Norms, Scalar] | None:
     return norms, norm
 
 
-def _add_check_of_scaled(
-    step: Step, found: list[Tensor], norms: passes.Norms | None = None
-) -> None:
+def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = None) -> None:
     """Add the check of gradients that stay multiplied by the scale."""
     assert step.multiplier is not None
     if step.loss_scale.can_amplify:
-        found += passes.overflows_when_divided(step.gradients, step.multiplier)
+        found += overflows_when_divided(step.gradients, step.multiplier)
     device = step.loss_scale.device
     found_inf = {device: scalars.any_of(found, device)} if found else {}
     amax = _largest(step) if step.loss_scale.wants_amax else None
@@ -318,7 +319,7 @@ def _add_check(
     step: Step,
     found_inf: dict[torch.device, Tensor],
     amax: Tensor | None,
-    norms: passes.Norms | None = None,
+    norms: Norms | None = None,
 ) -> None:
     """Add the check, and tell the other ranks of it if several decide."""
     own = GradientCheck(step.loss_scale, step.gradients, found_inf, amax, asked=step.asked)
@@ -333,7 +334,7 @@ def _largest(step: Step) -> Tensor | None:
     if not step.gradients.grads:
         return None
     assert step.multiplier is not None
-    return passes.largest(step.gradients, step.multiplier, step.loss_scale.device)
+    return largest(step.gradients, step.multiplier, step.loss_scale.device)
 
 
 # --- decide, take ---------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ def limit(
 ) -> None:
     """Work out the clip coefficient, and whether the norm is an outlier. Sync: none."""
     if max_norm is not None:
-        step.coefficient = passes.clip_coefficient(norm, max_norm)
+        step.coefficient = clip_coefficient(norm, max_norm)
     if norm_limit is not None:
         assert step.norm is not None
         exceeded = norm_limit.is_exceeded(scalars.as_float32(step.norm, step.loss_scale.device))
@@ -362,16 +363,14 @@ def multiply_(step: Step) -> None:
     """Divide by the scale and clip, at once and in place; 2 G if there is something to do."""
     factor = step.factor()
     if factor is not None:
-        passes.multiply_(step.gradients, factor)
+        step.gradients.multiply_(factor)
         step.multiplier = None
 
 
 def _take_plain(
-    optimizer: torch.optim.Optimizer,
     step: Step,
     memory: Memory,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    make_step: Callable[[], Any],
     max_norm: float | None,
     norm_limit: NormLimit | None,
 ) -> Any:
@@ -390,21 +389,18 @@ def _take_plain(
         skip = step.skip = read_skip(step, memory if is_first else None)
     if skip != 0.0:
         if undo is not None:
-            passes.multiply_(step.gradients, undo)
+            step.gradients.multiply_(undo)
             step.multiplier = undo
         return None
     if undo is None:
         multiply_(step)
-    # Through the instance: accelerate replaces `step` there to see whether it was called.
-    return optimizer.step(*args, **kwargs)
+    return make_step()
 
 
 def _take_fused(
-    optimizer: torch.optim.Optimizer,
     step: Step,
     memory: Memory,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    make_step: Callable[[], Any],
     max_norm: float | None,
     norm_limit: NormLimit | None,
 ) -> Any:
@@ -422,12 +418,12 @@ def _take_fused(
         for agreement in step.agreements():
             agreement.verify()
     divisor, device = step.divisor(), step.loss_scale.device
+    assert step.optimizer is not None
     return step_with_scale(
-        optimizer,
+        step.optimizer,
+        make_step,
         None if divisor is None else scalars.as_tensor(divisor, device),
         _skip_flag(step, device),
-        args,
-        kwargs,
     )
 
 
@@ -443,9 +439,9 @@ def _skip_flag(step: Step, device: torch.device) -> Tensor:
 
 
 def read_skip(step: Step, memory: Memory | None = None) -> float:
-    """Return 1 if the step is to be skipped, else 0. Sync: the one of a plain step.
+    """Return 1 if the step is to be skipped, else 0; ``memory`` takes the norm of a first step.
 
-    ``memory`` takes the norm if the step is one of the first of its optimizer.
+    Sync: the one of a plain step.
     """
     assert step.skip is not None
     if memory is None or step.norm is None or step.multiplier is None:
@@ -513,5 +509,5 @@ def _is_untouched(step: Step) -> bool:
     """Return whether the gradients surely are as they were when they were measured. Sync: some."""
     if step.norms is None:
         return False
-    now = passes.measure(step.gradients, step.multiplier)
+    now = norms_of(step.gradients, step.multiplier)
     return repr(now.unscaled()) == repr(step.norms.unscaled())  # NaN is not equal to NaN

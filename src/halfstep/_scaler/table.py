@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import update_scale_
-from halfstep._scaler.checks import (
+from halfstep._scaler.rules import LARGEST_HEADROOM, LogMax, Rule
+from halfstep._scaler.scalars import (
     LARGEST_COUNT,
     LARGEST_SCALE,
     SMALLEST_SCALE,
     float32_bits,
     float32_from_bits,
 )
-from halfstep._scaler.rules import LARGEST_HEADROOM, LogMax, Rule
 from halfstep._scaler.scale_state import COUNTS, ScaleState
 
 # --- the buffer -----------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1
 def next_sources(answers: Answers, *, refill: str, probes: bool) -> dict[str, str]:
     """Return from which slot columns of the row take their next value; the others stay.
 
-    :func:`halfstep._scaler.host_state.next_state` in terms of slots, for rules with this ``refill``
+    :func:`halfstep._scaler.transition.next_state` in terms of slots, for rules with this ``refill``
     that do, or do not, probe.
     """
     ended = dict.fromkeys(("found_inf", "outlier", "bad_loss", "amax"), "0")

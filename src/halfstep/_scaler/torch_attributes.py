@@ -12,10 +12,10 @@ from torch.amp.grad_scaler import OptState
 
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.engine import Engine
-from halfstep._scaler.gradients import NONE, parameters
-from halfstep._scaler.iteration import Stage, Step
+from halfstep._scaler.gradients import NONE, collect, parameters
+from halfstep._scaler.iteration import GradientCheck, Stage, Step, nothing_checked
 from halfstep._scaler.optimizers import name
-from halfstep._scaler.step import require_not_stepped
+from halfstep._scaler.step import remember, require_not_stepped
 from halfstep.errors import CallOrderError
 
 NEVER_CALLED = {
@@ -77,7 +77,7 @@ class OptimizerState(Mapping[str, Any]):
                 "call scaler.update(new_scale=scaler.get_scale())"
             )
         assert step.optimizer is not None
-        self._engine.report(step.optimizer, value)
+        _report(self._engine, step.optimizer, value)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the two names."""
@@ -139,12 +139,14 @@ def _set_growth_tracker(scaler: Any, value: Any) -> None:
 
 
 def _set_init_scale(scaler: Any, value: Any) -> None:
-    if scaler._engine.scales.device_type() is not None:
+    scales = scaler._engine.scales
+    if scales.device_type() is not None:
         raise CallOrderError(
             f"GradScaler._init_scale = {value!r}: a loss has been scaled already. Call "
             "scaler.update(new_scale=...)"
         )
-    scaler._engine.scales.set_first(value)
+    scales[None].set(value)
+    scales.first = scales.first.with_scale(scales[None].host.scale)
 
 
 def _set_enabled(scaler: Any, value: Any) -> None:
@@ -240,7 +242,7 @@ class TorchAttributes:
         steps[id(optimizer)] = earlier or Step(optimizer, scale, NONE)
         try:
             result = optimizer.step(*args, **(kwargs | {"grad_scaler": self}))
-            engine.finish_foreign(optimizer)
+            _finish(engine, optimizer)
         finally:
             if not steps[id(optimizer)].checks:
                 del steps[id(optimizer)]
@@ -253,7 +255,7 @@ class TorchAttributes:
 
     @keep_out_of_graphs
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        return self._engine.check(optimizer)
+        return _check(self._engine, optimizer)
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         step = self._engine.iteration.step_of(optimizer)
@@ -265,3 +267,59 @@ class TorchAttributes:
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._device = self._device or device.type
         self._engine.scales[None].create(device)
+
+
+# --- optimizers that are given the scaler ---------------------------------------------------------
+
+
+def _check(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    """Look for inf and NaN and change nothing, for an optimizer that unscales by itself."""
+    params = list(parameters(optimizer))
+    gradients = collect(params)
+    ranks = engine.ranks_of("step", optimizer, params)
+    if not (gradients.grads or ranks.is_together):
+        return {}
+    scale = engine.scale_of_iteration("step", optimizer, gradients.params)
+    check = GradientCheck(scale, gradients, gradients.check())
+    ranks.agree_on(check, has_gradients=bool(gradients.grads))
+    check.gradients = NONE
+    _keep_check(engine, optimizer, check)
+    return check.found_inf
+
+
+def _report(
+    engine: Engine, optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor]
+) -> None:
+    """Take what an optimizer has found that unscales by itself: for each device 1 or 0."""
+    scale = engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
+    found = {device: flag.detach().reshape(()).float() for device, flag in found.items()}
+    _keep_check(engine, optimizer, GradientCheck(scale, NONE, found))
+
+
+def _keep_check(engine: Engine, optimizer: torch.optim.Optimizer, check: GradientCheck) -> None:
+    engine.iteration.add(check)
+    earlier = engine.iteration.step_of(optimizer) or Step(optimizer, check.scale, NONE)
+    earlier.checks = [check]
+    engine.iteration.steps[id(optimizer)] = earlier
+
+
+def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Remember the step of an optimizer that was given the scaler."""
+    earlier = engine.iteration.step_of(optimizer)
+    checks = [] if earlier is None else earlier.checks
+    if not checks and any(param.grad is not None for param in parameters(optimizer)):
+        raise CallOrderError(
+            f"step({name(optimizer)}): its step() takes the scaler (grad_scaler=...) and did "
+            "not use it: nobody has looked for inf and NaN, and if it has changed parameters, "
+            "it has done so with gradients that are multiplied by the scale.\n"
+            "Cure: leave _step_supports_amp_scaling out of the optimizer, and the scaler "
+            "unscales and checks; or call grad_scaler.unscale_(self) in its step(), and skip "
+            "if one of grad_scaler._found_inf_per_device(self).values() is 1."
+        )
+    if not checks:
+        raise nothing_checked(optimizer)
+    gradients = collect(parameters(optimizer))
+    ready = Step(optimizer, checks[0].scale, gradients, checks=checks)
+    ready.decide()
+    memory = engine.journal.memory(optimizer)
+    remember(engine, optimizer, ready, memory, is_fused=True)

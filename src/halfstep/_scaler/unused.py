@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from halfstep._common.nested import tensors_in
 from halfstep._pytorch.autograd import after_backward, is_view, leaves_of
 from halfstep._pytorch.compiler import keep_out_of_graphs
-from halfstep._scaler import passes
 from halfstep._scaler.gradients import collect_local, parameters
 from halfstep._scaler.iteration import Iteration, Journal, Stage, Step
 from halfstep._scaler.loss_scale import LossScale, Scales
@@ -43,8 +42,6 @@ class Waiting:
     """A gradient that waits for its use.
 
     Attributes:
-        param: Whose gradient.
-        grad: The gradient.
         version: How often it had been written to, or that it is a view.
         scale: What it is to be multiplied by when it is used.
         before: What it is multiplied by now, a float32 scalar; None if it has been unscaled.
@@ -72,31 +69,20 @@ def _version(grad: Tensor) -> int:
 
 
 class Unused:
-    """Finds the gradients that no step has used, and lets them follow. Sync: none.
-
-    Attributes:
-        is_searching: Whether the graphs of losses are searched.
-        waiting: The gradients that wait, by the id of their parameters.
-        has_compiled_losses: Whether losses were scaled in compiled code, where nobody sees which
-            backward passes are theirs.
-
-    Args:
-        journal: Knows all optimizers that have stepped.
-    """
+    """Finds the gradients that no step has used, and lets them follow. Sync: none."""
 
     def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self.is_searching = True
+        self._journal = journal  # knows all optimizers that have stepped
+        self.is_searching = True  # the graphs of losses
         self._num_losses = 0
         # Parameters of losses, by id, that no known optimizer has.
         self._loose: dict[int, weakref.ref[Tensor]] = {}
         self._num_updates = 0
-        self.waiting: dict[int, Waiting] = {}
+        self.waiting: dict[int, Waiting] = {}  # by the id of the parameter
+        # Whether losses were scaled where nobody sees which backward passes are theirs.
         self.has_compiled_losses = False
         self._running: LossScale | None = None  # the scale of the loss whose backward pass runs
         self._hooks: list[RemovableHandle] = []
-
-    # --- losses -----------------------------------------------------------------------------------
 
     def see_loss(self, scaled: Any, scale: LossScale) -> None:
         """Look at a loss that was multiplied by a scale, while that is of interest."""
@@ -121,8 +107,6 @@ class Unused:
 
     def _end_backward(self) -> None:
         self._running = None
-
-    # --- a scale changes --------------------------------------------------------------------------
 
     def before_change(self, iteration: Iteration, scales: Scales) -> dict[int, Waiting]:
         """Return the gradients that are to wait if a scale changes now, by parameter's id."""
@@ -197,11 +181,9 @@ class Unused:
             self._loose = {key: ref for key, ref in alive.items() if key not in known}
 
     def wait(self, found: dict[int, Waiting], *, iteration_ends: bool = True) -> None:
-        """Let gradients wait whose scale has changed.
+        """Let the gradients wait that :meth:`before_change` has found: their scale has changed.
 
-        Args:
-            found: What :meth:`before_change` has returned.
-            iteration_ends: Which gradients were unscaled will be forgotten: remember it.
+        ``iteration_ends``: which gradients were unscaled will be forgotten, so remember it.
         """
         if not (found or self.waiting or self._hooks or self._running):
             return
@@ -230,8 +212,6 @@ class Unused:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    # --- use --------------------------------------------------------------------------------------
 
     def before_adding(self) -> None:
         """Use the gradients of a scale that wait if its loss is about to add to one of them."""
@@ -269,6 +249,6 @@ class Unused:
         for (scale, before), params in ready.items():
             now = scale.tensor
             if before is None:
-                passes.multiply_(collect_local(params), now)
+                collect_local(params).multiply_(now)
             elif before.device.type != "cpu" or not torch.equal(before, now):
-                passes.multiply_(collect_local(params), ratio(now, before))
+                collect_local(params).multiply_(ratio(now, before))

@@ -17,7 +17,7 @@ from halfstep import Diagnosis, GradScaler, Policy, autocast, record
 from halfstep._autocast.context import settled_policy
 from halfstep._diagnose.watch import warn
 from halfstep._scaler.access import is_unscaled
-from halfstep._scaler.waiting import Waiting
+from halfstep._scaler.after_step import Waiting
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed

@@ -1,8 +1,11 @@
-"""One number for each of many gradients, in one read of them (1 G). Sync: none.
+"""Norms of gradients: of each in one read of them (1 G), of all together, and what clips them.
 
 On the CPU many small gradients of one shape are reduced together, as the rows of one matrix: what
 4,096 small tensors cost is 4,096 calls. Elsewhere, and for few small ones, PyTorch's fused kernels
-do it.
+do it. Sync: none, in all of these functions.
+
+Source of the clipping: Pascanu et al., "On the difficulty of training recurrent neural networks"
+(2013, arXiv:1211.5063), with the epsilon of ``torch.nn.utils.clip_grad_norm_``.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -18,6 +22,131 @@ import torch
 from torch import Tensor
 
 from halfstep._pytorch.amp import norms_of_each
+from halfstep._scaler.gradients import Gradients
+from halfstep._scaler.scalars import READABLE, Scalar, as_tensor, is_nonfinite, moved, reciprocal
+
+CLIP_EPSILON = 1e-6
+"""What PyTorch adds to the norm before it divides by it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Norms:
+    """The L2 norm of every gradient, on the devices where the gradients are."""
+
+    params: list[Tensor]
+    on_device: Mapping[torch.device, tuple[Sequence[int], Tensor]]
+    """The positions of the gradients there in ``params``, and the sums of their squares."""
+    scale: Scalar | None
+    """What the gradients were multiplied by when they were measured, None for nothing."""
+
+    def total(self, device: torch.device) -> Scalar:
+        """Return the norm of all gradients together, not unscaled, for ``device``."""
+        squares = self.sum_of_squares(device)
+        return math.sqrt(squares.item()) if device.type in READABLE else squares.sqrt()
+
+    def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
+        """Return the sum of all squares, not unscaled, on ``device``; each may count a share."""
+        sums = []
+        for positions, squares in self.on_device.values():
+            if any(share != 1.0 for share in shares):
+                own = [shares[position] for position in positions]
+                squares = squares * torch.tensor(own, dtype=squares.dtype).to(squares.device)
+            sums.append(moved(squares.sum(), device))
+        if not sums:  # another rank has all of them
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+    def at(self, positions: list[int]) -> Norms:
+        wanted = {position: index for index, position in enumerate(positions)}
+        on_device = {}
+        for device, (here, squares) in self.on_device.items():
+            found = [index for index, position in enumerate(here) if position in wanted]
+            if found:
+                # One by one: an index tensor would have to be copied to the device.
+                part = torch.stack([squares[index] for index in found])
+                on_device[device] = [wanted[here[index]] for index in found], part
+        return Norms([self.params[position] for position in positions], on_device, self.scale)
+
+    def unscaled(self) -> list[float]:
+        """Return the unscaled norm of every gradient. Sync: one for each device."""
+        scale = 1.0 if self.scale is None else float(self.scale)
+        norms = [0.0] * len(self.params)
+        for positions, squares in self.on_device.values():
+            for position, square in zip(positions, squares.tolist(), strict=True):
+                norms[position] = math.sqrt(square) / scale
+        return norms
+
+
+@torch.no_grad()
+def norms_of(gradients: Gradients, scale: Scalar | None) -> Norms:
+    """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
+
+    A norm is inf or NaN if and only if the gradient has such an entry, so this checks them too.
+    """
+    on_device = {}
+    for device, positions in gradients.by_device().items():
+        values = gradients.values
+        if len(positions) < len(values):
+            values = [values[position] for position in positions]
+        on_device[device] = positions, sums_of_squares(values)
+    return Norms(gradients.params, on_device, scale)
+
+
+@torch.no_grad()
+def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor:
+    """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G).
+
+    It is inf or NaN if a gradient is.
+    """
+    amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
+    found = torch.stack([moved(amax, device).float() for amax in amaxes])
+    return found.amax() * reciprocal(scale)
+
+
+@torch.no_grad()
+def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
+    """Return whether a finite gradient becomes inf when divided by a scale below 1. One read (1 G).
+
+    A float32 scalar, 1 or 0, for each device and dtype.
+    """
+    found = []
+    for (device, dtype), values in gradients.by_kind.items():
+        amax, by = largest_magnitudes(values).amax(), as_tensor(scale, device)
+        # Kernels multiply by the reciprocal or divide. Rounded to the dtype of the gradient, both
+        # are what they write.
+        unscaled = torch.maximum(amax * reciprocal(by), amax / by).to(dtype)
+        found.append(is_nonfinite(unscaled))
+    return found
+
+
+@torch.no_grad()
+def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
+    """Return the p-norm of all gradients together, a tensor on ``device``. One read (1 G)."""
+    found = []
+    wide = torch.float32 if device.type == "mps" else torch.float64  # entries ** p may be large
+    for values in gradients.by_kind.values():
+        if p == math.inf:
+            norms = largest_magnitudes(values)
+        else:
+            norms = torch.stack(list(norms_of_each(values, p, dtype=wide)))
+        found.append(moved(_vector_norm(norms, p).to(wide), device))
+    return _vector_norm(torch.stack(found), p)
+
+
+def clip_coefficient(norm: Scalar, max_norm: float) -> Scalar:
+    """Return what gradients of this norm are multiplied by so that it is ``max_norm`` at most.
+
+    1 for a norm that is inf or NaN: a gradient of inf times 0 would be NaN, and what was wrong
+    with it could no longer be seen.
+    """
+    if not isinstance(norm, Tensor):
+        # As a tensor divides a number: by its reciprocal.
+        return min(1.0 / (norm + CLIP_EPSILON) * max_norm, 1.0) if math.isfinite(norm) else 1.0
+    coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+    return torch.where((norm * 0.0).eq(0.0), coefficient, 1.0)
+
+
+# --- reductions -----------------------------------------------------------------------------------
 
 ROW = 1 << 10
 """Runs of this many squares are added up in float32, and the runs in float64: a norm is wrong by
@@ -50,26 +179,18 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     entries are. Squares may underflow in float32: entries below 1e-19 may count as zero. A sum that
     the result cannot hold is the largest number that it can.
 
-    Args:
-        tensors: One or more, real and strided, on one device, of any shapes and dtypes.
-
-    Returns:
-        float64 ``[len(tensors)]`` (float32 on MPS), inf or NaN if and only if that tensor holds inf
-        or NaN. It has no gradient.
+    Of one tensor or more, real and strided, on one device, of any shapes and dtypes: float64
+    ``[len(tensors)]`` (float32 on MPS), inf or NaN if and only if that tensor holds inf or NaN. The
+    result has no gradient.
     """
     sums: Tensor = torch.ops.halfstep.sums_of_squares.default(tensors)
     return sums
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of every tensor, 0 for an empty one.
+    """Return the largest absolute value of every tensor, 0 for an empty one, NaN for NaN.
 
-    Args:
-        tensors: One or more, real and strided, on one device, of any shapes and dtypes.
-
-    Returns:
-        ``[len(tensors)]`` in the widest of their dtypes and float32; NaN where a tensor holds NaN.
-        It has no gradient.
+    Of tensors as above: ``[len(tensors)]`` in the widest of their dtypes and float32.
     """
     magnitudes: Tensor = torch.ops.halfstep.largest_magnitudes.default(tensors)
     return magnitudes
@@ -139,7 +260,7 @@ def _row_norms(rows: Tensor, scratch: Tensor) -> Tensor:
     for piece in _wide(rows, scratch):
         runs += _run_norms(piece)
     norms = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
-    return norms[:, 0] if norms.shape[1] == 1 else _norms(norms.double(), dim=1)
+    return norms[:, 0] if norms.shape[1] == 1 else _vector_norm(norms.double(), dim=1)
 
 
 def _wide(rows: Tensor, scratch: Tensor) -> Iterator[Tensor]:
@@ -157,14 +278,14 @@ def _run_norms(rows: Tensor) -> Iterator[Tensor]:
     num_rows, size = rows.shape
     rest = size % ROW
     if size > rest:
-        yield _norms(rows[:, : size - rest].view(num_rows, -1, ROW), dim=2)
+        yield _vector_norm(rows[:, : size - rest].view(num_rows, -1, ROW), dim=2)
     if rest or not size:
-        yield _norms(rows[:, size - rest :], dim=1)[:, None]
+        yield _vector_norm(rows[:, size - rest :], dim=1)[:, None]
 
 
-def _norms(entries: Tensor, dim: int) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(entries, dim=dim)
-    return norms
+def _vector_norm(entries: Tensor, p: float = 2.0, dim: int | None = None) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(entries, p, dim)
+    return norm
 
 
 def _row_magnitudes(rows: Tensor, scratch: Tensor) -> Tensor:

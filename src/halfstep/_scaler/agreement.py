@@ -9,26 +9,41 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
-from halfstep._scaler import passes
-from halfstep._scaler.checks import float32_from_bits
+from halfstep._pytorch.distributed import exchange_device
 from halfstep._scaler.gradients import Gradients
-from halfstep._scaler.passes import Norms
-from halfstep._scaler.ranks.group import Group, Reduction
-from halfstep._scaler.ranks.state_comparison import CHECK_EVERY, describe
-from halfstep._scaler.scalars import Scalar, any_of, as_float32, is_nonfinite, moved, scalar
+from halfstep._scaler.norms import Norms, p_norm
+from halfstep._scaler.scalars import (
+    Scalar,
+    any_of,
+    as_float32,
+    float32_from_bits,
+    is_nonfinite,
+    moved,
+    scalar,
+)
 from halfstep.errors import CallOrderError, RanksError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, ReduceOp
+    from torch.distributed.device_mesh import DeviceMesh
+
     from halfstep._scaler.iteration import GradientCheck
-    from halfstep._scaler.ranks.discovery import Layout
+    from halfstep._scaler.ranks import Layout
+
+_T = TypeVar("_T")
+
+CHECK_EVERY = 100
+"""Ranks compare every so many times what would cost a wait or a request if compared each time."""
 
 FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
 OWN_NORM, *STATE = range(5)
@@ -45,38 +60,29 @@ LARGEST_BITS = 0x7F7FFFFF
 """The bits of the largest float32 number: those of smaller ones are smaller, of inf and NaN not."""
 
 
+# --- who decides ----------------------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class Alone:
-    """This rank decides: there is no other one, or the others have the same gradients.
-
-    Attributes:
-        sees_all_losses: Whether there is no other loss than this rank's. What only some ranks know
-            must not move the scale.
-    """
+    """This rank decides: there is no other one, or the others have the same gradients."""
 
     sees_all_losses: bool = True
+    """What only some ranks know must not move the scale."""
 
-    is_together = False
+    is_together: ClassVar[Literal[False]] = False
 
     def agree_on(
         self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Let a check of gradients be as it is."""
+        """Leave a check of gradients as it is; this method and the others are those of Together."""
         if not self.sees_all_losses:
             check.scale.settle_loss(None)
 
-    def start_norm(
-        self, norms: Norms, gradients: Gradients, device: torch.device
-    ) -> Callable[[], Scalar]:
-        """Return a function that returns the norm of all gradients, still scaled."""
-        return lambda: norms.total(device)
-
     def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
-        """Return the p-norm of all gradients, still scaled."""
-        return passes.p_norm(gradients, p, device)
+        return p_norm(gradients, p, device)
 
     def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        """Return the norms of parts of the gradients, each over all ranks that have some of it."""
         return norms
 
 
@@ -86,16 +92,12 @@ ALONE = Alone()
 class Together:
     """Several ranks decide.
 
-    Args:
-        layout: Where the parameters lie.
-        call: What asks: ``step(SGD)``.
-        losses: The names of the losses of this iteration; a rank without any goes by the others.
-        has_scale: Whether a loss has ever been scaled on this rank.
-        next_number: Returns how many agreements of this scaler there were before, the same on all
-            ranks.
+    ``losses`` are the names of those of this iteration: a rank without any goes by the others.
+    ``next_number`` returns how many agreements of this scaler there were before, the same on all
+    ranks.
     """
 
-    is_together = True
+    is_together: Literal[True] = True
 
     def __init__(
         self,
@@ -111,9 +113,9 @@ class Together:
     def agree_on(
         self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Start to tell the other ranks what a check of gradients has found. Sync: none.
+        """Let a check become what all ranks have found, on its way. Sync: none.
 
-        It becomes what all ranks have found. ``has_gradients``: in this check or one before.
+        ``has_gradients``: in this check or one before.
         """
         own_norm = None
         if norms is not None and self._layout.owns_all(check.gradients):
@@ -134,16 +136,13 @@ class Together:
     def p_norm(self, gradients: Gradients, p: float, device: torch.device) -> Tensor:
         """Return the p-norm of the gradients of all ranks, still scaled. Sync as above."""
         if p == math.inf:
-            norm = passes.p_norm(gradients, p, device) if gradients.grads else _zero(device)
+            norm = p_norm(gradients, p, device) if gradients.grads else _zero(device)
             return self._largest([norm], self.group)[0]
         power = self._power(None, gradients, p, device)
         return self._sum(power[None], self.group)()[0].pow(1.0 / p)
 
     def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        """Return the norms of parts of the gradients, each over all ranks that have some of it.
-
-        The parts are of the same parameters on all ranks that share them.
-        """
+        """Return the norms of parts of the gradients, each over all ranks that have some of it."""
         sharing = self._layout.sharing
         if sharing is None or not norms:
             return norms  # parameters are whole on each rank, or all that share them have none
@@ -173,13 +172,13 @@ class Together:
         powers = [_zero(device)]
         for share in distinct:
             same = part.at([position for position, one in enumerate(shares) if one == share])
-            powers.append(passes.p_norm(same, p, device).double().pow(p) * share)
+            powers.append(p_norm(same, p, device).double().pow(p) * share)
         return torch.stack(powers).sum()
 
     def _sum(self, values: Tensor, group: Group) -> Callable[[], Tensor]:
         device = values.device
-        reduction = group.reduce(
-            moved(values, group.device), distributed.ReduceOp.SUM, f"{self.call}: the norm"
+        reduction = Reduction(
+            group, moved(values, group.device), distributed.ReduceOp.SUM, f"{self.call}: the norm"
         )
         return lambda: moved(reduction.wait(), device)
 
@@ -188,7 +187,7 @@ class Together:
         values = torch.stack(list(norms)).nan_to_num(nan=math.inf, posinf=math.inf)
         values = moved(values, group.device)
         purpose = f"{self.call}: the largest gradient"
-        largest = group.reduce(values, distributed.ReduceOp.MAX, purpose).wait()
+        largest = Reduction(group, values, distributed.ReduceOp.MAX, purpose).wait()
         return list(largest.to(norms[0].device))
 
 
@@ -199,13 +198,8 @@ def _zero(device: torch.device) -> Tensor:
 class Agreement:
     """What all ranks have found, on its way.
 
-    Args:
-        ranks: The ranks.
-        check: What this one has found.
-        own_norm: Norm of gradients that are this rank's alone, if measured.
-        has_gradients: Whether there are gradients.
-
-    Sync: none, but for :meth:`verify`; on the CPU the first look waits for the other ranks.
+    ``own_norm`` is that of gradients which are this rank's alone, if measured. Sync: none, but for
+    :meth:`verify`; on the CPU the first look waits for the other ranks.
     """
 
     def __init__(
@@ -215,8 +209,8 @@ class Agreement:
         self._has_gradients = has_gradients
         self._number = ranks.next_number()
         values = _values(ranks, check, own_norm, has_gradients)
-        self._reduction: Reduction | None = ranks.group.reduce(
-            values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
+        self._reduction: Reduction | None = Reduction(
+            ranks.group, values, distributed.ReduceOp.MAX, f"{ranks.call}: found_inf"
         )
         self._vector: Tensor
 
@@ -230,11 +224,9 @@ class Agreement:
         return self._vector
 
     def found_inf(self) -> Tensor:
-        """Return a float32 scalar, 1 if a rank found inf or NaN, else 0."""
         return self.vector()[FOUND].clamp(max=1).float()
 
     def amax(self) -> Tensor:
-        """Return the largest magnitude of all ranks, a float32 scalar."""
         return self.vector()[AMAX].view(torch.float32)
 
     def first_rank(self) -> int | None:
@@ -347,3 +339,127 @@ def _known(
     names = [name, -name] if losses else [NO_NAME, NO_NAME]
     values = [int(has_gradients), int(has_scale), *names]
     return torch.tensor(values, dtype=torch.int32).to(device)
+
+
+# --- groups of ranks ------------------------------------------------------------------------------
+
+NUM_LISTED = 16
+"""A message lists this many ranks and counts the rest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Some ranks."""
+
+    parts: tuple[ProcessGroup, ...]
+    """Process groups; to reduce over each in turn is to reduce over all ranks."""
+    ranks: tuple[int, ...]
+    """Their numbers in the world, in ascending order."""
+
+    @classmethod
+    def world(cls) -> Group:
+        world = distributed.group.WORLD
+        assert world is not None
+        return cls.of(world)
+
+    @classmethod
+    def of(cls, process_group: ProcessGroup) -> Group:
+        ranks = distributed.get_process_group_ranks(process_group)
+        return cls((process_group,), tuple(sorted(ranks)))
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Group:
+        """Return the ranks of a mesh: one process group if there is one for them."""
+        ranks = ranks_of(mesh)
+        if len(ranks) == distributed.get_world_size():
+            return cls.world()
+        return cls(tuple(mesh.get_group(dim) for dim in range(mesh.ndim)), ranks)
+
+    @cached_property
+    def place(self) -> int:
+        """The place of this rank among the others, from 0."""
+        return self.ranks.index(distributed.get_rank())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the ranks exchange tensors: a device of the same kind on all of them."""
+        return exchange_device(self.parts[0])
+
+    def gather(self, numbers: Sequence[float], purpose: str) -> list[tuple[float, ...]]:
+        """Return the numbers of every rank, as many of each, in their order. Sync: one.
+
+        Whole ones are exact below 2^53.
+        """
+        rows = torch.zeros(len(self.ranks), len(numbers), dtype=torch.float64)
+        rows[self.place] = torch.tensor(numbers, dtype=torch.float64)
+        summed = Reduction(self, rows.to(self.device), distributed.ReduceOp.SUM, purpose).wait()
+        return [tuple(row) for row in summed.tolist()]
+
+    def lines(self, rows: Sequence[_T], describe: Callable[[_T], str]) -> str:
+        """Return a line for each different row, with the ranks that have it."""
+        having: dict[_T, list[int]] = defaultdict(list)
+        for rank, row in zip(self.ranks, rows, strict=True):
+            having[row].append(rank)
+        return "\n".join(f"  {describe(row)}: rank {listed(having[row])}" for row in having)
+
+
+class Reduction:
+    """An all-reduce that is under way, in place, of values on the device of a group.
+
+    A message says of it ``purpose``: ``step(SGD): found_inf``.
+    """
+
+    def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
+        self._group, self._values, self._op, self._purpose = group, values, op, purpose
+        self._error: RanksError | None = None
+        with self._explained():
+            self._work = distributed.all_reduce(values, op, group.parts[0], async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the values of all ranks together; call it once. Sync: none, except on the CPU."""
+        if self._error is not None:
+            raise self._error
+        with self._explained():
+            self._work.wait()
+            for part in self._group.parts[1:]:
+                distributed.all_reduce(self._values, self._op, part)
+        return self._values
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            first_line = str(error).strip().split("\n")[0]
+            rank = distributed.get_rank()
+            others = [other for other in self._group.ranks if other != rank]
+            self._error = RanksError(
+                f"{self._purpose}: rank {rank} waited for rank "
+                f"{listed(others)}, and the all-reduce of {self._values.numel()} numbers "
+                f"failed: {first_line}\n"
+                "Cause: a rank has died, hangs, or has not made this call. All ranks are to call "
+                "step() in the same order, and of a GradScaler unscale_(), clip_grad_norm_() and "
+                "update() too, also those without a loss or without gradients.\n"
+                "Cure: look at what the other ranks printed last; the first error is the cause."
+            )
+            raise self._error from error
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return ranks for a message: ``0, 1, 2``, or the first of many."""
+    shown = ", ".join(map(str, ranks[:NUM_LISTED]))
+    return shown if len(ranks) <= NUM_LISTED else f"{shown} and {len(ranks) - NUM_LISTED} more"
+
+
+def describe(row: Sequence[float]) -> str:
+    """Return what ``DeviceState.counters`` holds, for a message."""
+    scale, tracker, taken, skipped = map(int, row)
+    return (
+        f"scale {float32_from_bits(scale):g}, growth tracker {tracker}, {taken} steps taken, "
+        f"{skipped} skipped"
+    )

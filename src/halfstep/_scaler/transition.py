@@ -1,0 +1,437 @@
+"""The present state of a scale, and how it goes on after an iteration.
+
+:func:`next_state` is the reference, in plain Python; :class:`HostState` moves by it on the CPU.
+:class:`DeviceState` does the same elsewhere, in the same float32 arithmetic, without waiting for
+the device; the tests hold the two together bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep._pytorch.compiler import keep_out_of_graphs
+from halfstep._scaler.rules import LogMax, LogMaxStatistics, Rule
+from halfstep._scaler.scalars import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    float32_bits,
+    moved,
+    round_to_float32,
+    zero_if_finite,
+)
+from halfstep._scaler.scale_state import NO_RUN, ScaleState
+from halfstep._scaler.table import (
+    SLOT,
+    Table,
+    decode,
+    encode,
+    logmax_candidates,
+    on_device,
+    rule_slots,
+    scale_candidates,
+    table,
+    table_kind,
+    views,
+)
+
+CPU = torch.device("cpu")
+
+
+def next_state(
+    state: ScaleState,
+    *,
+    found_inf: bool,
+    loss_is_finite: bool = True,
+    outlier: bool = False,
+    amax: float | None = None,
+) -> ScaleState:
+    """Return the state after one iteration.
+
+    Args:
+        state: The state during the iteration.
+        found_inf: Whether any gradient of any optimizer was inf or NaN: the step was skipped.
+        loss_is_finite: Whether the loss was finite, before it was scaled. If it was not, no scale
+            would have helped, and an overflow does not move it.
+        outlier: Whether the step was skipped because the norm of the gradients was too large to be
+            believed. That does not move the scale either.
+        amax: The largest magnitude of the unscaled gradients, which ``LogMax`` wants to know.
+
+    Example:
+        >>> from halfstep._scaler.rules import Dynamic
+        >>> state = ScaleState.first(4.0, Dynamic(growth_interval=1))
+        >>> next_state(state, found_inf=False).scale, next_state(state, found_inf=True).scale
+        (8.0, 2.0)
+    """
+    if not (found_inf or outlier):
+        return _after_step(state, amax or 0.0)
+    state = changed(
+        state,
+        growth_tracker=0,
+        num_skipped=state.num_skipped + 1,
+        skipped_in_a_row=state.skipped_in_a_row + 1,
+    )
+    if not found_inf or not loss_is_finite or state.rule.backoff_factor == 1.0:
+        return state
+    return _after_overflow(changed(state, run_scale=state.run_scale or state.scale))
+
+
+def _after_overflow(state: ScaleState) -> ScaleState:
+    rule = state.rule
+    probes = rule.probe_after is not None
+    if state.scale == state.min_scale:
+        if not probes:
+            return state
+        return changed(state, held=True, scale=state.run_scale, resume_scale=0.0, overflows=0)
+    if state.hysteresis_left > 1:
+        return changed(state, hysteresis_left=state.hysteresis_left - 1)
+    overflows = state.overflows + 1
+    lower = max(round_to_float32(state.scale * rule.backoff_factor), state.min_scale)
+    if rule.probe_after is not None and overflows >= rule.probe_after:
+        return changed(state, scale=state.min_scale, resume_scale=lower, overflows=0)
+    is_waiting = state.held and probes
+    return changed(state, scale=state.scale if is_waiting else lower, overflows=overflows)
+
+
+def _after_step(state: ScaleState, amax: float) -> ScaleState:
+    rule = state.rule
+    is_probe = state.resume_scale != 0.0
+    is_growing = not is_probe and state.growth_tracker + 1 >= rule.growth_interval
+    after = changed(
+        state,
+        **NO_RUN,
+        num_taken=state.num_taken + 1,
+        skipped_in_a_row=0,
+        growth_tracker=0 if is_probe or is_growing else state.growth_tracker + 1,
+        hysteresis_left=rule.hysteresis
+        if is_growing or rule.refill == "step"
+        else state.hysteresis_left,
+        # A probe was taken: a smaller scale helps. Go on from where backing off had come to.
+        scale=state.resume_scale or state.scale,
+    )
+    if isinstance(rule, LogMax):
+        backed_off = round_to_float32(after.scale / (state.run_scale or state.scale))
+        headroom = rule.next_headroom(state.headroom, backed_off, is_growing)
+        after = changed(after, headroom=headroom)
+        return after if is_probe else _following_amax(after, rule, amax)
+    if not is_growing:
+        return after
+    grown = round_to_float32(state.scale * rule.growth_factor)
+    return changed(after, scale=grown) if grown <= state.max_scale else after
+
+
+def _following_amax(state: ScaleState, rule: LogMax, amax: float) -> ScaleState:
+    statistics = LogMaxStatistics(state.log2_mean, state.log2_var, state.log2_weight)
+    mean, var, weight = statistics = rule.observe(statistics, amax)
+    if weight == 0.0:
+        return state
+    scale = min(max(rule.scale(state.headroom, statistics), state.min_scale), state.max_scale)
+    return changed(state, scale=scale, log2_mean=mean, log2_var=var, log2_weight=weight)
+
+
+def changed(state: ScaleState, **values: Any) -> ScaleState:
+    """Return a state with other values, unchecked: a transition of a valid state is valid."""
+    after = object.__new__(ScaleState)
+    vars(after).update(vars(state), **values)
+    return after
+
+
+# --- on the host ----------------------------------------------------------------------------------
+
+
+class HostState:
+    """The changing part of a scale state on the CPU, where numbers are read without waiting.
+
+    Its ``scale``, a float32 scalar, keeps its memory for good. Sync: none, except for values from
+    other devices.
+    """
+
+    device = CPU
+
+    def __init__(self, state: ScaleState) -> None:
+        # The first loss may come in inference mode, the next one from training.
+        with torch.inference_mode(False):
+            self.scale = torch.zeros((), dtype=torch.float32, device=CPU)
+            # 0, or NaN once a loss in this iteration was not finite.
+            self.bad_loss = torch.zeros((), dtype=torch.float32, device=CPU)
+        self.now: ScaleState
+        self.write_(state)
+
+    @property
+    def loss_is_finite(self) -> bool:
+        """Whether the losses of this iteration were finite."""
+        return self.bad_loss.item() == 0.0
+
+    @property
+    def growth_tracker(self) -> Tensor:
+        """The count of steps in a row, an int32 scalar; a copy."""
+        return torch.tensor(self.now.growth_tracker, dtype=torch.int32, device=CPU)
+
+    def traced_scale(self) -> Tensor:
+        """Return a copy of the scale while torch.compile traces."""
+        # Inductor of 2.13 drops a clone(), and the backward pass would then see a later scale. It
+        # does not drop abs(), which is a copy too: no scale is negative.
+        return self.scale.abs()
+
+    def see_loss_(self, loss: Tensor) -> None:
+        """Remember whether all entries of a loss are finite, until :meth:`update_`."""
+        zero = zero_if_finite(loss)
+        if zero is not None:
+            self.bad_loss.add_(zero if zero.device == CPU else zero.to(CPU))
+
+    def update_(self, found_inf: bool, outlier: bool = False, amax: float | None = None) -> None:
+        """Go on to the next iteration, by :func:`next_state`."""
+        loss_is_finite = self.loss_is_finite
+        if not loss_is_finite:
+            self.bad_loss.zero_()
+        self.now = next_state(
+            self.now,
+            found_inf=found_inf,
+            loss_is_finite=loss_is_finite,
+            outlier=outlier,
+            amax=amax,
+        )
+        # The same value is a change too: a backward pass of a loss from before is an error.
+        self.scale.fill_(self.now.scale)
+
+    def set_rule_(self, rule: Rule) -> None:
+        """Move by another rule from now on."""
+        self.now = _with_valid_tracker(changed(self.now, rule=rule))
+
+    def fill_(self, scale: float) -> None:
+        """Set the scale to a number that has been checked, as :meth:`ScaleState.with_scale`."""
+        self.write_(self.now.with_scale(scale))
+
+    def copy_(self, new_scale: Tensor) -> None:
+        """Set the scale as :meth:`fill_` does; keep everything if the new one is unusable."""
+        scale = new_scale.detach().reshape(()).float().item()
+        if SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+            self.fill_(scale)
+        else:
+            self.scale.fill_(self.now.scale)  # a change all the same, for losses from before
+        self.bad_loss.zero_()
+
+    def write_(self, state: ScaleState) -> None:
+        """Take over a state."""
+        self.now = _with_valid_tracker(state)
+        self.scale.fill_(state.scale)
+        self.bad_loss.zero_()
+
+    def counters(self) -> Tensor:
+        """Return scale (its bits), growth tracker, steps taken and skipped, int32 ``[4]``."""
+        now = self.now
+        counts = [float32_bits(now.scale), now.growth_tracker, now.num_taken, now.num_skipped]
+        return torch.tensor(counts, dtype=torch.int32, device=CPU)
+
+
+def _with_valid_tracker(state: ScaleState) -> ScaleState:
+    """Let a count that is already past a lowered interval grow the scale at the next step."""
+    last = state.rule.growth_interval - 1
+    return changed(state, growth_tracker=last) if state.growth_tracker > last else state
+
+
+# --- on a device ----------------------------------------------------------------------------------
+
+
+class DeviceState:
+    """Everything in a scale state that changes, in one float32 buffer on one device.
+
+    :mod:`halfstep._scaler.table` says what is where. The buffer and its parts keep their addresses
+    for good, as CUDA graphs need it. The methods are those of :class:`HostState`. Sync: none, but
+    for :meth:`read`.
+    """
+
+    def __init__(self, state: ScaleState, device: torch.device) -> None:
+        # The first loss may come in inference mode, the next one from training.
+        with torch.inference_mode(False):
+            self.buffer = on_device(encode(state), torch.int32, device).view(torch.float32)
+            self._views = views(self.buffer)
+            # Autograd keeps the scale for the backward pass of `loss * scale` and asks then whether
+            # it was changed. By `data` it is not told of changes in other slots.
+            self._scale = self._views["scale"].data
+        self._rule: Rule | None = None
+        self._table: Table
+        self._follow(state.rule)
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale, a float32 scalar; a copy of it while torch.compile traces."""
+        return self.traced_scale() if torch.compiler.is_compiling() else self._scale
+
+    def traced_scale(self) -> Tensor:
+        return self._slots()["scale"].abs()
+
+    @property
+    def growth_tracker(self) -> Tensor:
+        return self._slots()["growth_tracker"]
+
+    @property
+    def bad_loss(self) -> Tensor:
+        return self._slots()["bad_loss"]
+
+    def see_loss_(self, loss: Tensor) -> None:
+        zero = zero_if_finite(loss)
+        if zero is not None:
+            self.bad_loss.add_(zero if zero.device == self.device else moved(zero, self.device))
+
+    def update_(
+        self,
+        found_inf: Tensor,
+        state: ScaleState,
+        outlier: Tensor | None = None,
+        amax: Tensor | None = None,
+    ) -> None:
+        """Go on to the next iteration, by float32 scalars on this device; see :func:`next_state`.
+
+        ``state`` gives the rule, and says whether there is a ``max_scale``.
+        """
+        if state.rule is not self._rule:
+            self.set_rule_(state.rule)
+        slots = self._slots()
+        torch.clamp(found_inf, max=1.0, out=slots["found_inf"])
+        if outlier is not None:
+            slots["outlier"].copy_(outlier)
+        if state.rule.backoff_factor == 1.0:
+            slots["bad_loss"].fill_(1.0)  # in both cases an overflow does not move the scale
+        slots["bad_loss"].abs_()  # NaN has any sign, but as an integer it must be above 0
+        if amax is not None:
+            slots["amax"].copy_(amax)
+        torch.add(slots["row"], self._table.steps, out=slots["next row"])
+        scale_candidates(slots, state)
+        if isinstance(state.rule, LogMax):
+            logmax_candidates(slots, state.rule)
+        self._table.choose_(slots)
+        self._scale_changed()
+
+    def set_rule_(self, rule: Rule) -> None:
+        self._follow(rule)
+        for name, value in rule_slots(rule).items():
+            self._slots()[name].fill_(value)
+        # update_scale_ tests for equality: a count that is past a lowered interval would never get
+        # there. This one grows the scale at the next step.
+        self.growth_tracker.clamp_(max=rule.growth_interval - 1)
+
+    def fill_(self, scale: float) -> None:
+        slots = self._slots()
+        slots["scale"].fill_(scale)
+        slots["min_scale"].clamp_(max=scale)
+        slots["max_scale"].clamp_(min=scale)
+        slots["run fields and bad_loss"].zero_()
+        self._scale_changed()
+
+    def copy_(self, new_scale: Tensor) -> None:
+        new = moved(new_scale.detach().reshape(()).float(), self.device)
+        usable = (new >= SMALLEST_SCALE) & (new <= LARGEST_SCALE)
+        slots = self._slots()
+        scale = slots["scale"].copy_(torch.where(usable, new, slots["scale"]))
+        torch.minimum(slots["min_scale"], scale, out=slots["min_scale"])
+        torch.maximum(slots["max_scale"], scale, out=slots["max_scale"])
+        slots["run fields"].mul_(~usable)
+        slots["bad_loss"].zero_()
+        self._scale_changed()
+
+    def read(self, state: ScaleState) -> ScaleState:
+        """Return ``state`` with the values from the device. Sync: one."""
+        return DeviceSnapshot(self._slots()["state"]).read(state)
+
+    def write_(self, state: ScaleState) -> None:
+        self._follow(state.rule)
+        self._slots()["bits"].copy_(on_device(encode(state), torch.int32, self.device))
+        self._scale_changed()
+
+    def counters(self) -> Tensor:
+        slots = self._slots()
+        counts = [slots["num_taken"], slots["num_skipped"]]
+        return torch.cat([slots["scale, growth_tracker"], torch.stack(counts)])
+
+    def snapshot(self) -> DeviceSnapshot:
+        """Return a copy of the present values, to be read later."""
+        return DeviceSnapshot(self._slots()["state"].clone())
+
+    def _slots(self) -> dict[str, Tensor]:
+        # torch.compile can follow changes through views that are made before its eyes.
+        return views(self.buffer) if torch.compiler.is_compiling() else self._views
+
+    def _follow(self, rule: Rule) -> None:
+        before, self._rule = self._rule, rule
+        # torch.compile can trace this as long as it is the same table.
+        if before is None or table_kind(before) != table_kind(rule):
+            self._table = table(*table_kind(rule), self.device)
+
+    def _scale_changed(self) -> None:
+        if not torch.compiler.is_compiling():
+            torch.autograd.graph.increment_version(self._scale)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSnapshot:
+    """The values of a state as they once were on a device."""
+
+    values: Tensor
+    """A copy of the first slots of a buffer, or of all of them, float32 or int32."""
+
+    def on_cpu(self) -> DeviceSnapshot:
+        return DeviceSnapshot(self.values.cpu())
+
+    @keep_out_of_graphs
+    def read(self, state: ScaleState) -> ScaleState:
+        """Return ``state``, which gives the rule, with these values. Sync: one."""
+        return decode(self.values.view(torch.int32).tolist(), state)
+
+    def skips(self) -> tuple[int, bool]:
+        """Return how many steps in a row were skipped, and whether the scale is held. Sync: one."""
+        bits = self.values.view(torch.int32).tolist()
+        return bits[SLOT["skipped_in_a_row"]], bool(bits[SLOT["held"]])
+
+    def read_with_loss(self, state: ScaleState) -> tuple[ScaleState, bool]:
+        """Return what :meth:`read` does, and whether the loss was finite. Sync: one."""
+        bits = self.values.view(torch.int32).tolist()
+        return decode(bits, state), bits[SLOT["bad_loss"]] == 0
+
+
+class HostCopy:
+    """The newest copy of a small tensor that has arrived on the host.
+
+    On the CPU that is the tensor itself. On an accelerator it is copied into pinned memory while
+    the device works on, and is there some steps later. Sync: none.
+    """
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+        self._under_way: Tensor | None = None
+        self._event: torch.Event | None = None
+
+    def send(self, tensor: Tensor) -> None:
+        """Start to copy; nothing happens while an earlier copy is still under way."""
+        if tensor.device.type == "cpu":
+            self._values = tensor
+            return
+        self._receive()
+        if self._under_way is None and not _is_capturing(tensor.device):
+            self._under_way = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._under_way.copy_(tensor, non_blocking=True)
+            self._event = torch.Event(tensor.device.type)
+            self._event.record()
+
+    def latest(self, *, wait: bool = False) -> Tensor | None:
+        """Return the newest copy on the CPU, None if none has arrived; ``wait``: one sync."""
+        if wait and self._event is not None:
+            self._event.synchronize()
+        self._receive()
+        return self._values
+
+    def _receive(self) -> None:
+        if self._event is not None and self._event.query():
+            self._values, self._under_way, self._event = self._under_way, None, None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    # A copy into a graph would be made again in every replay, and an event could not be asked.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
