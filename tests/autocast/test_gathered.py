@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from halfstep import autocast
-from halfstep._autocast import gathered, kernels
+from halfstep._autocast import casts, kernels
 from halfstep._pytorch import distributed
 from halfstep.errors import CallOrderError
 
@@ -228,7 +228,7 @@ def test_weights_that_cannot_be_gathered_are_left_alone(number: int) -> None:
     weight = weights_of_other_kinds()[number]
     x = torch.ones(4, 4, requires_grad=True)
 
-    assert not gathered.is_gathered(weight)
+    assert not casts.is_gathered(weight)
     with autocast("cpu", BF16):
         assert torch.mm(weight, x).dtype is BF16
 

@@ -3,21 +3,26 @@
 A kernel calls its op with the Autocast key excluded: what the op is made of is not cast again.
 """
 
-from collections.abc import Callable, Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from halfstep._autocast import hold, weight_cache
-from halfstep._autocast.gathered import GatheredMet, Lent, is_gathered, is_weight
 from halfstep._autocast.hold import Held
 from halfstep._autocast.rule import Rule
 from halfstep._autocast.written import rules_of
 from halfstep._common.nested import tensors_in
-from halfstep._pytorch import dispatch, distributed
+from halfstep._pytorch import autograd, dispatch, distributed, modes, storages
 from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
+from halfstep.errors import CallOrderError
 
 
 @cache  # once our kernel is registered, it would be the answer
@@ -55,7 +60,6 @@ def _leave(name: str, device: str) -> Kernel:
 
 
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Return the kernel that carries out ``rule`` for the overload ``name``."""
     match rule.action:
         case "lower":
             return _cast_to(name, device, dtype, use_cache=_is_product(name))
@@ -266,7 +270,7 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
 
     Raises:
         Float64Met: as :func:`cast`.
-        GatheredMet: there is a gathered weight; :class:`halfstep._autocast.gathered.Lent` casts it.
+        GatheredMet: there is a gathered weight; :class:`Lent` casts it.
     """
     kind = type(value)
     if kind in _NO_TENSORS:
@@ -312,20 +316,17 @@ def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
 
 
 def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast a floating-point tensor on the device, float64 too; anything else comes back as it is.
-
-    Differentiable. Sync: none.
-    """
+    """Cast a floating-point tensor on the device, float64 too; leave all else. Sync: none."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == device:
         return value.to(dtype)
     return value
 
 
 def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
-    """Return the dtype that holds every eligible or float64 tensor in ``values``.
+    """Return the dtype that holds every eligible or float64 tensor in ``values``, None without one.
 
     Two different half precisions meet in float32. Tensors without dimensions count where there is
-    no other, as in PyTorch. None if there is no such tensor.
+    no other, as in PyTorch.
     """
     dtypes: dict[bool, torch.dtype] = {}  # of those without dimensions and of those with some
     for tensor in tensors_in(values):
@@ -333,3 +334,130 @@ def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
             key, dtype = tensor.dim() > 0, tensor.dtype
             dtypes[key] = torch.promote_types(dtypes.get(key, dtype), dtype)
     return dtypes.get(True, dtypes.get(False))
+
+
+# --- weights that are gathered from the ranks for an op, and freed after it -----------------------
+
+# fully_shard gathers the weights of a layer before its forward pass, frees them after it, and
+# gathers them again before its backward pass. A cast that autograd saves would stay: in the end one
+# of every weight, on every rank. So none is saved; the backward pass casts what was gathered again.
+
+
+class GatheredMet(Exception):  # noqa: N818  # nothing is wrong: see cast_weights
+    """An argument is a gathered weight."""
+
+
+def is_gathered(weight: Tensor) -> bool:
+    """Return whether others have the memory of a weight, and may free it before the backward pass.
+
+    Only where there are ranks, autograd saves something, and nobody else looks after what it saves
+    (activation checkpointing does: it saves nothing). Sync: none.
+    """
+    return (
+        torch.is_grad_enabled()
+        and distributed.has_process_group()
+        and not modes.is_tracing()
+        and weight.layout is torch.strided
+        and not (weight.is_nested or weight.is_inference())
+        and not storages.is_used_once(distributed.local_part(weight))
+        and autograd.saves_as_always()
+    )
+
+
+class Lent:
+    """Casts of gathered weights for one op, made again when its backward pass asks for them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._weights: dict[int, Tensor] = {}  # by the memory of their casts, during the op
+
+    def cast(self, value: Any) -> Any:
+        """Cast the gathered weights in ``value``, or in a list of them; leave all else.
+
+        Differentiable; gradients are not rounded on their way. Sync: none.
+        """
+        if isinstance(value, (list, tuple)):
+            return [self.cast(item) for item in value]
+        is_lent = is_weight(value) and value.is_floating_point() and value.dtype != self._dtype
+        if not is_lent or value.dtype is torch.float64 or not is_gathered(value):
+            return value
+        if distributed.is_dtensor(value):
+            cast: Tensor = value.to(self._dtype)
+            made = cast
+        else:
+            made = value.detach().to(self._dtype)
+            cast = storages.in_place_of(value, made) if value.requires_grad else made
+        self._weights[_memory(made)] = value
+        return cast
+
+    @contextmanager
+    def until_backward(self) -> Iterator[None]:
+        """Let autograd save none of the casts in this block."""
+        with saved_tensors_hooks(self._pack, methodcaller("again")):
+            try:
+                yield
+            finally:
+                self._weights.clear()  # autograd keeps the hooks, and with them this object
+
+    def _pack(self, saved: Tensor) -> _Cast | _Other:
+        weight = self._weights.get(_memory(saved)) if saved.dtype is self._dtype else None
+        if weight is None:
+            return _Other(saved)
+        return _Cast(weight, saved)
+
+
+class _Cast:
+    """A cast that autograd saves, or a view of one such as its transpose."""
+
+    def __init__(self, weight: Tensor, cast: Tensor) -> None:
+        local = distributed.local_part(cast)
+        self._weight, self._version = weight, weight._version
+        self._dtype = cast.dtype
+        self._view = (local.shape, local.stride(), local.storage_offset())
+        self._placed = distributed.placed_like(cast)
+
+    def again(self) -> Tensor:
+        weight = self._weight
+        shape = tuple(weight.shape)
+        if weight._version != self._version:
+            raise RuntimeError(
+                f"a weight {shape} was written to between the forward and the backward pass, which "
+                "needs it as it was; write to it after backward()"
+            )
+        local = distributed.local_part(weight)
+        if local.numel() and not local.untyped_storage().nbytes():
+            raise CallOrderError(
+                f"the backward pass needs a weight {shape} that was freed after the forward pass "
+                "and not gathered again; call backward() on what the sharded model returned, not "
+                "on a tensor kept aside, or shard with fully_shard(..., reshard_after_forward="
+                "False)"
+            )
+        return self._placed(local.detach().to(self._dtype).as_strided(*self._view))
+
+
+class _Other:
+    """Anything else that autograd saves: itself, guarded as ever against later writes."""
+
+    def __init__(self, saved: Tensor) -> None:
+        self._saved = saved.detach()  # the tensor itself would keep its own node alive
+        self._version = saved._version
+        self._described = f"{tuple(saved.shape)} of {saved.dtype}"
+
+    def again(self) -> Tensor:
+        if self._saved._version != self._version:
+            raise RuntimeError(
+                f"a tensor {self._described} that the backward pass needs was written to after the "
+                "forward pass; replace the operation in place by one that returns a new tensor"
+            )
+        return self._saved
+
+
+def is_weight(value: Any) -> bool:
+    """Return whether an argument of an op is a parameter, distributed or not."""
+    if type(value) in (nn.Parameter, Held):
+        return True
+    return distributed.is_dtensor(value) and isinstance(value, nn.Parameter)
+
+
+def _memory(tensor: Tensor) -> int:
+    return storages.number_of(distributed.local_part(tensor).untyped_storage())

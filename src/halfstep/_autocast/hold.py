@@ -194,9 +194,6 @@ class hold_casts:
         found = map(_held_casts, self._weights)
         return [casts for casts in found if casts is not None and casts.hold is self]
 
-    def _has_room(self, num_bytes: int) -> bool:
-        return self._max_bytes is None or self._num_bytes + num_bytes <= self._max_bytes
-
 
 class Held(nn.Parameter):
     """A parameter whose hold learns of whatever may write to it unseen.
@@ -277,19 +274,13 @@ def _forget_unseen(function: Any, arguments: Any) -> None:
 
 
 class _HeldCasts(Casts):
-    """The casts of a held weight; an attribute of it, so that they live as long.
-
-    Attributes:
-        hold: The hold that they belong to.
-        weight_id: The ``id`` of the weight: others may have got its attributes.
-    """
+    """The casts of a held weight; an attribute of it, so that they live as long."""
 
     def __init__(self, weight: Tensor, hold: hold_casts) -> None:
         self.hold = hold
-        self.weight_id = id(weight)
+        self.weight_id = id(weight)  # others may have got its attributes
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Cast as :class:`Casts` does, and count."""
         cast = super().cast(weight, dtype)
         self.hold._num_uses += cast is not None
         return cast
@@ -299,7 +290,8 @@ class _HeldCasts(Casts):
         return super()._cast_anew(*args)
 
     def _is_worth_keeping(self, num_bytes: int, is_unchanged: bool) -> bool:
-        return self.hold._has_room(num_bytes)
+        most = self.hold._max_bytes
+        return most is None or self.hold._num_bytes + num_bytes <= most
 
     def _keep(self, entry: Any, kept: Any) -> None:
         super()._keep(entry, kept)

@@ -13,7 +13,7 @@ the plan does not name its op, does what PyTorch would have done.
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -34,14 +34,7 @@ Plan = dict[str, Kernel]
 class PolicyOnDevice:
     """A policy on one device type: a plan for each lower precision, made when asked for.
 
-    Args:
-        policy: the policy.
-        device: the device type.
-        native: whether PyTorch's own kernels carry out the rules that they agree with.
-        number: what :func:`prepared` finds it by.
-        module: the module in which it is active: some rules may hold there only. Empty outside of
-            modules that have rules.
-        only_observed: whether it is active only while an observer is.
+    :func:`prepare` tells of the arguments, and :func:`prepared` finds it by ``number``.
     """
 
     def __init__(
@@ -61,7 +54,8 @@ class PolicyOnDevice:
         self.only_observed = only_observed
         self.has_phases = any(rule.phase is not None for rule in policy.rules)
         self.plan_for = cache(self._plan)  # not a method: a hit costs no call of a Python function
-        self.observed_kernel = cache(self._observed_kernel)
+        # Also where PyTorch's does the same: it would not be told.
+        self.observed_kernel = cache(partial(self._kernel, native=False))
         self._casts_for = cache(self._casts)
         self._native = native
         self._ruled = meant_by(policy.rules)
@@ -73,7 +67,6 @@ class PolicyOnDevice:
         return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
 
     def phase(self) -> Phase:
-        """Return the phase of this thread: "train" where no rule asks for it."""
         return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
 
     def now(self) -> tuple[torch.dtype, Phase]:
@@ -111,10 +104,6 @@ class PolicyOnDevice:
     def _plan(self, dtype: torch.dtype, phase: Phase) -> Plan:
         kernels = {op: self._kernel(op, dtype, phase, self._native) for op in sorted(self.table())}
         return {op: kernel for op, kernel in kernels.items() if kernel is not None}
-
-    def _observed_kernel(self, op: str, dtype: torch.dtype, phase: Phase) -> Kernel | None:
-        """Return the kernel of ours for a rule, also where PyTorch's does the same: it is told."""
-        return self._kernel(op, dtype, phase, native=False)
 
     def _kernel(self, op: str, dtype: torch.dtype, phase: Phase, native: bool) -> Kernel | None:
         rule = self._rule(op, dtype, phase) or _leaving(op)
@@ -180,10 +169,9 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
     Args:
         policy: the policy.
         device: the device type.
-        module: the name of the module in which it is to be active. Modules in which the same rules
-            hold share a number.
-        only_observed: whether it is active only while an observer is, whose kernels suffice: half
-            of the time.
+        module: the module in which it is to be active, empty outside of those with rules. Modules
+            in which the same rules hold share a number.
+        only_observed: whether it is active only while an observer is: half of the time suffices.
 
     Returns:
         The number by which :func:`prepared` finds it.
@@ -216,23 +204,17 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
         return _numbers[key]
 
 
-def number_within(active: PolicyOnDevice, module: str, dtype: torch.dtype) -> int | None:
-    """Return the number of the policy of ``active`` in a module, None if that is an island."""
-    return _number_within(active, module, dtype, active.phase())
-
-
 @cache
-def _number_within(
+def number_within(
     active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
 ) -> int | None:
-    is_island = active.policy.island(module, active.device, dtype, phase)
-    if is_island:
+    """Return the number of the policy of ``active`` in a module, None if that is an island."""
+    if active.policy.island(module, active.device, dtype, phase):
         return None
     return prepare(active.policy, active.device, module, only_observed=active.only_observed)
 
 
 def prepared(number: int) -> PolicyOnDevice:
-    """Return what :func:`prepare` made."""
     return _prepared[number]
 
 
@@ -286,7 +268,6 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
     rule = policy.rule(name)
     if rule is None:
         return kernel
-
     names = [argument.name for argument in schema_of(overload(name)).arguments]
 
     def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ Not hooks: these are called once the module's own have been, and stop ``torch.co
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple, Self
@@ -19,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from halfstep._autocast.policy import Policy
 from halfstep._autocast.region import ModuleRegion, Settings, settings_within
+from halfstep._autocast.rule import Rule, around
 from halfstep._common.nested import map_tensors, tensors_in
 from halfstep._common.text import did_you_mean
 from halfstep._pytorch import amp, distributed
@@ -134,27 +136,21 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
 
 
 class Island(NamedTuple):
-    """The way in which a module is kept.
-
-    Attributes:
-        dtype: What its floating-point inputs are cast to.
-        cast_back: Whether its outputs of that dtype are cast to the dtype that came in.
-    """
+    """The way in which a module is kept."""
 
     dtype: torch.dtype
+    """What its floating-point inputs are cast to."""
     cast_back: bool
+    """Whether its outputs of that dtype are cast to the dtype that came in."""
 
 
 class Wrapped:
-    """The class that stands before the own one of a wrapped module.
-
-    Attributes:
-        islands: What keep() made of it; the last one holds.
-        path: Its name in the model, if a policy has rules for it.
-    """
+    """The class that stands before the own one of a wrapped module."""
 
     _islands: tuple[Island, ...]
+    """What keep() made of it; the last one holds."""
     _path: str
+    """Its name in the model, if a policy has rules for it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own ``forward`` as it is to run here."""
@@ -242,7 +238,8 @@ def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any
     if device is None or not torch.is_autocast_enabled(device):
         result = run(*args, **kwargs)
     else:
-        with ModuleRegion(_off(device)):
+        off = amp.autocast_switches(device)._replace(enabled=False)
+        with ModuleRegion(Settings(off, policy=None, inherit=False)):
             result = run(*args, **kwargs)
     if cast_back and given is not None and given.dtype is not dtype:
         before = given.dtype
@@ -267,11 +264,6 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
             )
 
 
-def _off(device: str) -> Settings:
-    switches = amp.autocast_switches(device)._replace(enabled=False)
-    return Settings(switches, policy=None, inherit=False)
-
-
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -293,12 +285,7 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]:
-    """Return the modules whose names in ``model`` are like ``pattern``, a glob.
-
-    Args:
-        model: The model; inside ``DistributedDataParallel``, what that wraps.
-        pattern: The glob; a ``*`` stands for dots too.
-        asker: What the error message begins with.
+    """Return the modules whose names in ``model`` are like a glob, whose ``*`` stands for dots too.
 
     Raises:
         ValueError: There is none; the message names those like it.
@@ -312,3 +299,93 @@ def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]
             f"{asker}: no module of this {type(model).__name__} is named like {pattern!r}{near}"
         )
     return found
+
+
+# --- islands as lines of code that need PyTorch alone ---------------------------------------------
+
+CODE = '''\
+import torch
+
+
+def run_in_float32(module):
+    """Run a module in float32, under autocast or in a model of lower precision."""
+    module.float()
+    forward = module.forward
+
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            return [value] if value.is_floating_point() else []
+        items = value.values() if isinstance(value, dict) else value
+        is_container = isinstance(value, (list, tuple, dict))
+        return [tensor for item in items for tensor in tensors(item)] if is_container else []
+
+    def cast(value, dtype):
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            items = {key: cast(item, dtype) for key, item in value.items()}
+            return items if type(value) is dict else type(value)(**items)
+        if isinstance(value, (list, tuple)):
+            items = [cast(item, dtype) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+    def run(*args, **kwargs):
+        given = tensors((args, kwargs))
+        if not given:
+            return forward(*args, **kwargs)
+        device, dtype = given[0].device.type, given[0].dtype
+        is_on = torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False):
+            result = forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+        return result if is_on else cast(result, dtype)
+
+    module.forward = run
+
+
+'''
+"""What a policy does to an island; without autocast the result has the dtype that came in."""
+
+
+def exported(policy: Policy, model: nn.Module, dtype: torch.dtype) -> str:
+    """Return the lines that keep the modules of a model in float32 for which a policy has rules.
+
+    Raises:
+        ValueError: A rule cannot be carried out module by module.
+    """
+    for rule in policy.module_rules:
+        matching(model, rule.module or "", f"policy rule {rule}")
+        if rule.action not in ("fp32", "fp32-dtype", "leave"):
+            raise ValueError(f"rule {str(rule)!r} cannot be exported: {_ONLY_MODULES}")
+    islands = dict(_islands(policy, model, dtype))
+    if not islands:
+        raise ValueError(f"the policy {policy} keeps no module in float32: {_ONLY_MODULES}")
+    lines = [f"run_in_float32(model.get_submodule({name!r}))" for name in islands]
+    notes = [f"  # instead of {rule}" if rule.op else "" for rule in islands.values()]
+    return CODE + "\n".join(map(str.__add__, lines, notes)) + "\n"
+
+
+_ONLY_MODULES = (
+    "without halfstep only whole modules can be kept in float32 ('@head:fp32'), and ops of modules "
+    "as the whole module ('softmax@blocks.*.attn:fp32')"
+)
+
+
+def _islands(policy: Policy, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Rule]]:
+    """Yield the names of the outermost modules to keep in float32, and the rules that say so."""
+    param = next(model.parameters(), None)
+    device = "cpu" if param is None else param.device.type
+    found: set[str] = set()
+    for path, _ in model.named_modules():
+        name = without_wrappers(path)
+        if not name or found & set(around(name)):
+            continue
+        of_ops = (
+            rule
+            for rule in policy.module_rules
+            if rule.op and rule.is_about(name) and rule.holds_where(device, dtype, "train")
+        )
+        rule = policy.island(name, device, dtype) or next(of_ops, None)
+        if rule is not None and rule.action != "leave":
+            found.add(name)
+            yield path, rule

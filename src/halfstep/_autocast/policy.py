@@ -133,7 +133,7 @@ class Policy:
             >>> print(Policy.parse("torch; @1:fp32").export(model).splitlines()[-1])
             run_in_float32(model.get_submodule('1'))
         """
-        from halfstep._autocast.export import exported  # it imports this module
+        from halfstep._autocast.modules import exported  # it imports this module
 
         return exported(self, model, dtype)
 
@@ -361,8 +361,12 @@ def _check(rule: Rule) -> None:
 
 
 def _meant_by(rule_op: str) -> frozenset[str]:
+    if "::" not in rule_op:
+        return _of_aten(rule_op)
     # Not kept for other libraries than ATen: they may be loaded later.
-    return _custom(rule_op) if "::" in rule_op else _of_aten(rule_op)
+    glob = Rule(rule_op, "leave")
+    names = _overloads_beside(rule_op)
+    return frozenset(name for name in names if glob.names(name) and not _writes_out(name))
 
 
 @cache
@@ -375,12 +379,6 @@ def _of_aten(rule_op: str) -> frozenset[str]:
         return frozenset({rule_op} if _exists(rule_op) and not _writes_out(rule_op) else ())
     names = (f"{op}.{of_op}" for of_op in dispatch.aten_overloads().get(op, ()))
     return frozenset(n for n in names if not _writes_out(n) and not _must_name_dtype(n))
-
-
-def _custom(rule_op: str) -> frozenset[str]:
-    glob = Rule(rule_op, "leave")
-    names = _overloads_beside(rule_op)
-    return frozenset(name for name in names if glob.names(name) and not _writes_out(name))
 
 
 def _overloads_beside(rule_op: str) -> list[str]:

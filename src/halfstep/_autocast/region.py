@@ -163,16 +163,14 @@ def current_settings(device_type: str) -> Settings:
 
 @compiler.run_while_tracing
 def settings_within(module: str, device_type: str) -> Settings | None:
-    """Return how a module is to run under the policy of this thread, None for as what is around it.
+    """Return how a module, by its name, is to run in this thread; None for as what is around it.
 
-    Args:
-        module: Its name in the model.
-        device_type: That of what it computes with; autocast is on for it.
+    Autocast is on for ``device_type``, that of what it computes with.
     """
     active = scopes.policies().get(device_type)
     if active is None:
         return None
-    number = kernels.number_within(active, module, torch.get_autocast_dtype(device_type))
+    number = kernels.number_within(active, module, *active.now())
     if number == active.number:
         return None
     switches = amp.autocast_switches(device_type)
@@ -216,8 +214,7 @@ _decrement_nesting = torch.autocast_decrement_nesting
 def _exit_below_others(context: Region) -> CallOrderError | None:
     """Leave a context that is not the innermost one; those inside it stay as if it had not been.
 
-    Returns:
-        What is wrong; None if those inside do the same, so that no op ran in a way of another.
+    Returns what is wrong; None if those inside do the same: no op ran in a way of another.
     """
     inner: list[scopes.Scope] = []
     scope = scopes.current()

@@ -26,16 +26,12 @@ if TYPE_CHECKING:
 
 
 class Policies(dict[str, "PolicyOnDevice"]):
-    """The active policy of each device type that has one. Never changed; equal ones are one.
-
-    Attributes:
-        key: Differs for different ones.
-        within: Those inside of a context, by the number of its policy and whether it inherits.
-    """
+    """The active policy of each device type that has one. Never changed; equal ones are one."""
 
     def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
         super().__init__(policies)
         self.key = frozenset(map(id, policies.values()))  # policies on devices are kept for good
+        # Those inside of a context, by the number of its policy and whether it inherits.
         self.within: dict[tuple[int, bool], Policies] = {}
 
     def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
@@ -55,7 +51,6 @@ class Scope(NamedTuple):
     """The policies and switches that are active in a thread.
 
     Attributes:
-        policies: the active policies.
         outer: the scope outside this one, None for the scope of a thread outside every context.
         context: the autocast that was entered, None for all else.
         settings: what it has switched on.
@@ -75,21 +70,15 @@ class Scope(NamedTuple):
 
 
 class _State:
-    """The state of a thread, in one object: attributes of thread-locals take long to look up.
-
-    Attributes:
-        scope: :func:`current`, unless it has a nesting depth.
-        followed: The policies that torch.compile knows of.
-        guard: What it knows them by.
-        guard_outside: What was there before there were any.
-    """
+    """The state of a thread, in one object: attributes of thread-locals take long to look up."""
 
     __slots__ = ("followed", "guard", "guard_outside", "scope")
 
     def __init__(self) -> None:
-        self.scope = Scope(NO_POLICIES)
-        self.followed = NO_POLICIES
-        self.guard = self.guard_outside = compiler.compile_guard()
+        self.scope = Scope(NO_POLICIES)  # current(), unless it has a nesting depth
+        self.followed = NO_POLICIES  # what torch.compile knows of
+        self.guard = compiler.compile_guard()  # what it knows them by
+        self.guard_outside = self.guard  # what was there before there were any
 
 
 class _Thread(threading.local):
@@ -156,11 +145,7 @@ def leave(scope: Scope) -> None:
 
 
 def leave_below(block: "use_policy") -> bool:
-    """Leave a block whose scope is not the innermost one; those inside stay as they are.
-
-    Returns:
-        Whether it was entered in this thread.
-    """
+    """Leave a block that is not the innermost; return whether it was entered in this thread."""
     inner: list[Scope] = []
     each: Scope | None = current()
     while each is not None and each.block is not block:
@@ -180,15 +165,10 @@ def leave_below(block: "use_policy") -> bool:
 
 
 class _Mark(NamedTuple):
-    """The mark by which torch.compile knows a set of policies.
+    """The mark by which torch.compile knows a set of policies."""
 
-    Attributes:
-        guard: unique in this process.
-        tag: in the keys of caches; the same in every process.
-    """
-
-    guard: compiler.CompileGuard
-    tag: str
+    guard: compiler.CompileGuard  # unique in this process
+    tag: str  # in the keys of caches; the same in every process
 
 
 _marks: dict[frozenset[int], _Mark] = {}

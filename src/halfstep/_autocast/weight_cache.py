@@ -47,23 +47,17 @@ def can_be_kept(weight: Tensor) -> bool:
 
 
 class _Marks(NamedTuple):
-    """Signs that a weight is still what it was.
-
-    Attributes:
-        version: Counts writes in place, except those through ``.data`` or to the storage itself.
-        storage: Where the storage is described; it and the rest change with ``weight.data = ...``.
-        offset: Where in the storage the weight begins.
-        shape: Its shape.
-        stride: Its strides.
-        stream: Which stream of the device made the cast; another one does not wait for it.
-    """
+    """Signs that a weight is still what it was."""
 
     version: int
+    """Counts writes in place, except those through ``.data`` or to the storage itself."""
     storage: int
+    """Where the storage is described; it and the next three change with ``weight.data = ...``."""
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     stream: int
+    """Which stream of the device made the cast; another one does not wait for it."""
 
 
 def _marks(weight: Tensor) -> _Marks:

@@ -20,7 +20,7 @@ from halfstep._diagnose.call_log import CallLog, LoggedCall, unseen
 from halfstep._diagnose.kept_calls import VIEWS, KeptCall, Made, found_bad, is_model, name_of, scale
 from halfstep._diagnose.user_code import is_called_by_a_scaler
 from halfstep._numerics.measure import is_finite
-from halfstep._pytorch import autograd, compiler, data, modes, optim, transforms
+from halfstep._pytorch import autograd, compiler, modes, modules, optim
 from halfstep._scaler.scaler import GradScaler
 
 MOST_READ = 1024
@@ -142,10 +142,10 @@ class Capture(TopLevelCalls):
     def install(self, patches: Patches) -> None:
         """Put it around the calls until ``patches`` are undone; those of functions need more."""
         super().install(patches)
-        for owner, name in transforms.CALLED_AS_A_WHOLE:
+        for owner, name in modes.CALLED_AS_A_WHOLE:
             patches.wrap(owner, name, self._around_transform)
         patches.wrap(GradScaler, "scale", self._around_scale)
-        patches.wrap(data.LOADER_ITERATOR, "__next__", self._around_batch)
+        patches.wrap(modules.LOADER_ITERATOR, "__next__", self._around_batch)
         patches.put(autograd.FUNCTION_BASE, "apply", classmethod(self._apply()))
 
     def keeping(self) -> AbstractContextManager[None]:
@@ -203,7 +203,7 @@ class Capture(TopLevelCalls):
         if is_grad_enabled():
             self._before_model()
         kept = self.log.call(original, args, kwargs, is_drawing=True)
-        if kept is not None and original.__name__ in transforms.GRADIENTS:
+        if kept is not None and original.__name__ in modes.RETURNING_GRADIENTS:
             self.ends.append(kept.call)
         with self.inside():
             return self._done(kept, original, args, kwargs)
@@ -274,4 +274,4 @@ class Capture(TopLevelCalls):
 def _counts() -> bool:
     """Return whether a call now is part of a loop, not of a backward pass or of a tracer."""
     is_elsewhere = autograd.backward_number() >= 0 or modes.is_jit_tracing()
-    return not is_elsewhere and not transforms.are_active()
+    return not is_elsewhere and not modes.has_transforms()

@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import torch._functorch.apis
+import torch._functorch.eager_transforms
+import torch.nn.utils.stateless
 import torch.overrides
 import torch.utils._python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -185,3 +188,24 @@ def autocast_switches_of_caller(device_type: str) -> Switches:
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         return autocast_switches(device_type)
+
+
+# --- torch.func -----------------------------------------------------------------------------------
+
+# (module, name): what torch.func.grad, grad_and_value, vmap and functional_call call. Looked up in
+# the module at each call.
+CALLED_AS_A_WHOLE: tuple[tuple[Any, str], ...] = (
+    (torch._functorch.eager_transforms, "grad_impl"),
+    (torch._functorch.eager_transforms, "grad_and_value_impl"),
+    (torch._functorch.apis, "vmap_impl"),
+    (torch.nn.utils.stateless, "_functional_call"),
+)
+
+RETURNING_GRADIENTS = {"grad_impl", "grad_and_value_impl"}
+"""The names of those that return gradients."""
+
+
+def has_transforms() -> bool:
+    """Return whether a transform of ``torch.func`` runs in this thread."""
+    active: bool = torch._C._are_functorch_transforms_active()
+    return active

@@ -1,10 +1,11 @@
-"""torch.nn: where modules keep what they hold."""
+"""torch.nn and torch.utils.data: what modules hold, what calls them, and what loads batches."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.utils.data.dataloader
 
 
 def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
@@ -20,3 +21,6 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 # What the call of a module runs in; its locals `args` and `kwargs` are what the module is given.
 CALL_CODE = torch.nn.Module._call_impl.__code__
+
+# The class whose ``__next__`` returns the batches of every DataLoader.
+LOADER_ITERATOR: Any = torch.utils.data.dataloader._BaseDataLoaderIter

@@ -21,7 +21,7 @@ from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, access
-from halfstep._scaler.after_step import Waiting, snapshot_of
+from halfstep._scaler.after_step import DueSchedules, snapshot_of
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, parameters
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
@@ -203,8 +203,8 @@ class Schedules:
 
     def __init__(self, script: ScriptState) -> None:
         self._script = script
-        self._waiting = Waiting()
-        self.note = self._waiting.note
+        self._due = DueSchedules()
+        self.note = self._due.note
 
     def install(self, patches: Patches) -> None:
         """Wrap all present and future schedulers."""
@@ -232,7 +232,7 @@ class Schedules:
 
     def _may_move(self, scheduler: LRScheduler) -> bool:
         if optim.is_being_made(scheduler):
-            self._waiting.note_move(scheduler)
+            self._due.note_move(scheduler)
             return True
         self._script.schedules.setdefault(type(scheduler).__name__)
-        return self._waiting.may_move(scheduler)
+        return self._due.may_move(scheduler)

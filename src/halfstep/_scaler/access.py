@@ -122,7 +122,7 @@ def add_check(
     """
     engine = scaler._engine
     check = GradientCheck(engine.scales[None], gradients, found_inf)
-    engine.ranks_of("step", optimizer, list(parameters(optimizer))).agree_on(check)
+    engine.ranks_of("step", optimizer, parameters(optimizer)).agree_on(check)
     engine.iteration.add(check)
     return check
 

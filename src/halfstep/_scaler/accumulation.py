@@ -66,7 +66,7 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
                 scale.live.see_loss_(1.0 / (1.0 - is_bad))
     block.join()
     block.root.blocks[id(optimizer)] = blocks
-    for each in block.root.blocks_with(list(parameters(optimizer))):
+    for each in block.root.blocks_with(parameters(optimizer)):
         each.note_end(block.root)
 
 

@@ -91,7 +91,7 @@ class _TakenSteps:
         return self._last_taken
 
 
-class Waiting:
+class DueSchedules:
     """Decides which schedules move on: not where all steps since the last move were skipped."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
     """
     if evaluates_first(optimizer):
         return Snapshot([], [])
-    params, each_of = list(parameters(optimizer)), members(optimizer)
+    params, each_of = parameters(optimizer), members(optimizer)
     groups = [group for each in each_of for group in each.param_groups]
     states = [getattr(each, "state", None) for each in each_of]
     # A wrapper may have no state, and that of a container may be a view of others.

@@ -65,7 +65,7 @@ def target(
         return None, params
     optimizer: Any = optimizer_or_parameters
     require_optimizer("clip_grad_norm_", optimizer)
-    return optimizer, list(parameters(optimizer))
+    return optimizer, parameters(optimizer)
 
 
 def clip_grad_norm_(

@@ -84,7 +84,7 @@ class NormLimits:
     def __init__(self) -> None:
         self.settings: tuple[float, int] | None = None  # times the median, and the window
         self._limits: list[NormLimit] = []
-        self._position: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+        self._limit_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, NormLimit] = (
             weakref.WeakKeyDictionary()
         )
         self._num_seen = 0  # of all optimizers, those that are gone too
@@ -95,19 +95,18 @@ class NormLimits:
             NormLimit(times_median, window)
         self.settings = None if times_median is None else (times_median, window)
         self._limits = []
-        self._position.clear()
+        self._limit_of.clear()
         self._num_seen = 0
 
     def of(self, optimizer: torch.optim.Optimizer) -> NormLimit | None:
         if self.settings is None:
             return None
-        if optimizer not in self._position:
-            self._position[optimizer] = self._num_seen
+        if optimizer not in self._limit_of:
+            if self._num_seen == len(self._limits):
+                self._limits.append(NormLimit(*self.settings))
+            self._limit_of[optimizer] = self._limits[self._num_seen]
             self._num_seen += 1
-        position = self._position[optimizer]
-        if position == len(self._limits):
-            self._limits.append(NormLimit(*self.settings))
-        return self._limits[position]
+        return self._limit_of[optimizer]
 
     def to_dict(self) -> dict[str, Any] | None:
         """Return settings and norms. Sync: one for each optimizer."""

@@ -6,9 +6,9 @@ Sync: none, in all of these functions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from halfstep._pytorch.amp import check_and_unscale_, increment_version, set_grad_enabled
 from halfstep._pytorch.distributed import has_dtensors, is_dtensor, local_part, settle
 from halfstep._pytorch.storages import values_of_sparse
-from halfstep._scaler.optimizers import members
+from halfstep._scaler.optimizers import HOLDERS, members
 from halfstep._scaler.scalars import Scalar, describe, moved, reciprocal
 
 NUM_NAMED = 3
@@ -139,14 +139,21 @@ NONE = Gradients([], [], [], {}, frozenset())
 """No gradients."""
 
 
-def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer in the order of its groups.
 
     Those of a container and of all that it holds, each once.
     """
-    found = members(optimizer)
-    params = chain.from_iterable(group["params"] for each in found for group in each.param_groups)
-    return params if len(found) == 1 else iter(dict.fromkeys(params))
+    params: list[Tensor] = []
+    # The class first: a property of it may raise. By map(): no further call of Python for one.
+    is_container = any(map(partial(hasattr, type(optimizer)), HOLDERS)) or any(
+        map(partial(hasattr, optimizer), HOLDERS)
+    )
+    found = members(optimizer) if is_container else [optimizer]
+    for each in found:
+        for group in each.param_groups:
+            params += group["params"]
+    return list(dict.fromkeys(params)) if len(found) > 1 else params
 
 
 def collect(params: Iterable[Tensor]) -> Gradients:

@@ -20,9 +20,9 @@ from halfstep._scaler.clipping import checked_max_norm
 from halfstep._scaler.closures import split_closure
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.optimizers import evaluates_first, members, name, require_optimizer
-from halfstep._scaler.outcome import Outcome
+from halfstep._scaler.outcome import Counts, Outcome
 from halfstep._scaler.rules import Static
-from halfstep._scaler.scaler import Counts, GradScaler
+from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Guard:
     def _decides_with_others(self, optimizer: torch.optim.Optimizer) -> bool:
         if not has_process_group():
             return False
-        params = list(parameters(optimizer))
+        params = parameters(optimizer)
         return self._scaler._engine.ranks_of("step", optimizer, params).is_together
 
     def _step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -126,7 +125,7 @@ class Step:
         # torch.compile of 2.11 cannot take bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
-    def parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> list[Tensor]:
         assert self.optimizer is not None
         return parameters(self.optimizer)
 
@@ -209,7 +208,7 @@ class Step:
 def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedError:
     """Return the error for an optimizer without any gradient."""
     assert optimizer is not None
-    num_params = sum(1 for _ in parameters(optimizer))
+    num_params = len(parameters(optimizer))
     return NothingCheckedError(
         f"step({name(optimizer)}): none of its {num_params} parameters has a gradient.\n"
         "Cause: backward() was not called on the scaled loss, or zero_grad() was called after "

@@ -52,6 +52,22 @@ class HistoryEntry(NamedTuple):
     norm: float
 
 
+class Counts(NamedTuple):
+    """The iterations that a scaler has seen; kept in its ``state_dict``.
+
+    Attributes:
+        taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
+        skipped: The others.
+        skipped_in_a_row: How many of those came last, without one that was taken.
+        since: Number of the first of these, counted from 1; None if the last step was taken.
+    """
+
+    taken: int
+    skipped: int
+    skipped_in_a_row: int
+    since: int | None
+
+
 class Outcome:
     """One call of :meth:`halfstep.GradScaler.step`, read late.
 

@@ -15,6 +15,7 @@ from halfstep._scaler.scalars import (
     SMALLEST_SCALE,
     checked_count,
     checked_number,
+    checked_scale,
     float32_bits,
     round_to_float32,
 )
@@ -256,6 +257,26 @@ def rule_from_dict(saved: Mapping[str, Any]) -> Rule:
         fault = "has no" if key in expected else "has an unknown key"
         raise ValueError(f"the rule {name!r} {fault} {key!r}")
     return rule(**{key: value for key, value in saved.items() if key != "name"})
+
+
+def scale_and_rule(
+    init_scale: float, rule: Rule | None, numbers: tuple[float, float, int]
+) -> tuple[float, Rule]:
+    """Return what a GradScaler is made with: a rule, or the three numbers of :class:`Dynamic`."""
+    if rule is None:
+        return init_scale, Dynamic(*numbers)
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule is {rule!r}: pass Dynamic(...), LogMax(...) or Static()")
+    if numbers != (2.0, 0.5, 2000):
+        raise ValueError(
+            "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
+            f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
+        )
+    if not isinstance(rule, Static) or rule.scale is None:
+        return init_scale, rule
+    if init_scale not in (2.0**16, rule.scale):
+        raise ValueError(f"init_scale is {init_scale:g} and rule is {rule!r}: give one")
+    return checked_scale("the scale of Static", rule.scale), Static()
 
 
 def log2(value: float) -> float:

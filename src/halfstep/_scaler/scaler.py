@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from halfstep._scaler.closures import split_closure, step_with_closure
 from halfstep._scaler.engine import Engine
 from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
-from halfstep._scaler.outcome import HistoryEntry, Outcome
+from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.rules import Dynamic, Rule, Static
-from halfstep._scaler.scalars import checked_scale
+from halfstep._scaler.rules import Dynamic, Rule, scale_and_rule
+from halfstep._scaler.scalars import checked_device
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
 from halfstep.errors import CallOrderError, HalfstepWarning
@@ -45,22 +45,6 @@ if TYPE_CHECKING:
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
 """This many calls of ``scale`` without an ``update`` mean that a call was forgotten."""
-
-
-class Counts(NamedTuple):
-    """The iterations that a scaler has seen; kept in its ``state_dict``.
-
-    Attributes:
-        taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
-        skipped: The others.
-        skipped_in_a_row: How many of those came last, without one that was taken.
-        since: Number of the first of these, counted from 1; None if the last step was taken.
-    """
-
-    taken: int
-    skipped: int
-    skipped_in_a_row: int
-    since: int | None
 
 
 class GradScaler(TorchAttributes):
@@ -147,20 +131,9 @@ class GradScaler(TorchAttributes):
             )
         if not self.is_enabled():
             device = None  # GradScaler("cuda", enabled=torch.cuda.is_available()) is usual
-        self._device: str | None = None if device is None else _available_device(device)
-        if rule is None:
-            rule = Dynamic(growth_factor, backoff_factor, growth_interval)
-        elif not isinstance(rule, Rule):
-            raise TypeError(f"rule is {rule!r}: pass Dynamic(...), LogMax(...) or Static()")
-        elif (growth_factor, backoff_factor, growth_interval) != (2.0, 0.5, 2000):
-            raise ValueError(
-                "growth_factor, backoff_factor and growth_interval are numbers of the rule: give "
-                f"them to it, rule={type(rule).__name__}(...), and not to the GradScaler too"
-            )
-        if isinstance(rule, Static) and rule.scale is not None:
-            if init_scale not in (2.0**16, rule.scale):
-                raise ValueError(f"init_scale is {init_scale:g} and rule is {rule!r}: give one")
-            init_scale, rule = checked_scale("the scale of Static", rule.scale), Static()
+        self._device: str | None = None if device is None else checked_device(device)
+        numbers = growth_factor, backoff_factor, growth_interval
+        init_scale, rule = scale_and_rule(init_scale, rule, numbers)
         first = ScaleState.first(init_scale, rule, min_scale, max_scale)
         self._engine = Engine(first, Ranks(process_group, device_mesh), self)
         self._alarm = Alarm(max_consecutive_skips, on_skips)
@@ -718,29 +691,3 @@ class GradScaler(TorchAttributes):
                 "rule=Dynamic(...), or leave it out"
             )
         self._engine.scales.set_rule(replace(self._rule, **changes))  # type: ignore[arg-type]
-
-
-def _available_device(device: str | torch.device) -> str:
-    """Return the name of a device that exists here.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: There is no such device type, or PyTorch sees none of it on this machine.
-    """
-    if not isinstance(device, str | torch.device):
-        raise TypeError(
-            f"GradScaler(device={device!r}): the device comes first, such as 'cuda'; for the scale "
-            f"write GradScaler(init_scale={device!r})"
-        )
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"GradScaler(device={device!r}): {error}") from error
-    is_available = getattr(getattr(torch, device.type, None), "is_available", lambda: True)
-    if not is_available():
-        raise ValueError(
-            f"GradScaler(device={str(device)!r}): PyTorch {torch.__version__} sees no "
-            f"{device.type} device on this machine. Leave the device out, GradScaler(), and that "
-            "of the first loss is taken; or pass enabled=False to train without scaling"
-        )
-    return str(device)

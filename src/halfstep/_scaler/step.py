@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ from halfstep._scaler.norms import (
     norms_of,
     overflows_when_divided,
 )
-from halfstep._scaler.optimizers import HOLDERS, name, step_with_scale, writes_unscaled
+from halfstep._scaler.optimizers import name, step_with_scale, writes_unscaled
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scalars import Scalar
 from halfstep.errors import CallOrderError, RanksError
@@ -121,63 +122,65 @@ def gather(
     iteration = engine.iteration
     if params is None:
         assert optimizer is not None
-        params = []
-        # The class first: a property of it may raise.
-        of_class = any(map(partial(hasattr, type(optimizer)), HOLDERS))
-        if of_class or any(map(partial(hasattr, optimizer), HOLDERS)):
-            params += parameters(optimizer)
-        else:  # what that does for a single one, without a call of Python
-            for group in optimizer.param_groups:
-                params += group["params"]
+        params = parameters(optimizer)
     owner = optimizer if owner is None else owner
     if engine.unused.waiting:
         engine.unused.use(params)
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
-    loss_scale = None
-    if earlier is not None and earlier.checks:
-        loss_scale = earlier.checks[0].scale
+    must_have_one = call == "step" and (is_scaled or iteration.blocks) and not ranks.is_together
+    if must_have_one and all(map(_is_none, map(_grad, params))):  # map() calls no Python
+        raise nothing_checked(optimizer)
+    loss_scale = earlier.checks[0].scale if earlier is not None and earlier.checks else None
+    if loss_scale is None:
+        # The gradients of a block have no scale but that of its own losses.
+        known = [] if call == "accumulate" else params
+        loss_scale = engine.scale_of_iteration(call, owner, known)
     if iteration.blocks:
-        if call == "step":
-            _require_gradients(ranks, optimizer, params)
-        loss_scale = loss_scale or engine.scale_of_iteration(call, owner, params)
         # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
         for blocks in iteration.blocks_with(params):
             blocks.put_together(iteration, ranks)
-    if loss_scale is None:
-        try:
-            # The gradients of a block have no scale but that of its own losses.
-            known = [] if call == "accumulate" else params
-            loss_scale = engine.scale_of_iteration(call, owner, known)
-        except CallOrderError:
-            if call == "step" and is_scaled:
-                _require_gradients(ranks, optimizer, params)
-            raise
     gradients = collect(params)
-    if call == "step" and is_scaled and not gradients.grads:
-        _require_gradients(ranks, optimizer, params)
     if iteration.in_doubt and iteration.is_in_doubt(gradients):
         raise CallOrderError(
             f"{call}(): an earlier step() of these gradients raised, and may have divided some "
             "of them by the scale already: zero_grad() and call backward() again"
         )
-    if not is_scaled:
-        assert earlier is not None
-        checks = earlier.checks
-        if iteration.num_losses > earlier.num_losses:
-            scaled, later, _ = _split(iteration, gradients, ranks, params)
-            _refuse_new(call, scaled, gradients, owner)
-            # Another optimizer, or a list of parameters, may have had the new gradients checked.
-            for check in later:
-                _unscale_what_was_left(check)
-            checks = [*checks, *(check for check in later if check not in checks)]
-        step = Step(optimizer, loss_scale, gradients, None, checks, ranks)
+    if earlier is not None and not is_scaled:
+        step = Step(optimizer, loss_scale, gradients, None, earlier.checks, ranks)
         step.norms, step.norm = earlier.norms, earlier.norm
+        if iteration.num_losses > earlier.num_losses:
+            _require_no_new(iteration, step, params, f"{call}({name(owner)})")
         return step
-    if not (iteration.checks or ranks.is_together):
-        return Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
-    scaled, checks, asked = _split(iteration, gradients, ranks, params)
-    step = Step(optimizer, loss_scale, scaled, loss_scale.number(), checks, ranks, asked)
+    step = Step(optimizer, loss_scale, gradients, loss_scale.number(), ranks=ranks)
+    return _unscaled_apart(engine, step, params) if iteration.checks or ranks.is_together else step
+
+
+_grad = attrgetter("grad")
+_is_none = partial(is_, None)
+
+
+def _require_no_new(iteration: Iteration, step: Step, params: list[Tensor], call: str) -> None:
+    """Raise if a backward pass has added scaled gradients to those that were unscaled."""
+    new, later, _ = _split(iteration, step.gradients, step.ranks, params)
+    if new.grads:
+        raise CallOrderError(
+            f"{call}: backward() of a scaled loss came after its gradients were unscaled, and "
+            f"{len(new.grads)} of {len(step.gradients.grads)} are new and "
+            "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
+            "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
+        )
+    # Another optimizer, or a list of parameters, may have had the new gradients checked.
+    for check in later:
+        _unscale_what_was_left(check)
+    step.checks = [*step.checks, *(check for check in later if check not in step.checks)]
+
+
+def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
+    """Return a step of what is still scaled; of all, if that had to be unscaled with the rest."""
+    iteration, gradients = engine.iteration, step.gradients
+    step.gradients, checks, step.asked = _split(iteration, gradients, step.ranks, params)
+    step.checks = checks
     if not checks:
         return step
     refuse_half(engine, step)
@@ -187,15 +190,7 @@ def gather(
     if step.own_check is not None:
         iteration.add(step.own_check)
         checks = [*checks, step.own_check]
-    return Step(optimizer, loss_scale, gradients, None, checks, ranks)
-
-
-def _require_gradients(
-    ranks: Alone | Together, optimizer: torch.optim.Optimizer | None, params: list[Tensor]
-) -> None:
-    """Raise unless there is a gradient, or other ranks may have some."""
-    if not ranks.is_together and all(param.grad is None for param in params):
-        raise nothing_checked(optimizer)
+    return Step(step.optimizer, step.loss_scale, gradients, None, checks, step.ranks)
 
 
 def _split(
@@ -210,16 +205,6 @@ def _split(
         return scaled, checks, frozenset()
     asked = frozenset(map(id, params))
     return scaled, [check for check in iteration.checks if check.asked & asked], asked
-
-
-def _refuse_new(call: str, new: Gradients, gradients: Gradients, owner: object) -> None:
-    if new.grads:
-        raise CallOrderError(
-            f"{call}({name(owner)}): backward() of a scaled loss came after its "
-            f"gradients were unscaled, and {len(new.grads)} of {len(gradients.grads)} are new and "
-            "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
-            "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
-        )
 
 
 def _unscale_what_was_left(check: GradientCheck) -> None:

@@ -235,7 +235,7 @@ class TorchAttributes:
                 f"step({name(optimizer)}, max_norm={max_norm}): it takes the scaler "
                 "(grad_scaler=...) and unscales by itself; let it clip too"
             )
-        params = list(parameters(optimizer))
+        params = parameters(optimizer)
         scale = engine.scale_of_iteration("step", optimizer, params)
         engine.unused.use(params)
         steps = engine.iteration.steps
@@ -274,7 +274,7 @@ class TorchAttributes:
 
 def _check(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
     """Look for inf and NaN and change nothing, for an optimizer that unscales by itself."""
-    params = list(parameters(optimizer))
+    params = parameters(optimizer)
     gradients = collect(params)
     ranks = engine.ranks_of("step", optimizer, params)
     if not (gradients.grads or ranks.is_together):
@@ -291,7 +291,7 @@ def _report(
     engine: Engine, optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor]
 ) -> None:
     """Take what an optimizer has found that unscales by itself: for each device 1 or 0."""
-    scale = engine.scale_of_iteration("step", optimizer, list(parameters(optimizer)))
+    scale = engine.scale_of_iteration("step", optimizer, parameters(optimizer))
     found = {device: flag.detach().reshape(()).float() for device, flag in found.items()}
     _keep_check(engine, optimizer, GradientCheck(scale, NONE, found))
 

@@ -38,7 +38,7 @@ _VIEW = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class WaitingGradient:
     """A gradient that waits for its use.
 
     Attributes:
@@ -78,7 +78,7 @@ class Unused:
         # Parameters of losses, by id, that no known optimizer has.
         self._loose: dict[int, weakref.ref[Tensor]] = {}
         self._num_updates = 0
-        self.waiting: dict[int, Waiting] = {}  # by the id of the parameter
+        self.waiting: dict[int, WaitingGradient] = {}  # by the id of the parameter
         # Whether losses were scaled where nobody sees which backward passes are theirs.
         self.has_compiled_losses = False
         self._running: LossScale | None = None  # the scale of the loss whose backward pass runs
@@ -108,7 +108,7 @@ class Unused:
     def _end_backward(self) -> None:
         self._running = None
 
-    def before_change(self, iteration: Iteration, scales: Scales) -> dict[int, Waiting]:
+    def before_change(self, iteration: Iteration, scales: Scales) -> dict[int, WaitingGradient]:
         """Return the gradients that are to wait if a scale changes now, by parameter's id."""
         steps = iteration.steps.values()
         stepped: list[Step] = []
@@ -134,7 +134,7 @@ class Unused:
         names = list(iteration.losses) or [None]
         of_losses = scales.get(names[0]) if len(names) == 1 else None
         before: dict[LossScale, Tensor] = {}
-        found: dict[int, Waiting] = {}
+        found: dict[int, WaitingGradient] = {}
         for param in self._candidates(iteration):
             key, grad = id(param), param.grad
             if grad is None or key in ids_done or key in found:
@@ -152,7 +152,7 @@ class Unused:
                 before[scale] = scale.tensor.clone()
             multiplied_by = before[scale] if divided_by is None else None
             refs = weakref.ref(param), weakref.ref(grad)
-            found[key] = Waiting(*refs, _version(grad), scale, multiplied_by)
+            found[key] = WaitingGradient(*refs, _version(grad), scale, multiplied_by)
         return found
 
     def _candidates(self, iteration: Iteration) -> Iterator[Tensor]:
@@ -180,7 +180,7 @@ class Unused:
             alive = {key: ref for key, ref in self._loose.items() if ref() is not None}
             self._loose = {key: ref for key, ref in alive.items() if key not in known}
 
-    def wait(self, found: dict[int, Waiting], *, iteration_ends: bool = True) -> None:
+    def wait(self, found: dict[int, WaitingGradient], *, iteration_ends: bool = True) -> None:
         """Let the gradients wait that :meth:`before_change` has found: their scale has changed.
 
         ``iteration_ends``: which gradients were unscaled will be forgotten, so remember it.
@@ -234,7 +234,7 @@ class Unused:
     def _use(self, keys: Iterable[int]) -> None:
         wanted = set(keys)
         ready: dict[tuple[LossScale, Tensor | None], list[Tensor]] = defaultdict(list)
-        waiting: dict[int, Waiting] = {}
+        waiting: dict[int, WaitingGradient] = {}
         for key, one in self.waiting.items():
             param = one.untouched()
             if param is None:

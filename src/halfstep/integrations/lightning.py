@@ -17,7 +17,7 @@ from halfstep import Diagnosis, GradScaler, Policy, autocast, record
 from halfstep._autocast.context import settled_policy
 from halfstep._diagnose.watch import warn
 from halfstep._scaler.access import is_unscaled
-from halfstep._scaler.after_step import Waiting
+from halfstep._scaler.after_step import DueSchedules
 from halfstep.errors import CallOrderError
 from halfstep.integrations import needs
 from halfstep.sinks import prefixed
@@ -90,7 +90,7 @@ class HalfstepPrecision(MixedPrecision):
         self._module: LightningModule | None = None
         self._contexts: dict[tuple[str, bool], autocast] = {}
         self._changes: RemovableHandle | None = None
-        self._waiting: Waiting | None = None
+        self._due: DueSchedules | None = None
         self._max_norm: float | None = None
         self._clips_in_step = False
 
@@ -106,8 +106,8 @@ class HalfstepPrecision(MixedPrecision):
             self._changes = register_module_module_registration_hook(self._forget_contexts)
         if self.scaler is not None:
             self.scaler.watch(module)
-            self._waiting = Waiting()
-            module.lr_scheduler_step = _AfterSteps(self._waiting, module)
+            self._due = DueSchedules()
+            module.lr_scheduler_step = _AfterSteps(self._due, module)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -115,7 +115,7 @@ class HalfstepPrecision(MixedPrecision):
         if self._module is not None:
             # Kept itself: a summary of it, after the training, runs it under autocast.
             vars(self._module).pop("lr_scheduler_step", None)
-        self._waiting = None
+        self._due = None
         if self._changes is not None:
             self._changes.remove()
             self._changes = None
@@ -158,7 +158,7 @@ class HalfstepPrecision(MixedPrecision):
                 "LBFGS evaluates its closure several times in a step, each time without the "
                 "gradients of earlier batches: Trainer(accumulate_grad_batches=1)"
             )
-        assert self._waiting is not None
+        assert self._due is not None
         self._max_norm = None
         are_seen = is_line_search or _are_gradients_seen(model)
 
@@ -179,10 +179,10 @@ class HalfstepPrecision(MixedPrecision):
             result = scaler.step(optimizer, evaluate, **kwargs)
         else:
             if evaluate() is None and model.automatic_optimization:
-                self._waiting.note(optimizer, False)
+                self._due.note(optimizer, False)
                 return None
             result = scaler.step(optimizer, max_norm=self._max_norm, **kwargs)
-        self._waiting.note(optimizer, scaler.outcome(optimizer))
+        self._due.note(optimizer, scaler.outcome(optimizer))
         scaler.update()
         return result
 
@@ -234,14 +234,14 @@ class _AfterSteps:
     module, by ``copy.deepcopy`` or pickle, has the module's own.
     """
 
-    def __init__(self, waiting: Waiting, module: LightningModule) -> None:
-        self._waiting, self._module = waiting, module
+    def __init__(self, due: DueSchedules, module: LightningModule) -> None:
+        self._due, self._module = due, module
         self.__wrapped__ = module.lr_scheduler_step  # Lightning asks whether it is overridden
 
     def __call__(self, scheduler: Any, metric: Any) -> None:
         configs = self._module.trainer.lr_scheduler_configs
         intervals = [each.interval for each in configs if each.scheduler is scheduler]
-        if "step" not in intervals or self._waiting.may_move(scheduler):
+        if "step" not in intervals or self._due.may_move(scheduler):
             self.__wrapped__(scheduler, metric)
 
     def __reduce__(self) -> tuple[Any, ...]:
