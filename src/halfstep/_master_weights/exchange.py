@@ -55,12 +55,10 @@ class _Exchanged:
     """A parameter that is float32 for a while.
 
     Attributes:
-        param: The parameter.
         low: Its value, which lies where it always does.
         dense: This rank's part of it, without gaps: the same memory, or a copy.
         keeper: Who has kept something of it, or begins anew.
-        kept: What is kept, laid out as ``dense``.
-        weight: The float32 weight of this rank, laid out as ``dense``.
+        kept: What is kept, laid out as ``dense``; so is ``weight``, the float32 weight.
         wide: The gradient that it is given, None if it has none.
         version: How often that had been written to.
         swap: The parameter, and what it is at present; or what it was, which that has become.
@@ -78,16 +76,13 @@ class _Exchanged:
 
     @property
     def is_made(self) -> bool:
-        """Whether the parameter is its weight now."""
         return self.swap is not None and self.swap.is_made()
 
 
 class _Batch:
     """Parameters that are converted together: side by side in one block, with gaps between.
 
-    Args:
-        members: At least one. Of several, all have the same device, dtype and shard.
-        store: Converts them.
+    Of several, all have the same device, dtype and shard.
     """
 
     def __init__(self, members: list[_Exchanged], store: Store) -> None:
@@ -100,11 +95,7 @@ class _Batch:
         self._weights: Tensor | None = None
 
     def widen(self, memory: Callable[[int, torch.device], Tensor]) -> None:
-        """Give the parameters their weights and, to several, their gradients.
-
-        Args:
-            memory: Returns memory for so many float32 numbers.
-        """
+        """Give the parameters their weights and, to several, their gradients, in new memory."""
         members, device = self._members, self._lows[0].device
         keeper = members[0].keeper
         kept = self._joined(self._kept) if self._kept else None
@@ -165,14 +156,9 @@ class _Batch:
 class Exchange:
     """Calls for which parameters and their gradients are float32.
 
-    However one ends, the parameters are afterwards what their weights round to.
-
-    Args:
-        optimizer: Has in its state what the store keeps.
-        store: The store.
-        params: The parameters; those that the store does not serve stay as they are.
-        scratch: Memory for a step that keeps no hold of it, and does not write to gradients but to
-            unscale them.
+    However one ends, the parameters are afterwards what their weights round to. Those that the
+    store does not serve stay as they are. ``scratch`` is memory for a step that keeps no hold of
+    it, and does not write to gradients but to unscale them.
     """
 
     def __init__(
@@ -188,7 +174,6 @@ class Exchange:
         self._open: list[_Batch] = []
 
     def around(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function with float32 parameters."""
         if torch.is_inference_mode_enabled():  # what is made in it could not be written to later
             with torch.inference_mode(False):
                 return self.around(step, *args, **kwargs)
@@ -353,13 +338,7 @@ def _kept(
     """Return who has kept something of a parameter, and what is kept, here.
 
     Another store may have, and saved it. If that is of another shape, or nothing is kept, ``store``
-    begins anew.
-
-    Args:
-        state: The state of the parameter.
-        store: Its store.
-        shape: Its shape, on all ranks together.
-        dense: What this rank has of it.
+    begins anew. The shape is that on all ranks together, ``dense`` what this rank has.
     """
     # A list: an interrupt in a generator that is thrown away would be lost.
     keeper = ([each for each in (store, *KEEPING) if each.key in state] or [store])[0]

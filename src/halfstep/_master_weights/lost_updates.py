@@ -19,33 +19,20 @@ from halfstep._scaler.scalars import moved
 
 
 class Counted(NamedTuple):
-    """What became of the updates of one parameter in one step.
-
-    Attributes:
-        param: The parameter.
-        dtype: That of the weight behind it.
-        counts: Updates, and those that were lost, ``[2]``, int64.
-    """
+    """What became of the updates of one parameter in one step."""
 
     param: Tensor
-    dtype: torch.dtype
-    counts: Tensor
+    dtype: torch.dtype  # of the weight behind it
+    counts: Tensor  # updates, and those that were lost, [2], int64
 
 
 class _Before(NamedTuple):
-    """A parameter before a step.
-
-    Attributes:
-        param: The parameter.
-        weight: What is looked at of the weight behind it.
-        has_gradient: Which entries have a gradient that is not zero; None if a closure will tell.
-        is_moved: Whether the learning rate is not zero.
-    """
+    """A parameter before a step."""
 
     param: Tensor
-    weight: Tensor
-    has_gradient: Tensor | None
-    is_moved: Tensor | bool
+    weight: Tensor  # what is looked at of the weight behind it
+    has_gradient: Tensor | None  # by entry, whether it is not zero; None if a closure will tell
+    is_moved: Tensor | bool  # whether the learning rate is not zero
 
 
 class StepUpdates:
@@ -121,9 +108,6 @@ class OpenSteps:
     """The steps that have begun and have not ended, of each optimizer the outermost.
 
     The step of a class may call that of its base class, and both have hooks.
-
-    Args:
-        part: Returns the entries of a tensor that are looked at.
     """
 
     def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
@@ -150,7 +134,6 @@ class OpenSteps:
         return step.counted()
 
     def clear(self) -> None:
-        """Forget the steps that have begun."""
         self._open.clear()
 
 

@@ -157,12 +157,7 @@ _ROUNDED_BY_LOADING = {Split.key, Float32.key}
 
 
 class MasterWeights:
-    """The master weights of one optimizer.
-
-    Args:
-        store: Keeps what rounding leaves out.
-        float32_gradients: Whether bfloat16 parameters, too, have float32 gradients.
-    """
+    """The master weights of one optimizer; ``float32_gradients``: of bfloat16 parameters too."""
 
     def __init__(self, store: Store, *, float32_gradients: bool) -> None:
         self.store = store
@@ -321,7 +316,7 @@ class MasterWeights:
             for chunk in _chunks(before):
                 for group, params in zip(groups, chunk, strict=True):
                     group["params"] = params
-                exchange = Exchange(optimizer, self.store, list(parameters(optimizer)), scratch)
+                exchange = Exchange(optimizer, self.store, parameters(optimizer), scratch)
                 result = exchange.around(step, *args, **kwargs)
             return result
 
@@ -339,7 +334,7 @@ class MasterWeights:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        exchange = Exchange(optimizer, self.store, list(parameters(optimizer)))
+        exchange = Exchange(optimizer, self.store, parameters(optimizer))
         args = (*map(exchange.outside, args[:1]), *args[1:])
         if "closure" in kwargs:
             kwargs = kwargs | {"closure": exchange.outside(kwargs["closure"])}
@@ -439,7 +434,6 @@ def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has master weights."""
     return optimizer in _MASTERS
 
 

@@ -23,19 +23,12 @@ _HALF = 1 << 15
 
 
 class Store(ABC):
-    """How a float32 weight is kept.
+    """How a float32 weight is kept."""
 
-    Attributes:
-        name: What :func:`halfstep.master_weights` calls it.
-        key: The name of what is kept in the state of the optimizer; "" for nothing.
-        dtypes: The dtypes of parameters that it can serve.
-        keeps_weight: Whether what is kept is the weight itself.
-    """
-
-    name: str
-    key: str
-    dtypes: tuple[torch.dtype, ...]
-    keeps_weight = False
+    name: str  # what halfstep.master_weights calls it
+    key: str  # of what is kept in the state of the optimizer; "" for nothing
+    dtypes: tuple[torch.dtype, ...]  # of the parameters that it can serve
+    keeps_weight = False  # whether what is kept is the weight itself
 
     @abstractmethod
     def empty(self, param: Tensor) -> Tensor | None:
@@ -43,20 +36,17 @@ class Store(ABC):
 
     @abstractmethod
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
-        """Return the float32 weight, in ``weight`` or in ``kept``.
+        """Return the float32 weight, in ``weight`` or in ``kept``. Sync: none.
 
         All tensors are contiguous and have one dimension; so in :meth:`narrow_`.
         """
 
     @abstractmethod
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        """Round a float32 weight to its parameter, and keep what is left.
+        """Round a float32 weight to its parameter, and keep what is left. Sync: none.
 
-        Args:
-            weight: The weight, which stays as it is but for the bits of a NaN.
-            param: The parameter.
-            kept: What is kept.
-            shard: Names the shard of a DTensor, "" for what all ranks have.
+        The weight stays as it is but for the bits of a NaN. ``shard`` names that of a DTensor; ""
+        is for what all ranks have.
         """
 
 
@@ -73,11 +63,9 @@ class Split(Store):
     dtypes = (torch.bfloat16,)
 
     def empty(self, param: Tensor) -> Tensor:
-        """Return zeros, int16."""
         return torch.zeros_like(param, dtype=torch.int16)
 
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
-        """Join the two. Sync: none."""
         assert kept is not None
         for low, left, wide in _pieces(param, kept, weight):
             wide.copy_(low)
@@ -88,7 +76,6 @@ class Split(Store):
         return weight
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        """Split the bits. Sync: none."""
         assert kept is not None
         for wide, low, left in _pieces(weight, param.view(torch.int16), kept):
             _settle_nan_(wide)
@@ -106,7 +93,6 @@ class Float32(Store):
     keeps_weight = True
 
     def empty(self, param: Tensor) -> Tensor:
-        """Return the parameter in float32."""
         return param.detach().to(torch.float32, copy=True)
 
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
@@ -135,7 +121,6 @@ class Kahan(Store):
     dtypes = (torch.bfloat16, torch.float16)
 
     def empty(self, param: Tensor) -> Tensor:
-        """Return zeros of the parameter's dtype."""
         return torch.zeros_like(param)
 
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
@@ -148,7 +133,6 @@ class Kahan(Store):
         return weight
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
-        """Round to nearest, and keep the difference."""
         assert kept is not None
         for wide, low, left in _pieces(weight, param, kept):
             low.copy_(wide)
@@ -164,9 +148,6 @@ class Stochastic(Store):
     The random bits of a step depend on a seed, the number of the step, and the shard. So two
     numbers are all that is to be saved, whatever shards there are after loading, and all ranks draw
     the same bits for what all of them have.
-
-    Args:
-        seed: Seed of the first step.
     """
 
     name = "stochastic"
@@ -179,15 +160,13 @@ class Stochastic(Store):
         self.begin(seed, 0)
 
     def begin(self, seed: int, step: int) -> None:
-        """Draw the bits of another step from now on."""
         self._step = seed, step
         self._generators.clear()
 
     def empty(self, param: Tensor) -> None:
-        """Return None."""
+        """Keep nothing."""
 
     def widen(self, param: Tensor, kept: Tensor | None, weight: Tensor) -> Tensor:
-        """Return the parameter in float32."""
         return weight.copy_(param)
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
