@@ -6,10 +6,10 @@ from importlib.resources import files
 
 import pytest
 from tests.report import records
+from tests.report.json_schema import json_schema
 from tests.report.test_markdown import WRITERS, summary_of
 
 from halfstep._report.compare_runs import compare_runs
-from halfstep._report.json_schema import json_schema
 from halfstep._report.text import comparison_json, summary_json
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -22,7 +22,7 @@ def errors(values):
 
 
 def test_the_file_is_the_schema_of_the_types():
-    command = "python -m halfstep._report.json_schema > src/halfstep/_report/report.schema.json"
+    command = "python -m tests.report.json_schema > src/halfstep/_report/report.schema.json"
     assert json.loads(json.dumps(json_schema())) == SCHEMA, command
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 

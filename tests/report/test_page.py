@@ -11,8 +11,7 @@ from tests.report.markup import at, page_of
 from halfstep._common import numbers
 from halfstep._numerics.formats import FORMATS
 from halfstep._report.page import MOST_SKIPS
-from halfstep._report.sentences import sentences
-from halfstep._report.text import summary_json
+from halfstep._report.text import sentences, summary_json
 
 RUNS = (
     records.healthy,

@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(records: Sequence[Path]) -> None:
     """Print a line on each record."""
     from halfstep._record.read import read_run
-    from halfstep._report.sentences import sentences
     from halfstep._report.summarize import summarize
+    from halfstep._report.text import sentences
 
     for path in records:
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from halfstep._common.numbers import at_steps, things
@@ -74,18 +73,6 @@ def when(place: BadPlace, summary: Summary) -> str:
 def headline(diagnosis: Diagnosis) -> str:
     """Return the first line of what a diagnosis prints."""
     return str(diagnosis).partition("\n")[0]
-
-
-def with_advice(said: Sequence[Sentence]) -> list[Sentence]:
-    """Append how to get a diagnosis to the first sentence that is a warning or worse."""
-    advised = list(said)
-    for index, sentence in enumerate(said):
-        if sentence.severity in ("bad", "warning") and not sentence.follows:
-            call = Code("halfstep run --diagnose train.py")
-            advice = (" To find the op and its cure, run ", call, ".")
-            advised[index] = replace(sentence, cure=sentence.cure + advice)
-            break
-    return advised
 
 
 def _what(found: Diagnosis) -> Iterator[str | Code]:

@@ -28,9 +28,9 @@ from halfstep._report.drawing import FIRST_LEVEL, NOT_FINITE, css, dots
 from halfstep._report.page_curves import curves
 from halfstep._report.page_heat import HEADROOM, LOST, Heat, heat
 from halfstep._report.page_tables import KIND_TITLES, format_limits, layer_table, precision_map
-from halfstep._report.sentences import FOLLOWED, sentences
 from halfstep._report.summarize import Beginning, beginnings
 from halfstep._report.summary import GradientTotals, Summary
+from halfstep._report.text import FOLLOWED, sentences
 from halfstep._trace.rows import short
 
 MOST_SKIPS = 200

@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from halfstep._common import numbers
 from halfstep._record.run import Step
 from halfstep._report.drawing import UNITS, Axis, Tick, line, round_numbers, stairs
-from halfstep._report.summarize import RECENT
+from halfstep._report.summarize import RECENT, Track, tracks_of
 from halfstep._report.summary import NOTABLE
-from halfstep._report.tracks import Track, tracks_of
 from halfstep._trace.rows import grouped
 
 Key: TypeAlias = Literal["loss", "scale", "norm", "share_lost_updates"]

@@ -1,7 +1,8 @@
-"""Summaries and comparisons as Markdown, terminal text, and values for JSON."""
+"""The text of a report: sentences in order, Markdown, lines for a terminal, and JSON."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,14 +17,28 @@ from halfstep._common.numbers import (
     power,
     seconds,
     step_list,
+    things,
 )
-from halfstep._common.text import Sentence, code, one_line, plain
-from halfstep._report.about_diagnoses import when
-from halfstep._report.about_steps import kinds_of_skips
+from halfstep._common.text import (
+    SEVERITIES,
+    Code,
+    Sentence,
+    Severity,
+    code,
+    one_line,
+    plain,
+    say,
+)
+from halfstep._report import about_diagnoses, about_steps, about_tensors
 from halfstep._report.compare_runs import ComparedNumber, RunComparison
-from halfstep._report.sentences import FOLLOWED, sentences
 from halfstep._report.summary import BadPlace, Layer, Summary
 
+FOLLOWED = "What followed"
+"""The heading over the consequences of a problem, in all forms."""
+SCHEMA = 1
+"""The version of what ``--json`` prints: fields are only added; what is changed has another."""
+BEST = " *"
+"""Stands behind the number of the better run."""
 NUM_WORST = 5
 _KINDS = {
     "parameter": "weight",
@@ -33,10 +48,117 @@ _KINDS = {
 }
 
 
-SCHEMA = 1
-"""The version of what ``--json`` prints: fields are only added; what is changed has another."""
-BEST = " *"
-"""Stands behind the number of the better run."""
+# --- sentences, the causes first ------------------------------------------------------------------
+
+
+def about_loss_and_skips(summary: Summary) -> list[Sentence]:
+    """Return when steps were bad or skipped and, if unknown, how to find the op."""
+    loss, skips = list(about_steps.about_loss(summary)), list(about_steps.about_skips(summary))
+    # A run whose bad steps could not be replayed was already run with --diagnose.
+    if summary.bad_places or any("was not replayed" in note.text for note in summary.notes):
+        return [*loss, *skips]
+    if summary.steps.reasons.keys() == {"norm"}:  # no op is to blame
+        return [*_with_advice(loss), *skips]
+    return _with_advice([*loss, *skips])
+
+
+def _with_advice(said: Sequence[Sentence]) -> list[Sentence]:
+    """Append how to get a diagnosis to the first sentence that is a warning or worse."""
+    advised = list(said)
+    for index, sentence in enumerate(said):
+        if _is_problem(sentence) and not sentence.follows:
+            call = Code("halfstep run --diagnose train.py")
+            advice = (" To find the op and its cure, run ", call, ".")
+            advised[index] = replace(sentence, cure=sentence.cure + advice)
+            break
+    return advised
+
+
+_TOPICS = (
+    about_steps.about_end,
+    about_diagnoses.about_diagnoses,
+    about_loss_and_skips,
+    about_tensors.about_non_finite,
+    about_steps.about_scale,
+    about_tensors.about_updates,
+    about_tensors.about_underflow,
+    about_tensors.about_range,
+    about_tensors.about_zeros,
+    about_tensors.about_samples,
+)
+
+
+def sentences(summary: Summary) -> tuple[Sentence, ...]:
+    """Return the sentences about a run, the worst first.
+
+    Without problems and warnings, the first sentence says so, with the numbers. What followed from
+    a problem stands behind it, and has no cure: its cause has one. Nor has a mere notice.
+    """
+    found = [sentence for topic in _TOPICS for sentence in topic(summary)]
+    found += _notes(summary)
+    if not any(_is_problem(each) for each in found):
+        found.insert(0, _all_is_well(summary))
+    if not any(_is_problem(each) and not each.follows for each in found):
+        found = [replace(each, follows=False) for each in found]
+    found = [
+        replace(each, cure=()) if each.follows or each.severity == "notice" else each
+        for each in found
+    ]
+    return _in_order(found)
+
+
+def _is_problem(sentence: Sentence) -> bool:
+    return sentence.severity in ("bad", "warning")
+
+
+def _in_order(found: list[Sentence]) -> tuple[Sentence, ...]:
+    """Return the sentences, the worst first; what followed stands behind the worst causes.
+
+    The first cause is as bad as the worst that followed from it.
+    """
+    if found[0].severity == "good":
+        return tuple(found)
+    followed = [each for each in found if each.follows]
+    causes = sorted((each for each in found if not each.follows), key=_badness)
+    worst = min(map(_badness, found))
+    causes[0] = replace(causes[0], severity=SEVERITIES[worst])
+    num = sum(_badness(each) == worst for each in causes)
+    return (*causes[:num], *sorted(followed, key=_badness), *causes[num:])
+
+
+def _badness(sentence: Sentence) -> int:
+    return SEVERITIES.index(sentence.severity)
+
+
+def _notes(summary: Summary) -> Iterator[Sentence]:
+    for note in summary.notes:
+        severity: Severity = "bad" if "ranks disagree" in note.text else "notice"
+        is_dated = not note.step or re.search(r"\bstep \d", note.text) is not None
+        yield say(severity, "" if is_dated else f"Step {note.step}: ", f"{note.text.rstrip('.')}.")
+
+
+def _all_is_well(summary: Summary) -> Sentence:
+    steps = summary.steps
+    parts = [f"All is well: {things(steps.num, 'step')}"]
+    num = count(steps.num_skipped) if steps.num_skipped else "none"
+    parts.append(f"{num} skipped{about_steps.kinds_of_skips(steps)}")
+    course = about_steps.about_course(summary)
+    parts += [course] if course else []
+    layers = summary.of_kind("parameter_gradient")
+    if layers:
+        worst = max(layers, key=lambda layer: layer.share_lost)
+        if worst.share_lost:
+            of_all = f"at most {percent(worst.share_lost)} of the gradient entries of a parameter"
+            parts.append(f"{of_all} {about_tensors.underflow(summary, worst)}")
+        else:
+            parts.append(f"no gradient {about_tensors.underflow(summary, worst, 's')}")
+    if summary.lost_updates is not None and any(x.is_low_weight for x in summary.layers):
+        share = summary.lost_updates.recent or 0.0
+        parts.append(f"{percent(share)} of the updates were lost to rounding")
+    return say("good", "; ".join(parts) + ".")
+
+
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def summary_json(summary: Summary) -> dict[str, Any]:
@@ -90,7 +212,7 @@ def summary_markdown(summary: Summary) -> str:
 def _diagnosis(place: BadPlace, summary: Summary) -> str:
     """Return a diagnosis as a code block; nothing in it can end the block."""
     lines = (f"    {one_line(line)}" for line in str(place.diagnosis).splitlines())
-    return "\n".join((f"### Diagnosis, {when(place, summary)}", "", *lines))
+    return "\n".join((f"### Diagnosis, {about_diagnoses.when(place, summary)}", "", *lines))
 
 
 def comparison_markdown(comparison: RunComparison) -> str:
@@ -173,10 +295,8 @@ def _curves_of(summary: Summary) -> Iterator[tuple[str, str, tuple[str, ...], Ca
 def _key_numbers(summary: Summary) -> Iterator[tuple[str, str]]:
     facts, steps, policy = summary.facts, summary.steps, summary.policy
     yield "steps", count(steps.num)
-    yield (
-        "skipped",
-        f"{count(steps.num_skipped)} ({percent(steps.share_skipped)}){kinds_of_skips(steps)}",
-    )
+    share, kinds = percent(steps.share_skipped), about_steps.kinds_of_skips(steps)
+    yield "skipped", f"{count(steps.num_skipped)} ({share}){kinds}"
     for name, part, keys, text in _curves_of(summary):
         if summary.at(part) is not None:
             if part == "gradients" and not summary.can_underflow:

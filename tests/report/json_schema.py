@@ -1,7 +1,7 @@
 """The JSON Schema of what ``halfstep report --json`` prints, made from the types of its values.
 
-``halfstep/_report/report.schema.json`` holds it; ``python -m halfstep._report.json_schema`` prints
-it anew after a change.
+``halfstep/_report/report.schema.json`` holds it; ``python -m tests.report.json_schema`` prints it
+anew after a change.
 """
 
 from __future__ import annotations
