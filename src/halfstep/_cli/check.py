@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from halfstep._cli.paths import RUN_HELP, run_at
+from halfstep._cli.report import RUN_HELP, run_at
 from halfstep._common.text import printable
 
 HELP = "exit with 1 if a recorded run goes beyond limits, for CI"

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._cli.exits import CommandError
-from halfstep._cli.paths import reason
+from halfstep._cli.exits import CommandError, reason
 from halfstep._common.text import tell
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Exit codes, errors for the user, and Ctrl-C."""
+"""Exit codes, errors for the user, files that cannot be read, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+
+from halfstep._common.text import near_names, suggestion
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -32,6 +35,24 @@ def require_rich() -> None:
 def options_of(parser: argparse.ArgumentParser) -> list[str]:
     """Return the long options of a command, as its help lists them."""
     return re.findall(r"^  (?:-\w[^,\n]*, )?(--[\w-]+)", parser.format_help(), re.MULTILINE)
+
+
+def near(path: Path, suffix: str = "") -> str:
+    """Return ``"; did you mean 'train.py'?"`` for what is most like a path that does not exist."""
+    if not path.parent.is_dir():
+        return near(path.parent)
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.name.endswith(suffix)]
+    except PermissionError:
+        return ""
+    longer = [name for name in names if name.startswith(path.name)]  # without its date, say
+    meant = [max(longer)] if longer else near_names(path.name, names)
+    return suggestion(path.parent / name for name in meant)
+
+
+def reason(error: OSError, path: Path, suffix: str = ".py") -> str:
+    """Return why a file cannot be read, with the nearest names if it does not exist."""
+    return f"{error.strerror}{near(path, suffix) if isinstance(error, FileNotFoundError) else ''}"
 
 
 @contextmanager

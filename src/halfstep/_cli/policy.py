@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep._cli.exits import CommandError
-from halfstep._cli.paths import reason
+from halfstep._cli.exits import CommandError, reason
 from halfstep._common.text import fill
 
 if TYPE_CHECKING:

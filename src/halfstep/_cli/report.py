@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep._cli.exits import CommandError, ending_at_interrupts
-from halfstep._cli.paths import RUN_HELP, records_inside, run_at
+from halfstep._cli.exits import CommandError, ending_at_interrupts, near
 from halfstep._common.numbers import things
 from halfstep._common.text import printable, tell
+from halfstep._record.files import RUNS, files_in, records_in
 from halfstep.errors import RecordError
 
 if TYPE_CHECKING:
     from halfstep._record.run import Run
 
+RUN_HELP = f"folder of the record; left out, the newest with a step under {RUNS}/"
 HELP = "say what happened in a recorded run, on one page"
 DESCRIPTION = (
     "Writes a page about a recorded run (one HTML file, no network) and prints what there is to "
@@ -149,3 +151,52 @@ def _written(path: Path, page: str) -> str:
     except OSError as error:
         raise CommandError(f"{path}: cannot be written: {error.strerror}; see -o") from None
     return printable(str(path))
+
+
+# --- records that are named on the command line ---------------------------------------------------
+
+
+def records_inside(path: Path) -> list[Path]:
+    """Return the records in a folder that is none itself, the latest change first."""
+    return [] if files_in(path) else records_in(path)
+
+
+def run_at(path: Path | None) -> Run:
+    """Read the record in a folder, or the newest under ``runs/``, whose path goes to stderr."""
+    from halfstep._record.read import read_run
+
+    if path is None:
+        return _newest()
+    if path.is_file() and path not in files_in(path.parent).values():
+        raise CommandError(f"{path} is a file: give the folder of a record")
+    if not path.exists():
+        raise CommandError(
+            f"{path} does not exist: give the folder that `halfstep run` or `halfstep.record` has "
+            f"written{near(path)}"
+        )
+    inside = records_inside(path)
+    if inside:
+        shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
+        raise CommandError(f"{path} holds {len(inside)} records: name one of them, {shown}")
+    run = read_run(path)
+    if not run.num_steps:
+        raise CommandError(
+            f"{path}: the record holds no step: the run ended before the first step of an "
+            "optimizer, or has not come so far"
+        )
+    return run
+
+
+def _newest() -> Run:
+    from halfstep._record.read import read_run
+
+    for path in records_in(RUNS):
+        try:
+            run = read_run(path)
+        except RecordError as error:
+            tell(str(error), sys.stderr)
+            continue
+        if run.num_steps:
+            tell(f"{path}: the newest record under {RUNS}/", sys.stderr)
+            return run
+    raise CommandError(f"there is no record with a step under {RUNS}/: name the folder of one")

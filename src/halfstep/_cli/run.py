@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts, options_of
-from halfstep._cli.paths import reason
+from halfstep._cli.exits import EXIT_USAGE, CommandError, ending_at_interrupts, options_of, reason
 from halfstep._cli.policy import read_policy
 from halfstep._common.text import tell
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError
-from halfstep._cli.paths import reason
+from halfstep._cli.exits import EXIT_INTERRUPTED, CommandError, reason
 from halfstep._cli.policy import read_policy
 from halfstep._common.text import did_you_mean
 
