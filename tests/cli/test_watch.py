@@ -13,7 +13,6 @@ from tests.record import events
 
 from halfstep._cli import main
 from halfstep._record.files import file_of
-from halfstep._watch import loop
 
 COMMAND = [sys.executable, "-c", "import sys; from halfstep._cli import main; sys.exit(main())"]
 HEADER = {
@@ -44,7 +43,7 @@ def training(monkeypatch):
             raise KeyboardInterrupt
         todo.pop(0)()
 
-    monkeypatch.setattr(loop.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     return todo
 
 

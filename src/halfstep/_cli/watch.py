@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError, require_rich
-from halfstep._record.files import files_in
+from halfstep._record.files import RUNS, files_in, newest_in
 
 if TYPE_CHECKING:
-    from halfstep._watch.loop import View
+    from halfstep._record.read import Follower, RecordUpdate
+    from halfstep._watch.screen import Screen
 
 HELP = "look at a training while it runs: loss, scale, skips, the worst layers"
 DESCRIPTION = (
@@ -31,6 +33,8 @@ examples:
 A record that is not there yet is waited for. It ends with the run; Ctrl-C ends it at any time and
 leaves the training alone. Either way the exit code is 0.
 """
+
+REFRESH_SECONDS = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,31 +84,68 @@ def _folder(given: Path | None) -> Path | None:
 
 
 def _watch(path: Path | None, every: int | None) -> None:
-    from halfstep._watch.loop import PlainLines, watch
+    """Show a run until it has ended, or Ctrl-C is pressed."""
+    from halfstep._watch.state import live_run
+    from halfstep._watch.text import PlainLines
 
     is_page = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    view: View = _screen() if is_page else PlainLines(every)
-    watch(path, view, say=sys.stderr)
+    view = _screen() if is_page else PlainLines(every)
+    try:
+        follower, update = _wait_for(path)
+        with view:
+            known = live_run(None, update)
+            view.show(known, update)
+            while not known.run.has_ended:
+                time.sleep(REFRESH_SECONDS)
+                new = follower.read()
+                if new is not None:
+                    known = live_run(known, new)
+                    view.show(known, new)
+    except KeyboardInterrupt:  # the way to stop watching, not an error
+        pass
+
+
+def _wait_for(path: Path | None) -> tuple[Follower, RecordUpdate]:
+    from halfstep._watch.text import how_to_start, missing
+
+    has_said = False
+    while (found := _found(path)) is None:
+        if not has_said:
+            print(
+                f"waiting for {missing(path)} ... {how_to_start(path)}", file=sys.stderr, flush=True
+            )
+            has_said = True
+        time.sleep(REFRESH_SECONDS)
+    return found
+
+
+def _found(path: Path | None) -> tuple[Follower, RecordUpdate] | None:
+    """Return a record, by default the newest, and what is in it; None as long as there is none."""
+    from halfstep._record.read import Follower
+
+    folder = path or newest_in(RUNS)
+    if folder is None:
+        return None
+    follower = Follower(folder)
+    update = follower.read()
+    return None if update is None else (follower, update)
 
 
 def _print_once(path: Path | None) -> None:
     require_rich()
     from rich.console import Console
 
-    from halfstep._record.files import RUNS, newest_in
-    from halfstep._record.read import Follower
     from halfstep._watch.screen import print_page
     from halfstep._watch.state import live_run
     from halfstep._watch.text import how_to_start, missing
 
-    folder = path or newest_in(RUNS)
-    update = None if folder is None else Follower(folder).read()
-    if update is None:
+    found = _found(path)
+    if found is None:
         raise CommandError(f"{missing(path)} is not there yet; {how_to_start(path)}")
-    print_page(Console(), live_run(None, update))
+    print_page(Console(), live_run(None, found[1]))
 
 
-def _screen() -> View:
+def _screen() -> Screen:
     require_rich()
     from rich.console import Console
 

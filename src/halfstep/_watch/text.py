@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
+from typing import Self
 
 from halfstep._common.numbers import bits, number, percent, power, seconds
 from halfstep._common.text import printable
@@ -18,6 +21,36 @@ from halfstep._watch.state import LiveRun, name_of
 
 NUM_WORST = 3
 DEFAULT_EVERY = 50
+
+
+class PlainLines:
+    """Prints what is new as plain lines, see :func:`new_lines`."""
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._last: LiveRun | None = None
+        self._has_said_silent = False
+
+    def show(self, live: LiveRun, update: RecordUpdate) -> None:
+        """Print what is new."""
+        self._last = live
+        if update.is_anew:
+            print(heading(live))
+        for line in new_lines(live, update, self._every):
+            print(line)
+        is_silent = live.silent_for(time.time()) is not None
+        if is_silent and not self._has_said_silent:
+            print(run_state(live, time.time()))
+        self._has_said_silent = is_silent
+        sys.stdout.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Print the final state, unless the reader has closed the pipe."""
+        if self._last is not None and not isinstance(exception[1], BrokenPipeError):
+            print(end_line(self._last, time.time()), flush=True)
 
 
 def heading(live: LiveRun) -> str:
