@@ -12,8 +12,8 @@ import torch
 from torch import distributed
 
 from halfstep import preset
-from halfstep._run.script import execute
-from halfstep._run.session import show_once
+from halfstep._run.launch import show_once
+from halfstep._run.session import execute
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
 

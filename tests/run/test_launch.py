@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep._run import session
+from halfstep._run import launch
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +18,8 @@ def test_the_folder_of_a_single_process_is_new():
             return cls(2026, 11, 21, 22, 15)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "datetime", Clock)
-        folders = [session.make_folder("train", {}, 1) for _ in range(3)]
+        patch.setattr(launch, "datetime", Clock)
+        folders = [launch.make_folder("train", {}, 1) for _ in range(3)]
     names = ["train-20261121-221500", "train-20261121-221500-2", "train-20261121-221500-3"]
     assert folders == [Path("runs", name) for name in names]
     assert all(folder.is_dir() for folder in folders)
@@ -36,7 +36,7 @@ def test_the_folder_of_a_single_process_is_new():
 )
 def test_ranks_come_to_the_same_folder(environ, name):
     folders = [
-        session.make_folder("train", environ | {"WORLD_SIZE": "2", "RANK": rank}, 123)
+        launch.make_folder("train", environ | {"WORLD_SIZE": "2", "RANK": rank}, 123)
         for rank in "01"
     ]
     assert folders == [Path("runs", name)] * 2
@@ -44,7 +44,7 @@ def test_ranks_come_to_the_same_folder(environ, name):
 
 def test_one_of_one_rank_is_a_single_process():
     environ = {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
-    assert session.make_folder("train", environ, 1).name.startswith(f"train-{datetime.now():%Y}")
+    assert launch.make_folder("train", environ, 1).name.startswith(f"train-{datetime.now():%Y}")
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_one_of_one_rank_is_a_single_process():
 )
 def test_a_launcher_inside_is_turned_around(given, command):
     target, *arguments = given.split()
-    assert session.command_inside_launcher(target, arguments, []) == command
+    assert launch.command_inside_launcher(target, arguments, []) == command
 
 
 def test_our_options_stand_after_ours():
-    command = session.command_inside_launcher("torchrun", ["train.py"], ["--policy", "a; b"])
+    command = launch.command_inside_launcher("torchrun", ["train.py"], ["--policy", "a; b"])
     assert command == "torchrun -m halfstep run --policy 'a; b' train.py"
 
 
 @pytest.mark.parametrize("target", ["train.py", "pkg.torchrun.train", "bin/accelerate"])
 def test_no_launcher(target):
-    assert session.command_inside_launcher(target, ["config"], []) is None
+    assert launch.command_inside_launcher(target, ["config"], []) is None

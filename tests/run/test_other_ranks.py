@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from halfstep._run import other_ranks
+from halfstep._run.launch import other_ranks_refused
 
 # What Lightning's launcher does, for a script and for a module.
 STARTS = """
@@ -89,6 +89,6 @@ def test_ranks_of_a_launcher_start_what_they_like(halfstep_run, tmp_path):
 
 def test_nothing_stays():
     before = subprocess.Popen.__init__
-    with other_ranks.refused("train.py"):
+    with other_ranks_refused("train.py"):
         assert subprocess.Popen.__init__ is not before
     assert subprocess.Popen.__init__ is before

@@ -104,7 +104,7 @@ def test_a_module_that_is_not_there(module, words, halfstep_run, python, tmp_pat
     done = halfstep_run("-q", "-m", module)
     assert done.code == python("-m", module).code == 1
     assert done.err == f"halfstep run: {words}\n"
-    assert not list((tmp_path / "runs").iterdir())
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_module_that_is_not_there_leaves_an_older_record_alone(halfstep_run, tmp_path):
@@ -202,17 +202,17 @@ def test_python_p_puts_no_folder_on_the_path(tmp_path, monkeypatch):
     import sys
     from types import SimpleNamespace
 
-    from halfstep._run import script
+    from halfstep._run import session
 
     (tmp_path / "train.py").write_text("")
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, ["before"])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=True))
-    script.execute(str(tmp_path / "train.py"), [], is_module=False)
+    session.execute(str(tmp_path / "train.py"), [], is_module=False)
     assert sys.path == ["before"]
     monkeypatch.setattr(sys, "flags", SimpleNamespace(safe_path=False))
-    script.execute(str(tmp_path / "train.py"), [], is_module=False)
+    session.execute(str(tmp_path / "train.py"), [], is_module=False)
     assert sys.path == [str(tmp_path)]
 
 

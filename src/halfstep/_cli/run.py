@@ -106,8 +106,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
     import torch
 
     from halfstep._common import machine
-    from halfstep._run.script import require_file
-    from halfstep._run.session import Command, Options, Session
+    from halfstep._run.session import Command, Options, Session, require_file
     from halfstep.errors import RecordError
 
     if not arguments.module:
@@ -132,7 +131,7 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
 
 
 def _refuse_launcher(target: str, rest: list[str], arguments: argparse.Namespace) -> None:
-    from halfstep._run.session import command_inside_launcher
+    from halfstep._run.launch import command_inside_launcher
 
     given = {name: getattr(arguments, name) for name in ("policy", "output", "every", "amp")}
     options = [

@@ -1,11 +1,13 @@
 """Mixed precision for an unmodified training script that has none (``halfstep run --amp``).
 
 ``amp_forward`` runs the model under autocast, ``amp_backward`` scales losses and unscales
-gradients, ``amp_steps`` lets optimizers step through the scaler, ``amp_script`` prints messages.
+gradients, and ``amp_script`` prints messages. Here optimizers step through the scaler, and
+schedules wait for the steps that are taken.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,16 +15,23 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep._autocast import Policy
 from halfstep._autocast.region import listening
-from halfstep._common.patches import Patches, watch_steps
+from halfstep._common.patches import Patches, subclasses, watch_steps
+from halfstep._pytorch import compiler, optim
 from halfstep._run.amp_backward import Backward, FreshGradients
 from halfstep._run.amp_forward import Forward
 from halfstep._run.amp_script import ScriptState
-from halfstep._run.amp_steps import ScaledSteps, Schedules
 from halfstep._scaler import GradScaler, access
+from halfstep._scaler.after_step import DueSchedules, snapshot_of
+from halfstep._scaler.closures import UnusableEvaluationError, split_closure
+from halfstep._scaler.gradients import NONE, parameters
 from halfstep._scaler.guard import GuardScaler
+from halfstep._scaler.optimizers import evaluates_first, handles_scale
+
+StepFunction = Callable[..., Any]
 
 
 @contextmanager
@@ -114,3 +123,219 @@ def _watch_scalers(patches: Patches, ours: GradScaler | None, script: ScriptStat
     for cls in (GradScaler, TorchGradScaler):
         patches.wrap(cls, "__init__", init)
         patches.wrap(cls, "scale", scale)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """Whether the scaler is stepping, and whether it has called the optimizer."""
+
+    is_stepping = False
+    was_called = False
+
+
+class ScaledSteps:
+    """Wraps ``step`` of every class of optimizers."""
+
+    def __init__(
+        self,
+        scaler: GradScaler,
+        backward: Backward,
+        fresh: FreshGradients,
+        schedules: Schedules,
+        script: ScriptState,
+    ) -> None:
+        self._scaler = scaler
+        self._backward = backward
+        self._fresh = fresh
+        self._schedules = schedules
+        self._script = script
+        self._thread = _Thread()
+
+    def install(self, patches: Patches) -> None:
+        """Wrap the steps of all present and future optimizers."""
+        watch_steps(patches, self._step, self._meet)
+        patches.wrap(Optimizer, "zero_grad", self._zero_grad)
+
+    def _meet(self, optimizer: Optimizer) -> None:
+        self._fresh.meet(optimizer)
+        self._script.is_by_hand = False
+
+    def _zero_grad(
+        self, original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        original(optimizer, *args, **kwargs)
+        if self._script.is_training:
+            self._fresh.forget(optimizer)
+
+    @compiler.keep_out_of_graphs
+    def _step(self, original: StepFunction, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        self._thread.was_called = True
+        if self._thread.is_stepping or not self._script.is_training:
+            return original(optimizer, *args, **kwargs)
+        self._meet(optimizer)
+        closure, rest, others = split_closure(args, kwargs)
+        if closure is None:
+            return self._take(original, optimizer, args, kwargs)
+        if evaluates_first(optimizer):
+            # As the optimizer would do; gradients from before, as in accumulation, are kept.
+            with torch.enable_grad():
+                loss = closure()
+            others = {key: value for key, value in others.items() if key != "closure"}
+            self._take(original, optimizer, rest, others)
+            return loss
+        if self._fresh.has(optimizer):
+            return self._take_around(original, closure, optimizer, rest, others)
+        return self._take_with(closure, optimizer, rest, others)
+
+    def _take(self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Step unless a gradient is inf or NaN."""
+        running = self._backward.running
+        if running is not None:  # an optimizer that steps in a hook, while backward runs
+            running.unscale_(parameters(optimizer))
+        found = self._fresh.take(optimizer)
+        if found is None:
+            # The script made the gradients itself, or there are none.
+            return original(optimizer, *args, **kwargs)
+        self._script.note_step(optimizer)
+        if access.has_stepped(self._scaler, optimizer):
+            self._scaler.update()
+        check = access.add_check(self._scaler, optimizer, *found)
+        with self._stepping():
+            result = self._scaler.step(optimizer, *args, **kwargs)
+            was_called = self._thread.was_called
+        check.gradients = NONE  # the script owns their memory
+        self._finish(optimizer, was_called)
+        return result
+
+    def _take_with(
+        self, closure: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
+        """Step with a closure that may be evaluated many times."""
+        self._script.note_step(optimizer)
+        access.end_iteration(self._scaler)
+        loss = None
+
+        def evaluate() -> Any:
+            nonlocal loss
+            loss = closure()
+            found = self._fresh.take(optimizer)
+            if found is not None:
+                access.add_check(self._scaler, optimizer, *found)
+            return loss
+
+        args, kwargs = _with_closure(evaluate, args, kwargs)
+        with self._stepping():
+            result = self._scaler.step(optimizer, *args, **kwargs)
+        self._finish(optimizer, None)
+        # The script may use the loss, even of a skipped step.
+        return loss if result is None else result
+
+    def _take_around(
+        self,
+        original: StepFunction,
+        closure: StepFunction,
+        optimizer: Optimizer,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Step with gradients from before and with a closure, as SAM does around another optimizer.
+
+        The scaler would drop the gradients. The inner optimizer, if any, steps through the scaler.
+        """
+        self._script.note_step(optimizer)
+        before = snapshot_of(optimizer)
+
+        def require_finite() -> None:
+            found = self._fresh.take(optimizer)
+            if found is not None:
+                check = access.add_check(self._scaler, optimizer, *found)
+                if any(flag.item() for flag in check.found_inf.values()):
+                    raise UnusableEvaluationError
+
+        def evaluate() -> Any:
+            loss = closure()
+            require_finite()
+            return loss
+
+        args, kwargs = _with_closure(evaluate, args, kwargs)
+        try:
+            require_finite()
+            result = original(optimizer, *args, **kwargs)
+        except UnusableEvaluationError:
+            before.restore()
+            self._scaler.update()
+            self._schedules.note(optimizer, False)
+            return None
+        self._schedules.note(optimizer, True)
+        return result
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._thread.is_stepping, self._thread.was_called = True, False
+        try:
+            yield
+        finally:
+            self._thread.is_stepping = False
+
+    def _finish(self, optimizer: Optimizer, was_called: bool | None) -> None:
+        """Tell the schedules; end the iteration if no other optimizer is still to step."""
+        known = None if handles_scale(optimizer) else was_called
+        self._schedules.note(optimizer, self._scaler.outcome(optimizer) if known is None else known)
+        if self._backward.running is None and not self._fresh.is_waiting():
+            self._scaler.update()
+
+
+def _with_closure(closure: StepFunction, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Put a closure in the place of the script's (see :func:`split_closure`)."""
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": closure}
+    return (closure, *args), kwargs
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+# A schedule moves only if a step of its optimizer was taken since its last move. One that is
+# stepped once per iteration waits with its optimizer; one that is stepped once per epoch moves on
+# even if the last step of the epoch was skipped.
+
+
+class Schedules:
+    """Wraps ``step`` of every class of schedulers."""
+
+    def __init__(self, script: ScriptState) -> None:
+        self._script = script
+        self._due = DueSchedules()
+        self.note = self._due.note
+
+    def install(self, patches: Patches) -> None:
+        """Wrap all present and future schedulers."""
+        watched: set[type] = set()
+
+        def watch(cls: type) -> None:
+            if cls not in watched and "step" in vars(cls):
+                watched.add(cls)
+                patches.wrap(cls, "step", self._step)
+
+        def init_subclass(cls: type[LRScheduler], /, **kwargs: Any) -> None:
+            super(LRScheduler, cls).__init_subclass__(**kwargs)
+            watch(cls)
+
+        for cls in (LRScheduler, *subclasses(LRScheduler)):
+            watch(cls)
+        patches.put(LRScheduler, "__init_subclass__", classmethod(init_subclass))
+
+    def _step(
+        self, original: Callable[..., Any], scheduler: LRScheduler, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._script.is_training and not self._may_move(scheduler):
+            return None
+        return original(scheduler, *args, **kwargs)
+
+    def _may_move(self, scheduler: LRScheduler) -> bool:
+        if optim.is_being_made(scheduler):
+            self._due.note_move(scheduler)
+            return True
+        self._script.schedules.setdefault(type(scheduler).__name__)
+        return self._due.may_move(scheduler)

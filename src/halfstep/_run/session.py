@@ -1,20 +1,19 @@
-"""One run of a script under halfstep, from before its first line until after its last one."""
+"""A run of a script under halfstep, from before its first line until after its last one."""
 
 from __future__ import annotations
 
 import atexit
-import hashlib
-import itertools
+import builtins
+import errno
+import importlib.util
 import os
-import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +23,9 @@ from halfstep._common import machine
 from halfstep._common.numbers import things
 from halfstep._common.text import tell
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._pytorch import distributed
-from halfstep._record.files import RUNS, file_of
-from halfstep._run import other_ranks
-from halfstep._run.script import NotRunnable, execute, hide_our_frames
+from halfstep._pytorch import listeners
+from halfstep._record.files import file_of
+from halfstep._run.launch import make_folder, other_ranks_refused, show_once
 from halfstep._run.stand_ins import replaced
 from halfstep.errors import RanksError
 
@@ -115,7 +113,7 @@ class Session:
 
             self._watch = Watch(tell=self._tell)
         self._stack.enter_context(replaced(policy))
-        self._stack.enter_context(other_ranks.refused(self._command.text))
+        self._stack.enter_context(other_ranks_refused(self._command.text))
         if amp is not None:
             self._stack.enter_context(mixed_precision(amp, self._say, policy=policy))
         if self._watch is not None:
@@ -151,6 +149,8 @@ class Session:
         self._file.unlink(missing_ok=True)
         with suppress(OSError):  # of other ranks, or other files
             self._file.parent.rmdir()
+            if self._options.folder is None:
+                self._folder.parent.rmdir()
 
     def _last_line(self) -> str:
         steps, skipped = self._record.num_steps, self._record.num_skipped
@@ -184,97 +184,107 @@ class Session:
                 return
 
 
-# --- errors that all ranks raise ------------------------------------------------------------------
+# --- the script, executed as Python does it -------------------------------------------------------
 
 
-def show_once(error: BaseException) -> None:
-    """Show the error that ends the script with its traceback on one rank, as a line on others.
+# It runs in a new module, which stays `__main__` until the process ends: code that runs at the end
+# (`atexit`, threads, `__del__`) may pickle objects of it.
 
-    The first rank to arrive shows it, not rank 0: a launcher stops the others after a failure.
+
+class NotRunnable(SystemExit):
+    """The target is no module that can be run; nothing of it has run."""
+
+
+def require_file(path: str) -> None:
+    """Raise ``OSError`` if a script cannot be read."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    with open(path, "rb"):
+        pass
+
+
+def execute(target: str, arguments: list[str], *, is_module: bool) -> None:
+    """Run ``python target arguments...``, or with ``is_module`` ``python -m target arguments...``.
+
+    Exceptions of the script pass through; :func:`hide_our_frames` shortens their traceback.
     """
-    if _is_first(error):
-        return
-    rank = torch.distributed.get_rank()
+    sys.argv = [target, *arguments]
+    if is_module:
+        _set_first_path(os.getcwd())
+        spec, code = _find(target)
+        assert spec.origin is not None
+        sys.argv[0] = spec.origin
+        main = importlib.util.module_from_spec(spec)
+        main.__name__ = "__main__"
+    else:
+        _set_first_path(os.path.dirname(os.path.realpath(target)))
+        path = os.path.abspath(target)
+        main = ModuleType("__main__")
+        main.__file__ = path
+        main.__loader__ = SourceFileLoader("__main__", path)
+        vars(main)["__cached__"] = None
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
+
+
+def hide_our_frames() -> None:
+    """Remove our frames from the traceback that Python is about to show."""
+    shown = sys.excepthook  # the script may have set its own
 
     def excepthook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        print(f"[rank{rank}]: {kind.__name__}, shown by another rank", file=sys.stderr)
+        own = _within_script(traceback)
+        shown(kind, error.with_traceback(own), own)
 
     sys.excepthook = excepthook
 
 
-def _is_first(error: BaseException) -> bool:
-    """Return whether no other rank has shown the same error."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return True
-    digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
+def _within_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Return the part of a traceback inside the script, without the recorder's frames."""
+    frame = traceback
+    while frame is not None and frame.tb_frame.f_code is not execute.__code__:
+        frame = frame.tb_next
+    if frame is None:
+        return traceback
+    own = frame.tb_next
+    while frame.tb_next is not None:
+        # Listeners stand between the script and torch.autograd.backward.
+        if frame.tb_next.tb_frame.f_code.co_filename == listeners.__file__:
+            frame.tb_next = frame.tb_next.tb_next
+        else:
+            frame = frame.tb_next
+    return own
+
+
+def _set_first_path(folder: str) -> None:
+    if not sys.flags.safe_path:  # python -P adds no folder
+        sys.path[0] = folder
+
+
+def _find(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Find what ``python -m name`` runs; raise ``SystemExit`` if there is no such thing."""
+    if name.startswith("."):
+        raise NotRunnable("halfstep run: Relative module names not supported")
     try:
-        return int(distributed.default_store().add(f"halfstep/error/{digest}", 1)) == 1
-    except RuntimeError:  # the store is gone with its rank
-        return True
-
-
-# --- folders and launchers ------------------------------------------------------------------------
-
-
-# Programs that start the processes of a run, by module or file name, and what their command line
-# begins with. Their own options follow, then ours.
-_LAUNCHERS = {
-    **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
-    **dict.fromkeys(
-        ("accelerate launch", "accelerate-launch", "accelerate.commands.launch"),
-        "accelerate launch",
-    ),
-    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), "deepspeed"),
-}
-
-
-def make_folder(stem: str, environ: Mapping[str, str], parent_pid: int) -> Path:
-    """Make and return a folder for a run, the same on all ranks without communication."""
-    if machine.num_ranks(environ) > 1:
-        folder = RUNS / f"{stem}-{_name_of_launch(environ, parent_pid)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in itertools.count(1):
-        folder = RUNS / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
-    return folder
-
-
-def _name_of_launch(environ: Mapping[str, str], parent_pid: int) -> str:
-    given = environ.get("TORCHELASTIC_RUN_ID", "none")
-    if given != "none":
-        return re.sub(r"[^\w.-]", "-", given)
-    return f"{environ.get('MASTER_PORT', 'ranks')}-{parent_pid}"
-
-
-def command_inside_launcher(
-    target: str, arguments: Sequence[str], options: Sequence[str]
-) -> str | None:
-    """Return the right command line if the target of ``halfstep run`` is a launcher, else None.
-
-    A launcher starts the processes that train, and halfstep has to run inside those.
-    """
-    name = Path(target).name
-    if name in ("accelerate", "accelerate.commands.accelerate_cli") and arguments[:1] == ["launch"]:
-        name, arguments = "accelerate launch", arguments[1:]
-    launcher = _LAUNCHERS.get(name)
-    if launcher is None:
-        return None
-    module = "--module" if launcher == "deepspeed" else "-m"
-    own, script = _split(arguments)
-    return shlex.join([*launcher.split(), *own, module, "halfstep", "run", *options, *script])
-
-
-def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Split the arguments of a launcher into its own options and the script that it starts."""
-    for index, argument in enumerate(arguments):
-        if argument in ("-m", "--module"):
-            return arguments[:index], ["-m", *arguments[index + 1 :]]
-        if argument.endswith(".py"):
-            return arguments[:index], arguments[index:]
-    return arguments, ["train.py"]
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # raised by an import inside the package
+        spec = None
+    except ValueError as error:  # a module without a spec, such as __main__
+        raise NotRunnable(f"halfstep run: {error}") from None
+    if spec is None:
+        raise NotRunnable(f"halfstep run: No module named {name}")
+    if spec.submodule_search_locations is not None:
+        if name.endswith(".__main__"):
+            raise NotRunnable(f"halfstep run: Cannot use package as __main__ module: {name}")
+        return _find(f"{name}.__main__")
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise NotRunnable(f"halfstep run: No code object available for {name}")
+    return spec, code
