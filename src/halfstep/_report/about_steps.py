@@ -343,14 +343,10 @@ def about_scale(summary: Summary) -> Iterator[Sentence]:
 
 def about_course(summary: Summary) -> str:
     """Return how loss and scale went, in a few words, for the sentence that all is well."""
-    words = []
-    for each in summary.losses:
-        loss = each.curve
-        went = f"went from {number(loss.first)} to {number(loss.last)}"
-        words.append(f"the loss of {each.optimizer} {went}")
-    if summary.loss is not None and not summary.losses:
-        loss = summary.loss
-        words.append(f"the loss went from {number(loss.first)} to {number(loss.last)}")
+    losses = [(f"the loss of {each.optimizer}", each.curve) for each in summary.losses]
+    if summary.loss is not None and not losses:
+        losses = [("the loss", summary.loss)]
+    words = [f"{what} went from {number(x.first)} to {number(x.last)}" for what, x in losses]
     if summary.scale is not None:
         scale = summary.scale
         if scale.min == scale.max:

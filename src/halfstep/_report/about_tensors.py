@@ -45,9 +45,6 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
     if not lossy:
         return
     worst = lossy[0]
-    severity: Severity = "notice"
-    if summary.underflows(worst) and worst.share_lost >= HARMFUL:
-        severity = "bad" if worst.share_lost >= SEVERE else "warning"
     parts: list[str | Code] = [
         f"{percent(worst.share_lost)} of the gradient entries of ",
         Code(worst.name),
@@ -58,13 +55,17 @@ def about_underflow(summary: Summary) -> Iterator[Sentence]:
     larger, cure = _better_scale(summary)
     is_limited = summary.is_lowered and not cure
     yield say(
-        severity,
+        _severity(worst.share_lost) if summary.underflows(worst) else "notice",
         *parts,
         f"{larger}.",
         cure=_island(summary, worst) if is_limited else cure,
         evidence=row_of(summary, worst),
         follows=is_limited and severity_of_skips(summary.steps) in ("bad", "warning"),
     )
+
+
+def _severity(share_lost: float) -> Severity:
+    return "bad" if share_lost >= SEVERE else "warning" if share_lost >= HARMFUL else "notice"
 
 
 def row_of(summary: Summary, layer: Layer) -> str:
@@ -92,21 +93,15 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
     what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
     where = ("gradients were not zero, and weights did not move; most of all in ", Code(worst.name))
     most = f" ({percent(worst.share_lost_updates)})."
-    if not worst.is_low_weight:
-        yield say("notice", what, *where, most, evidence=row_of(summary, worst))
-        return
-    severity: Severity = "notice"
-    if share >= HARMFUL:
-        severity = "bad" if share >= SEVERE else "warning"
     # Named, since the weights may have the store "kahan", which keeps a part of it.
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
     yield say(
-        severity,
+        _severity(share) if worst.is_low_weight else "notice",
         what,
         *where,
         most,
-        cure=(" Keep all that rounding leaves out: ", call, "."),
+        cure=(" Keep all that rounding leaves out: ", call, "."),  # a notice has none
         evidence=row_of(summary, worst),
     )
 

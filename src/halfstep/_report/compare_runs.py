@@ -107,12 +107,12 @@ def compare_runs(*runs: Summary) -> RunComparison:
     keys = dict.fromkeys(key for layers in by_run for key in layers)
     shared = [tuple(layers.get(key) for layers in by_run) for key in keys]
     differing = sorted((row for row in shared if _distance(row)), key=_distance, reverse=True)
-    names = _names(runs)
+    names, why_not = _names(runs), tuple(_why_not(runs))
     return RunComparison(
         runs=runs,
         names=names,
-        verdict=_verdict(runs, names),
-        entries=tuple(_entries(runs)),
+        verdict=_verdict(runs, names, why_not),
+        entries=tuple(_entries(runs, why_not)),
         layers=tuple(differing[:MOST_LAYERS]),
         only=tuple(
             tuple(key for key in mine if not any(key in its for its in by_run if its is not mine))
@@ -133,7 +133,7 @@ def _names(runs: Sequence[Summary]) -> tuple[str, ...]:
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def _verdict(runs: Sequence[Summary], names: Sequence[str]) -> Sentence:
+def _verdict(runs: Sequence[Summary], names: Sequence[str], why_not: Sequence[str]) -> Sentence:
     """Return which run is best: one that fails loses to one that does not, then the loss counts."""
     good = [n for n, run in enumerate(runs) if not _has_failed(run)]
     bad = [name for n, name in enumerate(names) if n not in good]
@@ -146,9 +146,8 @@ def _verdict(runs: Sequence[Summary], names: Sequence[str]) -> Sentence:
         return say(
             "bad", "All of these runs went bad: their loss, weights or skips did not recover."
         )
-    reasons = list(_why_not(runs))
-    if reasons:
-        return say("warning", f"The losses of these runs cannot be compared: {listed(reasons)}.")
+    if why_not:
+        return say("warning", f"The losses of these runs cannot be compared: {listed(why_not)}.")
     losses = [run.loss.recent if run.loss and not run.losses else None for run in runs]
     known = [loss for loss in losses if loss is not None]
     if len(known) < len(runs):
@@ -194,16 +193,18 @@ def _why_not(runs: Sequence[Summary]) -> Iterator[str]:
 
 
 def _speed(runs: Sequence[Summary], names: Sequence[str]) -> str:
+    if not _is_one_machine(runs):
+        return "; their times cannot be compared"
     times = [run.facts.seconds_per_step for run in runs]
     known = [time for time in times if time]
-    if len(known) < len(runs) or not _is_one_machine(runs):
-        return "; their times cannot be compared" if not _is_one_machine(runs) else ""
+    if len(known) < len(runs):
+        return ""
     if max(known) <= (1 + ALIKE) * min(known):
         return "; their steps take as long"
     fastest = times.index(min(known))
-    return f"; a step of {names[fastest]} is the fastest ({seconds(min(known))} against " + (
-        f"{listed([seconds(time) for n, time in enumerate(times) if n != fastest])})"
-    )
+    others = listed([seconds(time) for n, time in enumerate(times) if n != fastest])
+    time = seconds(min(known))
+    return f"; a step of {names[fastest]} is the fastest ({time} against {others})"
 
 
 def _is_one_machine(runs: Sequence[Summary]) -> bool:
@@ -213,13 +214,13 @@ def _is_one_machine(runs: Sequence[Summary]) -> bool:
 # --- numbers and layers ---------------------------------------------------------------------------
 
 
-def _entries(runs: Sequence[Summary]) -> Iterator[ComparedNumber]:
+def _entries(runs: Sequence[Summary], why_not: Sequence[str]) -> Iterator[ComparedNumber]:
     """Yield the numbers that a run has; where optimizers step by losses of their own, of each."""
     are_good = not any(map(_has_failed, runs))
     can = {
         "": False,
         "health": True,
-        "loss": are_good and not [*_why_not(runs)],
+        "loss": are_good and not why_not,
         "time": are_good and _is_one_machine(runs),
     }
     head, *rest = _NUMBERS
