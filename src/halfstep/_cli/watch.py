@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from halfstep._cli.exits import CommandError, require_rich
-from halfstep._record.files import RUNS, files_in, newest_in
+from halfstep._record.files import RUNS, files_in, records_in
 
 if TYPE_CHECKING:
     from halfstep._record.read import Follower, RecordUpdate
@@ -123,7 +123,7 @@ def _found(path: Path | None) -> tuple[Follower, RecordUpdate] | None:
     """Return a record, by default the newest, and what is in it; None as long as there is none."""
     from halfstep._record.read import Follower
 
-    folder = path or newest_in(RUNS)
+    folder = path or next(iter(records_in(RUNS)), None)
     if folder is None:
         return None
     follower = Follower(folder)

@@ -50,11 +50,6 @@ def records_in(folder: Path) -> list[Path]:
     return sorted(changed, key=changed.__getitem__, reverse=True)
 
 
-def newest_in(folder: Path) -> Path | None:
-    """Return the record, at any depth, with the latest change; None if there is none."""
-    return next(iter(records_in(folder)), None)
-
-
 def _rank_of(path: Path) -> int | None:
     """Return the rank of a file; None for anything else, such as ``rank01.jsonl`` and folders."""
     found = re.fullmatch(r"rank(0|[1-9][0-9]*)\.jsonl", path.name)

@@ -156,16 +156,13 @@ class RankRecord:
     def _told(self, lines: Sequence[_LeftOut], what: str, done: str) -> Iterator[Note]:
         if not lines:
             return
+        name, why = self.path.name, lines[0].why
         if len(lines) == 1:
-            text = f"line {lines[0].line} of {self.path.name} is {what} and was {done}"
+            text = f"line {lines[0].line} of {name} is {what} and was {done}"
         else:
-            which = step_list(each.line for each in lines)
-            text = (
-                f"{count(len(lines))} lines of {self.path.name} are {what} and were {done}: {which}"
-            )
-        if lines is self._damaged:
-            text += f" ({lines[0].why})" if len(lines) == 1 else f" (the first: {lines[0].why})"
-        yield Note(lines[0].step, text)
+            which, why = step_list(each.line for each in lines), f"the first: {why}"
+            text = f"{count(len(lines))} lines of {name} are {what} and were {done}: {which}"
+        yield Note(lines[0].step, f"{text} ({why})" if lines is self._damaged else text)
 
     def _begin_segment(self, line: int, beginning: _LineHead, header: Header) -> None:
         require_schema(self.path, beginning.schema, beginning.halfstep)
@@ -187,8 +184,8 @@ class RankRecord:
         if self._steps_before or self._seconds_before:
             before = {"step": self._steps_before, "time": self._seconds_before}
             here = {key: getattr(event, key, None) for key in before}
-            known = {key: value for key, value in here.items() if value is not None}
-            event = replace(event, **{key: before[key] + value for key, value in known.items()})
+            on = {key: before[key] + value for key, value in here.items() if value is not None}
+            event = replace(event, **on)
         self._last_step = max(self._last_step, getattr(event, "step", 0))
         return event
 

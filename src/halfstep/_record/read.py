@@ -218,14 +218,8 @@ def _joined_models(ranks: Iterable[RankRecord]) -> list[Model]:
     first, *others = ranks
     known = [_looks(model) for model in first.models]
     own = ((rank.number, model) for rank in others for model in rank.models)
-    return [
-        *first.models,
-        *(
-            structs.replace(model, rank=number)
-            for number, model in own
-            if _looks(model) not in known
-        ),
-    ]
+    new = (structs.replace(each, rank=rank) for rank, each in own if _looks(each) not in known)
+    return [*first.models, *new]
 
 
 def _looks(model: Model) -> tuple[object, ...]:

@@ -149,9 +149,7 @@ class Recorder:
             norm = self._norm_of(outcome.optimizer)
             if norm is None and self._sampler.is_open and not outcome.is_measured:
                 norm = _norm_of_outcome(outcome)
-            lost = self._updates.share_lost(outcome.optimizer)
-            optimizer = outcome.optimizer_name, self._number_of(outcome.optimizer)
-            self._add_step(optimizer, outcome, (loss, norm, lost))
+            self._add_step(outcome.optimizer, outcome.optimizer_name, outcome, loss, norm)
             if _may_be_skipped(outcome):
                 self._write_culprits(outcome)
         self._end_iteration(outcomes[-1].scale if self._sampler.is_open else 1.0)
@@ -169,9 +167,7 @@ class Recorder:
         norm = self._norm_of(optimizer)
         if norm is None and self._sampler.is_open:
             norm = _norm_of_gradients(optimizer)
-        lost = self._updates.share_lost(optimizer)
-        named = type(optimizer).__name__, self._number_of(optimizer)
-        self._add_step(named, None, (self._loss, norm, lost))
+        self._add_step(optimizer, type(optimizer).__name__, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
 
@@ -260,8 +256,7 @@ class Recorder:
         if optimizer is None:
             return None
         if optimizer not in self._numbers:
-            alike = (n for each, n in self._numbers.items() if type(each) is type(optimizer))
-            taken = set(alike)
+            taken = {n for each, n in self._numbers.items() if type(each) is type(optimizer)}
             self._numbers[optimizer] = next(n for n in count(1) if n not in taken)
         return self._numbers[optimizer]
 
@@ -274,12 +269,15 @@ class Recorder:
 
     def _add_step(
         self,
-        optimizer: tuple[str, int | None],
+        optimizer: torch.optim.Optimizer | None,
+        name: str,
         outcome: Outcome | None,
-        scalars: tuple[Tensor | None, Tensor | None, Tensor | None],
+        loss: Tensor | None,
+        norm: Tensor | None,
     ) -> None:
-        step = self.num_steps + 1
-        self._waiting.add(PendingStep(step, self._time(), *optimizer, outcome, *scalars))
+        step, number = self.num_steps + 1, self._number_of(optimizer)
+        lost = self._updates.share_lost(optimizer)
+        self._waiting.add(PendingStep(step, self._time(), name, number, outcome, loss, norm, lost))
 
     def _end_iteration(self, scale: float) -> None:
         self.num_steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -17,8 +17,7 @@ from halfstep._numerics.statistics import Statistics
 from halfstep._trace.recording import Recording
 
 Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_gradient"]
-KINDS: tuple[Kind, ...] = ("parameter", "parameter_gradient", "output", "output_gradient")
-
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LARGEST_EXPONENT = 1023
 """Beyond this exponent, twice the next power of two is not a float."""

@@ -102,7 +102,7 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
             f"The loss became {became} at step {step}{where}; {had}{end}",
             cure=cure,
             evidence="steps",
-            follows=is_diagnosed or went_bad_before(step, summary),
+            follows=is_diagnosed or (step != summary.went_bad_at and summary.follows_from(step)),
         )
     elif skipped:
         were = f"{things(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped because"
@@ -113,12 +113,6 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
             evidence="skips",
             follows=is_diagnosed,
         )
-
-
-def went_bad_before(step: int, summary: Summary) -> bool:
-    """Return whether an earlier step went bad, of which this one is a consequence."""
-    bad = summary.went_bad_at
-    return bad is not None and bad < step and summary.follows_from(step)
 
 
 def _cure_of_loss(summary: Summary) -> tuple[str | Code, ...]:

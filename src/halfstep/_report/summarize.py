@@ -122,7 +122,7 @@ def _steps(run: Run) -> StepCounts:
     iterations = [list(alike) for _, alike in groupby(run.steps, lambda step: step.step)]
     skipped = [(each[0].step, not all(step.taken for step in each)) for each in iterations]
     scalers = _by_scaler(iterations, run.starts)
-    others = _of_other_causes(run)
+    others = {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
     start_up = tuple(step for each in scalers for step in _start_up(each) if step not in others)
     if len(start_up) > max(LONGEST_START, len(iterations) / 2):
         start_up = ()
@@ -157,11 +157,6 @@ def _steps(run: Run) -> StepCounts:
     )
 
 
-def _of_other_causes(run: Run) -> set[int]:
-    """Return the iterations that a diagnosis found bad for another reason than the scale."""
-    return {each.step for each in run.diagnoses if each.diagnosis.verdict in OTHER_CAUSES}
-
-
 def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[int]:
     """Yield skipped iterations before a taken one whose gradients had NaN, but no inf.
 
@@ -172,9 +167,7 @@ def _with_nan_only(run: Run, iterations: Sequence[Sequence[Step]]) -> Iterator[i
     bad = grouped(run.culprits, lambda each: each.step)
     for skipped, taken in pairwise(iterations):
         found = [] if skipped[0].step in diagnosed else bad.get(skipped[0].step, [])
-        has_nan_only = any(each.num_nan for each in found) and not any(
-            each.num_inf for each in found
-        )
+        has_nan_only = any(x.num_nan for x in found) and not any(x.num_inf for x in found)
         is_right_above = all(step.taken for step in taken) and not _is_probe(taken)
         if has_nan_only and is_right_above:
             yield skipped[0].step
