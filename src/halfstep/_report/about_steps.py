@@ -105,10 +105,10 @@ def about_loss(summary: Summary) -> Iterator[Sentence]:
             follows=is_diagnosed or (step != summary.went_bad_at and summary.follows_from(step)),
         )
     elif skipped:
-        were = f"{things(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped because"
         yield say(
             "bad",
-            f"{were} the loss was inf or NaN before backward().",
+            f"{things(skipped, 'step')} {were(skipped)} skipped because the loss was inf or NaN "
+            "before backward().",
             cure=cure,
             evidence="skips",
             follows=is_diagnosed,
@@ -159,22 +159,26 @@ def about_skips(summary: Summary) -> Iterator[Sentence]:
         yield say(
             "warning",
             f"{things(len(steps.unclear), 'step')} ({at_steps(steps.unclear)}) "
-            f"{'was' if len(steps.unclear) == 1 else 'were'} skipped with NaN and no inf in the "
-            "gradients, while the loss was finite: the scale alone seldom does that.",
+            f"{were(len(steps.unclear))} skipped with NaN and no inf in the gradients, while the "
+            "loss was finite: the scale alone seldom does that.",
             evidence="skips",
         )
-    too_large = summary.steps.reasons.get("norm")
+    too_large = steps.reasons.get("norm")
     if too_large:
         yield say(
             "notice",
-            f"{things(too_large, 'step')} had a norm far above the median and "
-            f"{'was' if too_large == 1 else 'were'} left out: look at the "
-            f"{'batch' if too_large == 1 else 'batches'}, lower the learning rate, or raise the "
-            "limit, ",
+            f"{things(too_large, 'step')} had a norm far above the median and {were(too_large)} "
+            f"left out: look at the {'batch' if too_large == 1 else 'batches'}, lower the learning "
+            "rate, or raise the limit, ",
             Code("scaler.set_norm_limit(...)"),
             ".",
             evidence="skips",
         )
+
+
+def were(num: int) -> str:
+    """Return the verb after a number of things: ``was``, ``were``."""
+    return "was" if num == 1 else "were"
 
 
 def by_scaling(steps: StepCounts) -> str:
@@ -206,7 +210,7 @@ def kinds_of_skips(steps: StepCounts) -> str:
 def _skipped(summary: Summary, steps: StepCounts) -> Sentence:
     num, later = steps.num_skipped_later, steps.later
     what = (
-        f"{count(num)} of {things(steps.num, 'step')} {'was' if num == 1 else 'were'} skipped "
+        f"{count(num)} of {things(steps.num, 'step')} {were(num)} skipped "
         f"({percent(steps.share_skipped_later)}, {at_steps(later)})"
     )
     if steps.longest_in_a_row > 2:

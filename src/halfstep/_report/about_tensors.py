@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from halfstep._common.numbers import bits, count, listed, percent, power, things
 from halfstep._common.text import Code, Sentence, Severity, names, say
-from halfstep._report.about_steps import island, known_origins, literal, severity_of_skips
+from halfstep._report.about_steps import island, known_origins, literal, severity_of_skips, were
 from halfstep._report.summary import NOTABLE, Layer, Summary
 
 HARMFUL, SEVERE = 0.05, 0.5
@@ -31,8 +31,8 @@ def about_samples(summary: Summary) -> Iterator[Sentence]:
     elif 0 < num < FEW_SAMPLES <= num_steps:
         yield say(
             "notice",
-            f"Only {things(num, 'step')} of {count(num_steps)} "
-            f"{'was' if num == 1 else 'were'} sampled; for more, record with a smaller ",
+            f"Only {things(num, 'step')} of {count(num_steps)} {were(num)} sampled; for more, "
+            "record with a smaller ",
             Code("every"),
             ".",
         )

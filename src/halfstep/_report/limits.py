@@ -52,15 +52,12 @@ def defaults(summary: Summary) -> Limits:
     Where all gradients are in float32 and autocast lowered nothing there is none on underflow, and
     with float32 weights none on lost updates.
     """
+    has_low_updates = any(layer.is_low_weight and layer.updates for layer in summary.layers)
     return replace(
         DEFAULTS,
         underflow=DEFAULTS.underflow if summary.can_underflow else None,
-        lost_updates=DEFAULTS.lost_updates if _has_low_updates(summary) else None,
+        lost_updates=DEFAULTS.lost_updates if has_low_updates else None,
     )
-
-
-def _has_low_updates(summary: Summary) -> bool:
-    return any(layer.is_low_weight and layer.updates for layer in summary.layers)
 
 
 def violations(summary: Summary, limits: Limits) -> tuple[str, ...]:
