@@ -21,8 +21,8 @@ from halfstep._common.numbers import things
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch.listeners import listening_to_backward, listening_to_norms
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
+from halfstep._record.models import Models
 from halfstep._record.recorder import Recorder
-from halfstep._record.sample import Models
 from halfstep._scaler.access import observing
 from halfstep._scaler.scaler import GradScaler
 from halfstep._version import __version__

@@ -22,9 +22,9 @@ from halfstep._common.nested import tensors_in
 from halfstep._diagnose.diagnosis import Diagnosis
 from halfstep._pytorch import autograd, distributed, modes, optim
 from halfstep._record.files import Event, LineWriter
+from halfstep._record.models import Models
 from halfstep._record.pending import PendingStep, PendingSteps
-from halfstep._record.sample import Models, Sampler
-from halfstep._record.updates import UpdateCounter
+from halfstep._record.sample import Sampler, UpdateCounter
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import OBSERVERS, is_in_step, watch_names
 from halfstep._scaler.gradients import collect, parameters

@@ -1,4 +1,4 @@
-"""Sampled steps: the models of a run, and hooks that measure their tensors."""
+"""Sampled steps: hooks that measure the tensors of a run, and the updates that are lost in it."""
 
 from __future__ import annotations
 
@@ -7,176 +7,41 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from halfstep._autocast import kernels, scopes
 from halfstep._autocast.context import default_device
-from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.region import LISTENERS
 from halfstep._common.nested import tensors_in
+from halfstep._master_weights.lost_updates import Counted, OpenSteps
 from halfstep._numerics.formats import dtype_name
-from halfstep._numerics.measure import measure
+from halfstep._numerics.measure import counted_part, measure
 from halfstep._numerics.statistics import Statistics, merged
-from halfstep._pytorch import autograd, compiler, modes
+from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.amp import Switches
-from halfstep._record.files import Event
+from halfstep._pytorch.distributed import local_part
+from halfstep._record.models import Models
 from halfstep._record.run import KINDS, Kind, Measured
+from halfstep._scaler.gradients import parameters
+from halfstep._scaler.scalars import moved
 
-
-@dataclass
-class _KnownModel:
-    """A recorded model, as a weak reference."""
-
-    ref: weakref.ref[nn.Module]
-    prefix: str
-    is_written: bool = False
-
-
-class Models:
-    """The models of a run, with the names of their modules and parameters.
-
-    Names in the first model have no prefix; names in a later one begin with its class and number,
-    as in ``Critic[1].fc.weight``.
-    """
-
-    def __init__(self) -> None:
-        self._models: list[_KnownModel] = []
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._order: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._models)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return (model for _, model in self._present())
-
-    def add(self, model: nn.Module) -> bool:
-        """Add a model that is not known yet; return whether it replaces parts of it that were."""
-        if isinstance(model, DataParallel | DistributedDataParallel):
-            model = model.module
-        if model in self._names:
-            return False
-        modules = set(model.modules())
-        has_parts = any(known.ref() in modules for known in self._models)
-        self._models = [
-            known
-            for known in self._models
-            if (known.is_written or known.ref() is not None) and known.ref() not in modules
-        ]
-        prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
-        self._models.append(_KnownModel(weakref.ref(model), prefix))
-        for name, module in model.named_modules():
-            if has_parts or module not in self._names:
-                self._names[module] = _joined(prefix, without_wrappers(name))
-        return has_parts
-
-    def name(self, module: nn.Module) -> str | None:
-        """Return the name of a module; None if no model contains it."""
-        return self._names.get(module)
-
-    @property
-    def has_compiled(self) -> bool:
-        """Whether any of their modules is compiled."""
-        return any(map(compiler.is_compiled, self._names))
-
-    def eager_modules(self) -> Iterator[nn.Module]:
-        """Yield the modules outside compiled modules."""
-        for model in self:
-            yield from _eager(model)
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters."""
-        for known, model in self._present():
-            for name, parameter in model.named_parameters():
-                yield _joined(known.prefix, without_wrappers(name)), parameter
-
-    def ran(self, name: str) -> None:
-        """Note the order in which modules first ran to their end."""
-        self._order.setdefault(name, len(self._order))
-
-    def culprits(self, found: list[Tensor]) -> tuple[list[str], str | None]:
-        """Return the names of parameters with bad gradients, and the module where it began.
-
-        Of the modules with such parameters it is the one that ran last in the forward pass: the
-        backward pass reaches it first and passes inf or NaN on to all before it. Modules that
-        contain others of them do not count, nor do modules that were not seen to run.
-        """
-        bad = set(map(id, found))
-        names = [name for name, p in self.parameters() if id(p) in bad]
-        # A parameter in several modules belongs to the last of them.
-        owners = {
-            _joined(known.prefix, without_wrappers(name)).rpartition(".")[0]
-            for known, model in self._present()
-            for name, p in model.named_parameters(remove_duplicate=False)
-            if id(p) in bad
-        }
-        around = {owner for owner in owners if any(_is_in(other, owner) for other in owners)}
-        seen = [owner for owner in owners - around if owner in self._order]
-        return names, max(seen, key=self._order.__getitem__, default=None)
-
-    def events(self, step: int) -> list[Event]:
-        """Return a ``model`` line for each model without one."""
-        prefixes = [known.prefix for known in self._models if known.prefix]
-        events = []
-        for known, model in self._present():
-            if known.is_written:
-                continue
-            known.is_written = True
-            others = [prefix for prefix in prefixes if prefix != known.prefix]
-            modules = [
-                name
-                for name in self._order
-                if _starts(name, known.prefix) and not any(_starts(name, o) for o in others)
-            ]
-            num_parameters = sum(parameter.numel() for parameter in model.parameters())
-            event = {"event": "model", "step": step, "name": type(model).__name__}
-            events.append(event | {"parameters": num_parameters, "modules": modules})
-        return events
-
-    def _present(self) -> Iterator[tuple[_KnownModel, nn.Module]]:
-        for known in self._models:
-            model = known.ref()
-            if model is not None:
-                yield known, model
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def _is_in(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(other + "."))
-
-
-def _starts(name: str, prefix: str) -> bool:
-    return not prefix or name == prefix or name.startswith(prefix + ".")
-
-
-def _eager(module: nn.Module) -> Iterator[nn.Module]:
-    if compiler.is_compiled(module):
-        return
-    yield module
-    for child in module.children():
-        yield from _eager(child)
-
-
-# --- hooks ----------------------------------------------------------------------------------------
-
-
+LOOKED_AT = 1 << 16
+"""About so many entries of a weight are looked at, and copied for that before a step."""
 OUTERMOST = "(model)"
 """The name of the outermost module."""
 COMPILED = (
@@ -426,3 +291,95 @@ def _remove(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+# --- lost updates ---------------------------------------------------------------------------------
+
+
+class UpdateCounter:
+    """Counts the updates of all optimizers, and those that are lost.
+
+    It has a hook only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
+
+    Args:
+        say: Receives notes for the reader of the record.
+        is_listening: Returns whether the running code is part of the training.
+    """
+
+    def __init__(self, say: Callable[[str], None], is_listening: Callable[[], bool]) -> None:
+        self._say, self._is_listening = say, is_listening
+        self._hook: RemovableHandle | None = None
+        self._steps = OpenSteps(_part)
+        self._counted: dict[int, Counted] = {}
+
+    def begin(self) -> None:
+        """Begin a sampled step."""
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_listening():
+            return
+        with modes.unseen_by_modes(), self._noting_failures():
+            self._steps.begin(optimizer, args, kwargs)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the updates of a step that has begun in a sampled step. Sync: none."""
+        if self._hook is not None:
+            with self._noting_failures():
+                counted = self._steps.end(optimizer)
+                self._counted.update((id(each.param), each) for each in counted)
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a recorder never ends a run, whatever the optimizer is
+            self._say(f"lost updates cannot be counted: {error}")
+
+    def share_lost(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
+        """Return the share of its updates that an optimizer has lost; None if it is not known.
+
+        A large tensor counts by its size, not by that of the part. Sync: none.
+        """
+        if optimizer is None or not self._counted:
+            return None
+        found = [self._counted[id(p)] for p in parameters(optimizer) if id(p) in self._counted]
+        if not found:
+            return None
+        device = found[-1].counts.device
+        in_full = [each.counts.float() * _size_to_part(each.param) for each in found]
+        total = torch.stack([moved(each, device) for each in in_full]).sum(0)
+        return total[1] / total[0]
+
+    def end(self, measured: list[Measured], params: Iterable[tuple[str, Tensor]]) -> list[Measured]:
+        """End the sampled step and return its tensors, the parameters with their counts.
+
+        Sync: one for each parameter.
+        """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._steps.clear()
+        counted, self._counted = self._counted, {}
+        counts = {
+            name: counted[id(param)].counts.tolist()
+            for name, param in params
+            if id(param) in counted
+        }
+        return [
+            replace(each, updates=counts[each.name][0], lost_updates=counts[each.name][1])
+            if each.kind == "parameter" and each.name in counts
+            else each
+            for each in measured
+        ]
+
+
+def _part(values: Tensor) -> Tensor:
+    """Return the entries of a weight, or of its gradient, that are looked at."""
+    return counted_part(values, LOOKED_AT)
+
+
+def _size_to_part(param: Tensor) -> float:
+    """Return the size of a tensor to that of the part that is looked at."""
+    values = local_part(param)
+    return values.numel() / max(_part(values).numel(), 1)

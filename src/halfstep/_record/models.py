@@ -1,0 +1,151 @@
+"""The models of a run: the names of their modules and parameters, and the order they ran in."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from halfstep._autocast.modules import without_wrappers
+from halfstep._pytorch import compiler
+from halfstep._record.files import Event
+
+
+@dataclass
+class _KnownModel:
+    """A recorded model, as a weak reference."""
+
+    ref: weakref.ref[nn.Module]
+    prefix: str
+    is_written: bool = False
+
+
+class Models:
+    """The models of a run, with the names of their modules and parameters.
+
+    Names in the first model have no prefix; names in a later one begin with its class and number,
+    as in ``Critic[1].fc.weight``.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[_KnownModel] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._order: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (model for _, model in self._present())
+
+    def add(self, model: nn.Module) -> bool:
+        """Add a model that is not known yet; return whether it replaces parts of it that were."""
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        if model in self._names:
+            return False
+        modules = set(model.modules())
+        has_parts = any(known.ref() in modules for known in self._models)
+        self._models = [
+            known
+            for known in self._models
+            if (known.is_written or known.ref() is not None) and known.ref() not in modules
+        ]
+        prefix = f"{type(model).__name__}[{len(self)}]" if self._models else ""
+        self._models.append(_KnownModel(weakref.ref(model), prefix))
+        for name, module in model.named_modules():
+            if has_parts or module not in self._names:
+                self._names[module] = _joined(prefix, without_wrappers(name))
+        return has_parts
+
+    def name(self, module: nn.Module) -> str | None:
+        """Return the name of a module; None if no model contains it."""
+        return self._names.get(module)
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether any of their modules is compiled."""
+        return any(map(compiler.is_compiled, self._names))
+
+    def eager_modules(self) -> Iterator[nn.Module]:
+        """Yield the modules outside compiled modules."""
+        for model in self:
+            yield from _eager(model)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters."""
+        for known, model in self._present():
+            for name, parameter in model.named_parameters():
+                yield _joined(known.prefix, without_wrappers(name)), parameter
+
+    def ran(self, name: str) -> None:
+        """Note the order in which modules first ran to their end."""
+        self._order.setdefault(name, len(self._order))
+
+    def culprits(self, found: list[Tensor]) -> tuple[list[str], str | None]:
+        """Return the names of parameters with bad gradients, and the module where it began.
+
+        Of the modules with such parameters it is the one that ran last in the forward pass: the
+        backward pass reaches it first and passes inf or NaN on to all before it. Modules that
+        contain others of them do not count, nor do modules that were not seen to run.
+        """
+        bad = set(map(id, found))
+        names = [name for name, p in self.parameters() if id(p) in bad]
+        # A parameter in several modules belongs to the last of them.
+        owners = {
+            _joined(known.prefix, without_wrappers(name)).rpartition(".")[0]
+            for known, model in self._present()
+            for name, p in model.named_parameters(remove_duplicate=False)
+            if id(p) in bad
+        }
+        around = {owner for owner in owners if any(_is_in(other, owner) for other in owners)}
+        seen = [owner for owner in owners - around if owner in self._order]
+        return names, max(seen, key=self._order.__getitem__, default=None)
+
+    def events(self, step: int) -> list[Event]:
+        """Return a ``model`` line for each model without one."""
+        prefixes = [known.prefix for known in self._models if known.prefix]
+        events = []
+        for known, model in self._present():
+            if known.is_written:
+                continue
+            known.is_written = True
+            others = [prefix for prefix in prefixes if prefix != known.prefix]
+            modules = [
+                name
+                for name in self._order
+                if _starts(name, known.prefix) and not any(_starts(name, o) for o in others)
+            ]
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            event = {"event": "model", "step": step, "name": type(model).__name__}
+            events.append(event | {"parameters": num_parameters, "modules": modules})
+        return events
+
+    def _present(self) -> Iterator[tuple[_KnownModel, nn.Module]]:
+        for known in self._models:
+            model = known.ref()
+            if model is not None:
+                yield known, model
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _is_in(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(other + "."))
+
+
+def _starts(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def _eager(module: nn.Module) -> Iterator[nn.Module]:
+    if compiler.is_compiled(module):
+        return
+    yield module
+    for child in module.children():
+        yield from _eager(child)
