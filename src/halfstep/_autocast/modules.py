@@ -136,12 +136,15 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
 
 
 class Island(NamedTuple):
-    """The way in which a module is kept."""
+    """The way in which a module is kept.
+
+    Attributes:
+        dtype: What its floating-point inputs are cast to.
+        cast_back: Whether its outputs of that dtype are cast to the dtype that came in.
+    """
 
     dtype: torch.dtype
-    """What its floating-point inputs are cast to."""
     cast_back: bool
-    """Whether its outputs of that dtype are cast to the dtype that came in."""
 
 
 class Wrapped:

@@ -67,10 +67,7 @@ def watch_steps(
 ) -> None:
     """Put ``around`` in place of ``step`` of all classes of optimizers, those to come included.
 
-    Args:
-        patches: Takes it back.
-        around: As for :meth:`Patches.wrap`.
-        meet: Is called with every optimizer that is made.
+    ``patches`` takes it back, and ``meet`` is called with every optimizer that is made.
     """
     # PyTorch changes `step` of a class when the first optimizer of it is made; only then do we.
     watched: weakref.WeakSet[type] = weakref.WeakSet()

@@ -14,10 +14,7 @@ from torch import Tensor
 class RandomStates:
     """The random numbers of PyTorch, Python, and NumPy if it is loaded, as they are now.
 
-    Args:
-        devices: The devices whose generators are kept besides the CPU's.
-
-    Sync: none; the states lie on the host.
+    Of these devices and the CPU. Sync: none; the states lie on the host.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

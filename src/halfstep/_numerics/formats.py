@@ -59,16 +59,7 @@ class Format:
 def _format(
     name: str, dtype_name: str, largest: float, first: int, digits: int, *, has_inf: bool = True
 ) -> Format:
-    """Return a format.
-
-    Args:
-        name: The name in a record.
-        dtype_name: PyTorch's name.
-        largest: The largest finite value.
-        first: The exponent of the smallest normal value.
-        digits: The stored bits of the significand.
-        has_inf: Whether it has inf.
-    """
+    """Return a format with the exponent of the smallest normal value, and the stored digits."""
     last = math.floor(math.log2(largest))
     # The tie with the value that would come next. With inf it is rounded to inf, since the largest
     # finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.

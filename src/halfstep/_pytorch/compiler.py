@@ -132,10 +132,7 @@ _tag_variable: ContextVar[object] | None = None if _has_changed is None else _ov
 def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
     """Let code compiled in this thread from now on run only while the same guard is set again.
 
-    Args:
-        was: The guard that is set now.
-        guard: The guard.
-        tag: What the on-disk caches of torch.compile tell this code by.
+    ``was`` is the guard that is set now; the on-disk caches tell this code by ``tag``.
     """
     enabled, dtype = guard
     _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off, and on

@@ -135,10 +135,7 @@ class Swap:
     It stays the same Python object. What autograd keeps of it is left alone, too: assigned to
     ``param.data``, a tensor of another dtype would make PyTorch forget the node that accumulates
     its gradient, and so the hooks there, by which DistributedDataParallel reduces gradients.
-
-    Args:
-        param: The parameter.
-        other: The tensor, a leaf that nothing else knows. It is the parameter meanwhile.
+    ``other`` is a leaf that nothing else knows; it is the parameter meanwhile.
     """
 
     __slots__ = ("_id", "_own", "other", "param")

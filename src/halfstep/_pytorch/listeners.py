@@ -14,10 +14,8 @@ from torch.nn.utils import clip_grad
 class _Heard:
     """A function of a module, and those who listen to its calls; they may leave in any order.
 
-    Args:
-        module: The module.
-        name: The name of the function, by which PyTorch looks it up at each call.
-        call: Gets the function, the listeners, and what it is called with.
+    PyTorch looks it up by its name at each call. ``call`` gets the function, the listeners, and
+    what it is called with.
     """
 
     def __init__(self, module: Any, name: str, call: Callable[..., Any]) -> None:
@@ -81,20 +79,15 @@ _norms = _Heard(clip_grad, "_get_total_norm", _norm)
 
 
 def listening_to_backward(listener: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Hear of backward passes before they begin.
-
-    Args:
-        listener: Gets what ``torch.autograd.backward`` is given first: the roots.
-    """
+    """Hear of backward passes before they begin: of their roots."""
     return _backwards.by(listener)
 
 
 def listening_to_norms(
     listener: Callable[[list[torch.Tensor], torch.Tensor], None],
 ) -> AbstractContextManager[None]:
-    """Hear of the norms that torch.nn.utils.clip_grad_norm_ measures, by whatever name it is known.
+    """Hear of gradients and their L2 norm, a scalar, that torch.nn.utils.clip_grad_norm_ measures.
 
-    Args:
-        listener: Gets the gradients and their L2 norm, a scalar.
+    By whatever name that is known.
     """
     return _norms.by(listener)

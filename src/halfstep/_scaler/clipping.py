@@ -92,18 +92,11 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_(step: Step, max_norm: float, norm_type: float, per: Per, names: Names) -> Tensor:
-    """Divide gradients by the scale and clip them, in place. Sync: none.
+    """Divide gradients by the scale and clip them, in place; return the norm of all together.
 
-    Args:
-        step: The gradients; 3 G for the 2-norm of all together.
-        max_norm: The largest norm.
-        norm_type: 2, inf, or another p from 1 to 8.
-        per: What the norm is taken of.
-        names: Tells of which module each gradient is.
-
-    Returns:
-        The norm of all gradients together, unscaled and before clipping; float32 scalar on the
-        device of the scale. 0 without gradients.
+    That is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
+    gradients. ``names`` tells of which module each gradient is. 3 G for the 2-norm of all. Sync:
+    none.
     """
     groups = _groups(step, per, names)
     if not step.has_gradients:

@@ -32,13 +32,10 @@ gradients to less, and clipping scaled ones to ``max_norm * scale``, which is ri
 
 
 class NormLimit:
-    """The norms of the last steps of one optimizer, on its device.
+    """The norms of the last ``window`` taken steps of one optimizer, on its device.
 
-    Args:
-        times_median: A norm above this many times the median is an outlier; > 1.
-        window: Number of taken steps that the median looks back.
-
-    Sync: none, but for :meth:`to_list`.
+    One above ``times_median`` times their median is an outlier. Sync: none, but for
+    :meth:`to_list`.
     """
 
     def __init__(self, times_median: float, window: int) -> None:

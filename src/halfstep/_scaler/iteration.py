@@ -230,10 +230,8 @@ class Iteration:
         steps: What the last call of each optimizer has left, by the ``id`` of the optimizer, which
             the step holds: no other object can take over the ``id`` meanwhile.
         blocks: The blocks of ``accumulate`` that have not been put together yet, in the same way.
-        checks: The checks, in order.
         losses: How many losses of each name have been scaled. A list would be compiled once per
             length.
-        num_losses: How many losses have been scaled.
         hooks: Those that notice what backward adds to checked gradients.
         in_doubt: Gradients that are multiplied by an unknown number.
     """
