@@ -95,14 +95,14 @@ def pass_line(summary: Summary, limits: Limits) -> str:
 
 
 def _course(summary: Summary, limits: Limits) -> Iterator[str]:
-    facts, loss, num = summary.facts, summary.loss, count(summary.steps.num)
+    facts, loss, steps = summary.facts, summary.loss, things(summary.steps.num, "step")
     if not limits.allow_unfinished:
         if facts.error is not None:
             where = on_error_rank(facts)
-            yield f"the run ended after {num} steps, with an error{where}: {facts.error}"
+            yield f"the run ended after {steps}, with an error{where}: {facts.error}"
         elif facts.state == "no end":
             yield (
-                f"the record has no end after {num} steps: the run was "
+                f"the record has no end after {steps}: the run was "
                 "killed, or is still running (--allow-unfinished)"
             )
         if lacks_end(facts):
