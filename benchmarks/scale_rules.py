@@ -31,7 +31,7 @@ from halfstep import GradScaler, autocast
 from halfstep._common.machine import device_name
 from halfstep._demo.corpus import Corpus, draw_batches
 from halfstep._demo.gpt import GPT, GPTConfig
-from halfstep._demo.settings import MEAN_OVER
+from halfstep._demo.train import MEAN_OVER
 from halfstep._scaler.rules import Dynamic, LogMax, Rule, Static
 
 Batch = tuple[Tensor, Tensor]

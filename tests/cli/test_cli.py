@@ -41,7 +41,7 @@ def test_without_a_command_it_shows_the_help(capsys):
 
 
 def test_the_defaults_in_the_help_are_the_defaults(capsys):
-    from halfstep._demo.settings import DemoSettings
+    from halfstep._demo.train import DemoSettings
 
     with pytest.raises(SystemExit):
         main(["demo", "--help"])

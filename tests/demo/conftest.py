@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from halfstep._demo.demo import run_demo
-from halfstep._demo.settings import DemoSettings
+from halfstep._demo.train import DemoSettings
 
 STEPS = 8
 

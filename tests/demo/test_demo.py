@@ -9,9 +9,8 @@ from rich.console import Console
 
 import halfstep._demo.demo as module
 from halfstep._demo.demo import run_demo
-from halfstep._demo.settings import PRECISIONS, DemoSettings
-from halfstep._demo.show import ProgressBars, ProgressLines
-from halfstep._demo.train import PrecisionRun
+from halfstep._demo.results import ProgressBars, ProgressLines
+from halfstep._demo.train import PRECISIONS, DemoSettings, PrecisionRun
 from halfstep._record.read import read_run
 from halfstep.errors import DemoError
 

@@ -10,10 +10,15 @@ import pytest
 from rich.console import Console
 
 from halfstep._demo.corpus import Corpus
-from halfstep._demo.results import MeasuredMachine, Results
-from halfstep._demo.settings import PRECISIONS, DemoSettings
-from halfstep._demo.show import ROWS, build_table, draw_chart, round_step
-from halfstep._demo.train import PrecisionRun
+from halfstep._demo.results import (
+    ROWS,
+    MeasuredMachine,
+    Results,
+    build_table,
+    draw_chart,
+    round_step,
+)
+from halfstep._demo.train import PRECISIONS, DemoSettings, PrecisionRun
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from halfstep._demo.gpt import SIZES
-from halfstep._demo.settings import BATCHES, PRECISIONS, DemoSettings
+from halfstep._demo.train import BATCHES, PRECISIONS, DemoSettings
 from halfstep.errors import DemoError
 
 

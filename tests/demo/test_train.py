@@ -7,8 +7,9 @@ from torch import nn
 
 import halfstep._demo.train as module
 from halfstep._demo.corpus import Corpus
-from halfstep._demo.settings import PRECISIONS, DemoSettings
 from halfstep._demo.train import (
+    PRECISIONS,
+    DemoSettings,
     PrecisionRun,
     new_model,
     peak_memory,

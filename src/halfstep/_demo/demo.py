@@ -10,10 +10,16 @@ from rich.console import Console
 
 from halfstep._demo.corpus import Corpus
 from halfstep._demo.gpt import SIZES
-from halfstep._demo.results import Results, measure_machine
-from halfstep._demo.settings import DemoSettings
-from halfstep._demo.show import NOTES, ProgressBars, ProgressLines, build_table, draw_chart
-from halfstep._demo.train import PrecisionRun, new_model, train
+from halfstep._demo.results import (
+    NOTES,
+    ProgressBars,
+    ProgressLines,
+    Results,
+    build_table,
+    draw_chart,
+    measure_machine,
+)
+from halfstep._demo.train import DemoSettings, PrecisionRun, new_model, train
 from halfstep._record.files import file_of
 from halfstep._record.read import read_run
 from halfstep._record.record import record

@@ -1,21 +1,28 @@
-"""The results of a demo: all numbers for the table, the plot and ``results.json``."""
+"""Results of a demo: the numbers, and how they are shown: progress, table, plot."""
 
 from __future__ import annotations
 
 import json
+import math
 import platform
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Self
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 
 import halfstep
 from halfstep._common.json import to_plain
 from halfstep._common.machine import device_name
 from halfstep._demo.corpus import Corpus
-from halfstep._demo.settings import DemoSettings
-from halfstep._demo.train import PrecisionRun
+from halfstep._demo.train import DemoSettings, PrecisionRun
 from halfstep._doctor.hardware import DTYPES, WORTH_IT, measure_speeds
 
 MEASURE_SECONDS = 0.6
@@ -155,3 +162,272 @@ def _difference(
     if base is None or value is None or not run.is_finished:
         return None
     return float(value - getattr(base, name))
+
+
+REFRESH_SECONDS = 0.1
+LINES_PER_RUN = 5
+
+
+def describe(run: PrecisionRun) -> str:
+    """Return the state of a run in words: loss, scale and time of its last step."""
+    if not run.losses:
+        return "starting"
+    scale = f"  scale {format_scale(run.scales[-1])}" if run.scales else ""
+    return f"loss {run.losses[-1]:.3f}{scale}  {run.seconds[-1] * 1e3:.0f} ms/step"
+
+
+class ProgressLines:
+    """A few lines for each run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, run: PrecisionRun) -> None:
+        """Print the name of a run that begins, and a line after every fifth of its steps."""
+        done = len(run.losses)
+        if not done:
+            self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
+        elif done % max(1, run.steps // LINES_PER_RUN) == 0 or done == run.steps:
+            line = f"  step {done}/{run.steps}  {describe(run)}"
+            self._console.print(line, highlight=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Leave the lines."""
+
+
+class ProgressBars(ProgressLines):
+    """One bar for each run, drawn between the steps.
+
+    A thread that draws would take time from the steps that are measured.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:<26}"),
+            BarColumn(bar_width=8),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[state]}", style="dim"),
+            console=console,
+            auto_refresh=False,
+        )
+        self._task = TaskID(0)
+        self._drawn = 0.0
+
+    def show(self, run: PrecisionRun) -> None:
+        """Add a bar for a run that begins, else move it; draw ten times a second at most."""
+        done = len(run.losses)
+        if not done:
+            self._task = self._progress.add_task(run.precision.title, total=run.steps, state="")
+        self._progress.update(self._task, completed=done, state=describe(run))
+        if done in (0, run.steps) or time.perf_counter() - self._drawn > REFRESH_SECONDS:
+            self._progress.refresh()
+            self._drawn = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._progress.stop()
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+NOTES = (
+    "Losses in nats per character; the training loss is the mean over the last tenth of the steps, "
+    "the held-out loss is computed in fp32 for all. Time: the median step after warm-up. "
+    "Zero gradients: the share of the entries of all parameters' gradients that are exactly 0, "
+    "mean over about 20 steps; those of fp32 are not underflow."
+)
+
+
+def build_table(results: Results) -> Table:
+    """Make the table of the results, for rich to print."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for run in results.runs:
+        table.add_column(_heading(run), justify="right", vertical="bottom")
+    summaries = [results.summary(run) for run in results.runs]
+    for label, key, show in ROWS:
+        table.add_row(label, *(_cell(summary[key], show) for summary in summaries))
+    return table
+
+
+def _heading(run: PrecisionRun) -> str:
+    heading = run.precision.title.replace(", ", "\n").replace(" + ", "\n+ ")
+    return heading if run.is_finished else f"{heading}\nstopped at {len(run.losses)}"
+
+
+def _cell(value: Any, show: Callable[[Any], str]) -> str:
+    return "-" if value is None else show(value)
+
+
+def _share(value: float) -> str:
+    """Return a share with three digits, so that a small one does not become zero."""
+    return "0 %" if value == 0 else f"{100 * value:.3g} %"
+
+
+def format_scale(value: float) -> str:
+    """Return a scale as a power of two, unless the first scale was none."""
+    exponent = math.log2(value)
+    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
+
+
+ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("training loss", "training_loss", "{:.4f}".format),
+    ("  minus fp32", "training_loss_minus_fp32", "{:+z.4f}".format),
+    ("held-out loss", "held_out_loss", "{:.4f}".format),
+    ("  minus fp32", "held_out_loss_minus_fp32", "{:+z.4f}".format),
+    ("time per step", "step_ms", "{:.1f} ms".format),
+    ("  ratio to fp32", "step_time_ratio_to_fp32", "{:.2f}".format),
+    ("peak memory", "peak_memory_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
+    ("steps skipped", "steps_skipped", "{}".format),
+    ("final scale", "final_scale", format_scale),
+    ("zero gradients", "zero_gradient_share", _share),
+)
+"""Label, key of :meth:`Results.summary`, and how its value is written."""
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+
+WIDTH = 860
+LEFT, RIGHT = 64, 236
+LOSS_TOP, LOSS_HEIGHT = 74, 300
+SCALE_GAP, SCALE_HEIGHT = 64, 120
+BOTTOM = 52
+
+
+@dataclass(frozen=True)
+class PixelAxis:
+    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, up or down."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def at(self, value: float) -> float:
+        """Return the pixel of a value, rounded to what is visible."""
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, about: int) -> list[tuple[float, str]]:
+        """Return about ``about`` round numbers on the axis: pixel and label."""
+        step = round_step((self.high - self.low) / about)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [(self.at(i * step), f"{i * step:g}") for i in range(first, last + 1)]
+
+
+def round_step(roughly: float) -> float:
+    """Return the next 1, 2 or 5 times a power of ten."""
+    power: float = 10.0 ** math.floor(math.log10(roughly))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= roughly * 0.999)
+
+
+@dataclass(frozen=True)
+class ChartSeries:
+    """One curve: the name of its precision and its SVG path."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True)
+class ChartPanel:
+    """One diagram: its curves, in the order in which they are drawn, and its vertical axis."""
+
+    title: str
+    axis: PixelAxis
+    ticks: list[tuple[float, str]]  # pixel and label
+    series: list[ChartSeries]
+    is_power: bool = False  # labels are exponents of 2
+    skips: tuple[tuple[float, float, int], ...] = ()  # pixels, and number, of each skipped step
+
+
+def draw_chart(results: Results) -> str:
+    """Return the SVG document: self-contained, for light and dark surroundings."""
+    environment = Environment(
+        loader=PackageLoader("halfstep._demo"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    x = PixelAxis(1, max(2, results.settings.steps), LEFT, WIDTH - RIGHT)
+    scaled = [_scale_panel(run, x) for run in results.runs if run.scales]
+    panels = [_loss_panel(results.runs, x), *scaled]
+    return environment.get_template("chart.svg.j2").render(
+        width=WIDTH,
+        height=panels[-1].axis.start + BOTTOM,
+        left=LEFT,
+        right=WIDTH - RIGHT,
+        x_ticks=[(pixel, label) for pixel, label in x.ticks(8) if float(label).is_integer()],
+        panels=panels,
+        legend=[_legend_entry(run) for run in results.runs],
+        legend_top=LOSS_TOP,
+        subtitle=_subtitle(results),
+    )
+
+
+def _subtitle(results: Results) -> str:
+    return (
+        f"GPT with {results.num_parameters / 1e6:.2g} M parameters on {results.corpus.source}, "
+        f"{results.settings.steps} steps, seed {results.settings.seed}; "
+        f"{results.machine.device}; torch {results.machine.versions['torch']}"
+    )
+
+
+def _loss_panel(runs: Sequence[PrecisionRun], x: PixelAxis) -> ChartPanel:
+    shown = [loss for run in runs for loss in run.losses if math.isfinite(loss)] or [0.0, 1.0]
+    low, high = min(shown), max(shown)
+    step = round_step(max(high - low, 0.01) / 6)
+    bottom, top = math.floor(low / step) * step, (math.floor(high / step) + 1) * step
+    y = PixelAxis(bottom, top, LOSS_TOP + LOSS_HEIGHT, LOSS_TOP)
+    # The widest line first, fp32 last: curves stay visible where they overlap.
+    series = [_series(run, run.losses, x, y) for run in reversed(runs)]
+    return ChartPanel("loss (nats per character)", y, y.ticks(6), series)
+
+
+def _scale_panel(run: PrecisionRun, x: PixelAxis) -> ChartPanel:
+    top = LOSS_TOP + LOSS_HEIGHT + SCALE_GAP
+    exponents = [math.log2(scale) for scale in run.scales]
+    low, high = math.floor(min(exponents)) - 1, math.ceil(max(exponents)) + 1
+    y = PixelAxis(low, high, top + SCALE_HEIGHT, top)
+    every = max(1, round((high - low) / 5))
+    return ChartPanel(
+        "scale",
+        y,
+        [(y.at(exponent), str(exponent)) for exponent in range(low + 1, high, every)],
+        [_series(run, exponents, x, y)],
+        is_power=True,
+        skips=tuple((x.at(step + 1), y.at(exponents[step]), step + 1) for step in run.skipped),
+    )
+
+
+def _series(run: PrecisionRun, values: Sequence[float], x: PixelAxis, y: PixelAxis) -> ChartSeries:
+    """Return the curve of one value after each step, interrupted at inf and NaN."""
+    pieces, pen_is_down = [], False
+    for number, value in enumerate(values, start=1):
+        if math.isfinite(value):
+            pieces.append(f"{'L' if pen_is_down else 'M'}{x.at(number)} {y.at(value)}")
+        pen_is_down = math.isfinite(value)
+    return ChartSeries(run.precision.name, "".join(pieces))
+
+
+def _legend_entry(run: PrecisionRun) -> dict[str, object]:
+    loss, share = run.training_loss, run.zero_share
+    details = [
+        "no step" if loss is None else f"loss {loss:.3f}",
+        "" if share is None else f"{100 * share:.2g} % of gradients zero",
+        "" if run.is_finished else f"stopped at step {len(run.losses)}",
+    ]
+    return {
+        "name": run.precision.name,
+        "title": run.precision.title,
+        "details": [detail for detail in details if detail],
+    }
