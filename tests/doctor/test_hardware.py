@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from halfstep._doctor import flags, hardware
+from halfstep._doctor import hardware
 from halfstep._doctor.hardware import (
     advise,
     measure_speeds,
@@ -140,7 +140,7 @@ def test_the_look_on_cuda() -> None:
 
 
 def value(name: str) -> str:
-    return next(flag.value for flag in flags.read_flags() if name in flag.name)
+    return next(flag.value for flag in hardware.read_flags() if name in flag.name)
 
 
 def test_flags_have_their_present_values() -> None:
@@ -153,15 +153,15 @@ def test_flags_have_their_present_values() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert value('dtype("cpu")') == "torch.bfloat16"
-    assert all(flag.meaning for flag in flags.read_flags())
+    assert all(flag.meaning for flag in hardware.read_flags())
 
 
 def test_flush_denormal_is_measured() -> None:
-    assert not flags.is_flushing()
+    assert not hardware.is_flushing()
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot")
     try:
-        assert flags.is_flushing()
+        assert hardware.is_flushing()
     finally:
         torch.set_flush_denormal(False)
 
@@ -179,7 +179,7 @@ def test_flags_that_pytorch_refuses_to_sum_up_are_mixed() -> None:
 
 
 def ids(*arguments: object) -> list[str]:
-    return [finding.id for finding in flags.findings(*arguments)]  # type: ignore[arg-type]
+    return [finding.id for finding in hardware.findings(*arguments)]  # type: ignore[arg-type]
 
 
 def test_findings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_findings_of_the_cpu() -> None:
     assert ids("cpu", torch.bfloat16) == []
     torch.backends.mkldnn.enabled = False
     try:
-        (finding,) = flags.findings("cpu", torch.bfloat16)
+        (finding,) = hardware.findings("cpu", torch.bfloat16)
         assert finding.id == "onednn-off"
         assert ids("cpu", None) == []
         assert ids("cuda", None) == []
@@ -218,7 +218,7 @@ def test_findings_of_the_cpu() -> None:
 
 
 def test_cures_of_flags_run() -> None:
-    found = [*flags.findings("cuda", torch.float16, (8, 0))]
+    found = [*hardware.findings("cuda", torch.float16, (8, 0))]
     assert len(found) == 2
     before = torch.backends.cuda.matmul.fp32_precision
     try:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from halfstep._doctor.doctor import check_file, check_source
 from halfstep._doctor.finding import CATALOG
-from halfstep._doctor.source import check_file, check_source
 
 ROOT = Path(__file__).parents[2]
 

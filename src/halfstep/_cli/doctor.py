@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(scripts: list[Path]) -> Checkup:
+    from halfstep._doctor.doctor import check_file
     from halfstep._doctor.finding import Checkup
-    from halfstep._doctor.source import check_file
 
     findings = []
     for path in scripts:

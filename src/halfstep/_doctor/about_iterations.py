@@ -6,11 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.follow_iterations import IterationFollower, optimizer_of
-from halfstep._doctor.iteration import Iteration, next_iteration
-from halfstep._doctor.iteration_texts import finding
+from halfstep._doctor.follow_iterations import IterationWalk, optimizer_of
+from halfstep._doctor.iteration import Iteration, finding, next_iteration
 from halfstep._doctor.read_names import dotted
-from halfstep._doctor.read_paths import Walk
 from halfstep._doctor.read_program import Program, Root, is_inherited
 from halfstep._doctor.read_sites import Site
 
@@ -19,18 +17,16 @@ def findings(program: Program) -> Iterator[Finding]:
     """Yield problems with the calls of an iteration."""
     for root in program.roots:
         if any(program.is_backward(site) or site.method == "step" for site in root.sites):
-            calls = IterationFollower(program, root)
-            walk = Walk(program.meaning, calls)
-            walk.sites(root.node, _before(program, root))
+            walk = IterationWalk(program, root)
+            ends = walk.run(root.node, _before(program, root))
             # By itself too: what comes before in its callers may be uncertain.
-            scopes = dict.fromkeys(site.scope for site in root.sites if site.method == "step")
-            for scope in scopes:
-                if scope.node is not root.node:
-                    Walk(program.meaning, calls).sites(scope.node, Iteration())
+            functions = dict.fromkeys(s.scope.node for s in root.sites if s.method == "step")
+            for function in functions:
+                if function is not root.node:
+                    walk.run(function, Iteration())
             if _is_whole(root):
-                again = [next_iteration(end) for end in walk.ends if isinstance(end, Iteration)]
-                Walk(program.meaning, calls).sites(root.node, *again)
-            yield from {(each.id, each.line): each for each in calls.found}.values()
+                walk.run(root.node, *map(next_iteration, ends))
+            yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
     yield from _never_updated(program)
     yield from _closures(program)
@@ -127,7 +123,7 @@ def _is_handed_on(program: Program, name: str) -> bool:
             case ast.Attribute(value=owner, attr="update"):
                 if dotted(owner).rpartition(".")[2] == last:
                     return True
-            case ast.Call(args=args, keywords=keywords) if node not in program.values.names.calls:
+            case ast.Call(args=args, keywords=keywords) if node not in program.meaning.names.calls:
                 parts = [*args, *(keyword.value for keyword in keywords)]
             case ast.Return(value=value) | ast.Assign(value=value):
                 parts = [value]

@@ -1,18 +1,25 @@
-"""``halfstep.doctor``: a check of a training before it starts."""
+"""``halfstep.doctor``: a check of a training before it starts, and of source that is never run."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from halfstep._doctor import flags, objects
+from halfstep._doctor import about_iterations, about_precision, hardware, objects
 from halfstep._doctor.finding import Checkup, Finding
 from halfstep._doctor.objects import Training
+from halfstep._doctor.read_names import Function
+from halfstep._doctor.read_program import Program
 from halfstep._scaler import GradScaler
 
 _SCALERS = (GradScaler, torch.amp.GradScaler)
@@ -77,12 +84,10 @@ def doctor(
 
 def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Training, list[Finding]]:
     """Read a function, and complete the training with objects that it uses by name."""
-    from halfstep._doctor import source  # `import halfstep` does not need it
-
     try:
-        read = source.check_function(step_fn)
-        known = list(source.known_to(step_fn).values())
-        makes_scaler = source.may_scale(step_fn)
+        read = _check_function(step_fn)
+        known = list(_known_to(step_fn).values())
+        code = _plain_function(step_fn).__code__
     except (OSError, SyntaxError, TypeError) as error:
         return given, [
             Finding(
@@ -93,6 +98,7 @@ def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Traini
         ]
     models = [each for each in known if isinstance(each, nn.Module)]
     scalers = [each for each in known if isinstance(each, _SCALERS)]
+    words = (*code.co_names, *code.co_varnames, *code.co_freevars)
     return (
         replace(
             given,
@@ -100,7 +106,7 @@ def _with_function(given: Training, step_fn: Callable[..., Any]) -> tuple[Traini
             optimizers=given.optimizers or _of(known, Optimizer),
             scaler=scalers[0] if given.scaler is None and len(scalers) == 1 else given.scaler,
             schedulers=given.schedulers or _of(known, torch.optim.lr_scheduler.LRScheduler),
-            makes_scaler=makes_scaler,
+            makes_scaler=any(map(about_precision.SCALES.search, words)),
         ),
         read,
     )
@@ -115,7 +121,7 @@ def _flags(training: Training) -> Iterator[Finding]:
     if device is None:
         return
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    yield from flags.findings(device.type, training.dtype, capability)
+    yield from hardware.findings(device.type, training.dtype, capability)
 
 
 def _checked(name: str, value: Any, *kinds: type) -> Any:
@@ -130,3 +136,100 @@ def _several(name: str, value: Any, *kinds: type) -> Iterator[Any]:
         return
     for each in value if isinstance(value, list | tuple) else (value,):
         yield _checked(name, each, *kinds) if kinds else each
+
+
+# --- source ---------------------------------------------------------------------------------------
+
+_NEEDED = {"autocast", "backward", "half", "bfloat16", "float16", "step"}
+"""A file without any of these words is not checked."""
+_ALLOWED = re.compile(r"#\s*halfstep:\s*allow\b([\w\s,-]*)")
+
+
+def check_file(path: Path) -> list[Finding]:
+    """Check a Python file.
+
+    Raises:
+        OSError: It cannot be read.
+        SyntaxError: It is not Python; the error has the line.
+    """
+    return check_source(path.read_bytes(), str(path))
+
+
+def check_source(source: str | bytes, name: str = "<source>") -> list[Finding]:
+    """Check Python source; ``name`` is its name in the findings.
+
+    Raises:
+        SyntaxError: It is not Python.
+    """
+    text = source if isinstance(source, str) else source.decode("utf-8", "replace")
+    return _check(Program(ast.parse(source, name), {}), text, name)
+
+
+def _check_function(function: Callable[..., Any]) -> list[Finding]:
+    """Check a function and the functions of its file that it calls, with the values of its names.
+
+    Raises:
+        OSError: There is no source.
+    """
+    plain = _plain_function(function)
+    lines, _ = inspect.findsource(plain.__code__)
+    source, name = "".join(lines), inspect.getsourcefile(plain) or "<source>"
+    tree = ast.parse(source, name)
+    node = _definition(tree, plain.__name__, plain.__code__.co_firstlineno)
+    if node is None:
+        raise OSError(f"{name}: no definition of {plain.__name__} found")
+    return _check(Program(tree, _known_to(function), node), source, name)
+
+
+def _known_to(function: Callable[..., Any]) -> dict[str, object]:
+    """Return the values of the names that a function uses: globals, closure, ``self``."""
+    given: dict[str, object] = {}
+    names = inspect.getclosurevars(_plain_function(function))
+    while isinstance(function, partial):
+        given, function = {**function.keywords, **given}, function.func
+    owner = getattr(function, "__self__", None)
+    self_name = {} if owner is None else {"self": owner}
+    return {**names.globals, **names.nonlocals, **self_name, **given}
+
+
+def _plain_function(function: Callable[..., Any]) -> Any:
+    """Return the plain function behind a method, a partial or a wrapper.
+
+    Raises:
+        OSError: There is none with source.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    found = inspect.unwrap(function)
+    found = getattr(found, "__func__", found)
+    if not inspect.isfunction(found):
+        raise OSError(f"{function!r} is not a function written in Python")
+    return found
+
+
+def _definition(tree: ast.Module, name: str, line: int) -> Function | None:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            if first == line:
+                return node
+    return None
+
+
+def _check(program: Program, source: str, file: str) -> list[Finding]:
+    if _NEEDED.isdisjoint(program.words):
+        return []
+    found = (*about_iterations.findings(program), *about_precision.findings(program))
+    lines = source.splitlines()
+    kept = (replace(each, file=file) for each in found if not _is_allowed(each, lines))
+    return list(dict.fromkeys(kept))
+
+
+def _is_allowed(finding: Finding, lines: list[str]) -> bool:
+    """Return whether the line has a comment ``# halfstep: allow``, with this id or none."""
+    line = "".join(lines[finding.line - 1 : finding.line])
+    allowed = _ALLOWED.search(line)
+    if allowed is None:
+        return False
+    ids = re.findall(r"[\w-]+", allowed[1])
+    return not ids or finding.id in ids

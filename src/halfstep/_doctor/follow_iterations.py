@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from halfstep._doctor import iteration
 from halfstep._doctor.finding import Finding
-from halfstep._doctor.follow_losses import Losses
-from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, is_optimizer_name
-from halfstep._doctor.iteration_texts import finding
-from halfstep._doctor.read_bindings import Bindings
-from halfstep._doctor.read_conditions import Names, Path, condition_of
-from halfstep._doctor.read_names import NameScope, dotted
-from halfstep._doctor.read_paths import Walk
+from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, finding, is_optimizer_name
+from halfstep._doctor.read_names import Function, NameScope, arguments, dotted
+from halfstep._doctor.read_paths import Walk, call_key
 from halfstep._doctor.read_program import Program, Root, is_inherited
-from halfstep._doctor.read_sites import Site
+from halfstep._doctor.read_sites import Names, Path, Site, condition_of
 from halfstep._doctor.read_values import argument
 
 _AMP = "<mixed precision>"
@@ -31,44 +27,121 @@ _LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """Names of functions that run once for each step."""
+_KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
+_ADDING = ("sum", "torch.stack", "torch.cat", "torch.mean", "torch.sum", "torch.add", "max", "min")
 
 
-class IterationFollower:
+class LossWalk(Walk):
+    """Knows how often the values on a path were multiplied by a scale; -1 if uncertain."""
+
+    def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
+        """Return how often a value was multiplied by a scale; -1 if uncertain."""
+
+        def of(part: ast.expr) -> int:
+            return self.value(part, scope, names)
+
+        match node:
+            case ast.Constant():
+                return 0
+            case ast.Name() | ast.Attribute():
+                return self._named(node, scope, names)
+            case ast.Subscript(value=part) | ast.Starred(value=part) | ast.NamedExpr(value=part):
+                return of(part)
+            case ast.Call():
+                return self._returned(node, scope, names)
+            case ast.BinOp(op=ast.Add() | ast.Sub(), left=left, right=right):
+                return _added([of(left), of(right)])
+            case ast.BinOp(left=left, right=right):
+                if "scale" in ast.unparse(node).lower().replace("scaler.scale(", ""):
+                    return UNKNOWN
+                factors = [of(e) for e in (left, right) if not isinstance(e, ast.Constant)]
+                # A known loss times anything is not scaled; an unknown one may be.
+                return _added([0] if 0 in factors and max(factors) <= 0 else factors)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts):
+                return _added([of(part) for part in parts])
+            case ast.IfExp(body=body, orelse=orelse):
+                either = {of(body), of(orelse)}
+                return either.pop() if len(either) == 1 else UNKNOWN
+        inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        return UNKNOWN if any(of(child) > 0 for child in inner) else 0
+
+    def _named(self, node: ast.Name | ast.Attribute, scope: NameScope, names: Names) -> int:
+        key = self.key(node, scope, names)
+        found = names.get(key)
+        if isinstance(found, int):
+            return found
+        if "[*]" in key:
+            return UNKNOWN
+        if isinstance(node, ast.Attribute):
+            is_of_other = isinstance(node.value, ast.Name) and node.value.id != "self"
+            return self.value(node.value, scope, names) if is_of_other else UNKNOWN
+        is_local = node.id in scope.bindings and node.id not in scope.parameters
+        return 0 if is_local else UNKNOWN
+
+    def _returned(self, call: ast.Call, scope: NameScope, names: Names) -> int:
+        """Return the same for the result of a call."""
+        found = names.get(call_key(call))
+        if isinstance(found, int):
+            return found
+        given = arguments(call)
+        values = [self.value(each, scope, names) for each in given]
+        if isinstance(call.func, ast.Attribute):
+            owner, method = call.func.value, call.func.attr
+            if method == "scale" and self.is_scaler(owner, scope, self.key(owner, scope, names)):
+                return max([0, *values]) + self.meaning.may_be_on(owner, scope)
+            if method in _KEEPING and not dotted(call.func).startswith("torch."):
+                return self.value(owner, scope, names)
+        name = dotted(call.func)
+        if name in _ADDING:
+            return _added(values)
+        is_opaque = "scale" in name.lower() or any("scale" in dotted(e).lower() for e in given)
+        return UNKNOWN if is_opaque or any(value > 0 for value in values) else 0
+
+    def is_scaler(self, node: ast.expr, scope: NameScope, key: str) -> bool:
+        """Return whether an expression, or the object with its key, is a scaler."""
+        return key.lower().endswith("scaler") or self.meaning.is_scaler(node, scope)
+
+
+class IterationWalk(LossWalk):
     """Follows the iterations of a root, and keeps what is found."""
 
     def __init__(self, program: Program, root: Root) -> None:
-        self.program = program
-        self.is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
-        self._losses = Losses(program)
+        super().__init__(program.meaning)
         self.found: list[Finding] = []
+        self._program = program
+        self._is_step = bool(_STEPS.search(getattr(root.node, "name", "")))
         self._kinds: dict[ast.Call, str] = {}
+        self._mattering: dict[ast.AST, bool] = {}
+
+    def run(self, root: ast.Module | Function, *states: Iteration) -> list[Iteration]:
+        """Follow a root from these states; return the states in which it ends."""
+        self._mattering.clear()
+        return super().run(root, *states)
 
     # --- what the walk asks for -------------------------------------------------------------------
 
-    def may_matter(self, call: ast.Call) -> bool:
-        """Return whether a call may be relevant, by its name and arguments."""
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else dotted(call.func)
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return bool(_RELEVANT.search(name)) or any(
-            dotted(each).lower().endswith("scaler") for each in arguments
-        )
+    def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
+        """Return whether something in a statement or a function, or its end, can change a path."""
+        found = self._mattering.get(node)
+        if found is None:
+            self._mattering[node] = False  # while functions that call each other are looked at
+            found = any(self._is_part(each, scope, ends) for each in ast.walk(node))
+            self._mattering[node] = found
+        return found
 
-    def is_relevant(self, site: Site, walk: Walk) -> bool:
-        """Return whether a call may change the state."""
-        kind = self._kinds.get(site.call)
-        if kind is None:
-            kind = self._kinds[site.call] = self._kind(site, walk)
-        return bool(kind)
-
-    def _kind(self, site: Site, walk: Walk) -> str:
-        program = self.program
-        if site.method in _METHODS:
-            return "method"
-        if program.is_clip(site):
-            return "clip"
-        if program.meaning.makes_scaler(site.call, site.scope):
-            return "scaler"
-        return "other" if walk.followed(site) is None and self._may_change(site) else ""
+    def _is_part(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...]) -> bool:
+        if isinstance(node, ast.Name):
+            is_known = self.is_object(node.id) or self.is_loss(node.id)
+            return isinstance(node.ctx, ast.Store) and is_known
+        if isinstance(node, ast.Call):
+            function = self._names.called(node, scope)
+            if function is not None:
+                return self.matters(function, self._names.scopes[function])
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else dotted(node.func)
+            return bool(_RELEVANT.search(name)) or any(
+                dotted(each).lower().endswith("scaler") for each in arguments(node)
+            )
+        return isinstance(node, ends)
 
     def is_object(self, key: str) -> bool:
         """Return whether a key is that of an optimizer or a scaler."""
@@ -78,41 +151,43 @@ class IterationFollower:
         """Return whether a name is that of a loss."""
         return bool(_LOSSES.search(key))
 
-    def after_call(self, site: Site, path: Path, walk: Walk) -> Hashable:
+    def after_call(self, site: Site, path: Path) -> Iteration:
         """Return the state after a call."""
-        now, kind, losses = path.state, self._kinds[site.call], self._losses
-        assert isinstance(now, Iteration)
-        key = walk.key(site.owner, site.scope, path.names)
+        now: Iteration = path.state
+        kind = self._kinds.get(site.call)
+        if kind is None:
+            kind = self._kinds[site.call] = self._kind(site)
+        if not kind:
+            return now
         if kind == "scaler":
-            return self._made(now, site, path.names, walk)
-        if self.program.is_backward(site):
-            return self._backward(now, site, path.names, walk)
-        if losses.is_scaler(site.owner, site.scope, key):
-            is_on = losses.is_on(site.owner, site.scope)
-            return self._of_scaler(now, site, key, path.names, walk) if is_on else now
-        is_optimizer = self.program.meaning.is_optimizer(site.owner, site.scope)
+            return self._made(now, site, path.names)
+        if self._program.is_backward(site):
+            return self._backward(now, site, path.names)
+        key = self.key(site.owner, site.scope, path.names)
+        if self.is_scaler(site.owner, site.scope, key):
+            is_on = self.meaning.may_be_on(site.owner, site.scope)
+            return self._of_scaler(now, site, key, path.names) if is_on else now
+        is_optimizer = self.meaning.is_optimizer(site.owner, site.scope)
         if site.method == "step" and (is_optimizer or is_optimizer_name(key)):
             if not now.line and path.facts.get(_AMP):  # of an iteration without a scaler
                 return now
-            return iteration.after_plain_step(now, self._call(site, optimizer=key), self._report)
+            return iteration.after_plain_step(now, self._call_of(site, optimizer=key), self._report)
         if site.method == "zero_grad":
             is_named = is_optimizer_name(key)
-            of = {key} if is_named else self.program.optimizers_of(site.owner)
+            of = {key} if is_named else self._program.optimizers_of(site.owner)
             return iteration.after_zero_grad(now, of, site.line)
         if kind == "clip":
             return iteration.after_clip(now, site.line)
-        is_known = walk.followed(site) is not None or not self._may_change(site)
+        is_known = self.followed(site) is not None or not self._may_change(site)
         return now if is_known else iteration.after_unknown(now)
 
-    def after_assignment(self, key: str, value: ast.expr | None, state: Hashable) -> Hashable:
+    def after_assignment(self, key: str, state: Iteration) -> Iteration:
         """Return the state after a variable got a new value: it is another object."""
-        assert isinstance(state, Iteration)
         is_used = any(key in each for each in (*state.unscaled, *state.stepped, *state.zeroed))
         return state.without(key) if is_used else state
 
-    def after_failure(self, state: Hashable) -> Hashable:
+    def after_failure(self, state: Iteration) -> Iteration:
         """Return the state after an exception was caught: gradients may be of any kind."""
-        assert isinstance(state, Iteration)
         return replace(state, is_uncertain=True, zeroed=frozenset())
 
     def condition(self, test: str) -> tuple[str, int]:
@@ -124,7 +199,7 @@ class IterationFollower:
     def _switches(self) -> Mapping[str, int]:
         """The conditions with a scaler in one arm and plain calls in the other."""
         found: dict[str, int] = {}
-        for node in ast.walk(self.program.tree):
+        for node in ast.walk(self._program.tree):
             match node:
                 case ast.If(test=test, body=body, orelse=orelse):
                     arms = [_calls_in(body), _calls_in(orelse)]
@@ -142,83 +217,85 @@ class IterationFollower:
                 found[text] = 1 - which
         return found
 
-    def value(self, node: ast.expr, scope: NameScope, names: Names, keys: Bindings) -> int:
-        """Return how often a value was multiplied by a scale; -1 if uncertain."""
-        return self._losses.times_scaled(node, scope, names, keys)
-
     # --- calls ------------------------------------------------------------------------------------
 
-    def _call(self, site: Site, scaler: str = "", optimizer: str = "") -> Call:
+    def _kind(self, site: Site) -> str:
+        """Return the kind of a call that may change the state, empty for others."""
+        if site.method in _METHODS:
+            return "method"
+        if self._program.is_clip(site):
+            return "clip"
+        if self.meaning.makes_scaler(site.call, site.scope):
+            return "scaler"
+        return "other" if self.followed(site) is None and self._may_change(site) else ""
+
+    def _call_of(self, site: Site, scaler: str = "", optimizer: str = "") -> Call:
         own = {"scaler" if scaler else "optimizer": ast.unparse(site.owner)}
         if scaler and site.method != "update":
             own["optimizer"] = optimizer_of(site)
         closure = argument(site.call, "closure", 1 if scaler else 0)
         return Call(site.line, scaler, optimizer, own, closure is not None)
 
-    def _backward(self, now: Iteration, site: Site, names: Names, walk: Walk) -> Iteration:
+    def _backward(self, now: Iteration, site: Site, names: Names) -> Iteration:
         loss: ast.expr | None = site.owner
         is_function = dotted(site.owner) == "torch.autograd"
         if site.call.args or is_function:
             loss = site.call.args[0] if is_function and site.call.args else None
-        scaled = UNKNOWN if loss is None else self.value(loss, site.scope, names, walk)
-        scaler = self.program.scaled_by(site) or now.scaler or "scaler"
+        scaled = UNKNOWN if loss is None else self.value(loss, site.scope, names)
+        scaler = self._program.scaled_by(site) or now.scaler or "scaler"
         called = {"scaler": scaler, "loss": ast.unparse(site.owner)}
         return iteration.after_backward(now, Call(site.line, names=called), scaled, self._report)
 
-    def _of_scaler(
-        self, now: Iteration, site: Site, key: str, names: Names, walk: Walk
-    ) -> Iteration:
+    def _of_scaler(self, now: Iteration, site: Site, key: str, names: Names) -> Iteration:
         given = argument(site.call, "optimizer", 0)
-        optimizer = "" if given is None else walk.key(given, site.scope, names)
-        call = self._call(site, key, optimizer)
+        optimizer = "" if given is None else self.key(given, site.scope, names)
+        call = self._call_of(site, key, optimizer)
         match site.method:
             case "unscale_" if given is not None:
                 return iteration.after_unscale(now, call, self._report)
             case "step" if given is not None:
-                self._check_made(now, site, key)
+                self._check_made(now, site, call)
                 return iteration.after_step(now, call, self._is_idle(site), self._report)
             case "update":
                 return iteration.after_update(now, call, self._report)
             case "scale" if isinstance(site.statement, ast.Expr):
-                self._check_use(site)
+                self._check_use(site, site.statement)
                 return now
-            case "scale" | "is_enabled" | "state_dict" | "load_state_dict" | "get_scale":
-                is_read = site.method == "get_scale"
-                return replace(now, is_uncertain=now.is_uncertain or is_read)
+            case "scale" | "is_enabled" | "state_dict" | "load_state_dict":
+                return now
         return replace(now, is_uncertain=True)
 
-    def _check_made(self, now: Iteration, site: Site, scaler: str) -> None:
+    def _check_made(self, now: Iteration, site: Site, call: Call) -> None:
         around = _loops(site)
         for key, loops, line in now.made:
-            is_same = loops[: len(around)] == around and (bool(around) or self.is_step)
-            if key == scaler and is_same:
-                self._report("scaler-in-loop", line, **self._call(site, scaler).names)
+            is_same = loops[: len(around)] == around and (bool(around) or self._is_step)
+            if key == call.scaler and is_same:
+                self._report("scaler-in-loop", line, **call.names)
 
-    def _check_use(self, site: Site) -> None:
+    def _check_use(self, site: Site, statement: ast.Expr) -> None:
         """Report a scaled loss that is thrown away, where the loss itself is differentiated."""
-        assert isinstance(site.statement, ast.Expr)
         loss, names = _text(argument(site.call, "outputs", 0)), {"scaler": ast.unparse(site.owner)}
-        backward = (each for each in self.program.sites if self.program.is_backward(each))
-        if site.statement.value is site.call and any(
-            ast.unparse(each.owner) == loss for each in backward
-        ):
+        backward = filter(self._program.is_backward, self._program.sites)
+        if statement.value is site.call and any(ast.unparse(s.owner) == loss for s in backward):
             self._report("loss-not-scaled", site.line, optimizer="optimizer", loss=loss, **names)
 
     def _is_idle(self, site: Site) -> bool:
         """Return whether a scaler that is made in this file scales nothing in it."""
-        made = self.program.meaning.scaler(site.owner, site.scope)
-        scales = (each for each in self.program.sites if each.method == "scale")
+        made = self.meaning.scaler(site.owner, site.scope)
         return (
             made is not None
             and bool(made.line)
-            and not is_inherited(self.program.tree, site)
-            and not any(self._losses.is_scaler(s.owner, s.scope, dotted(s.owner)) for s in scales)
+            and not is_inherited(self._program.tree, site)
+            and not any(
+                each.method == "scale" and self.meaning.is_scaler(each.owner, each.scope)
+                for each in self._program.sites
+            )
         )
 
-    def _made(self, now: Iteration, site: Site, names: Names, walk: Walk) -> Iteration:
+    def _made(self, now: Iteration, site: Site, names: Names) -> Iteration:
         match site.statement:
             case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
-                key = walk.key(target, site.scope, names)
+                key = self.key(target, site.scope, names)
             case _:
                 return now
         others = frozenset(each for each in now.made if each[0] != key)
@@ -226,22 +303,17 @@ class IterationFollower:
 
     def _may_change(self, site: Site) -> bool:
         """Return whether a function of another file may step, or run a backward pass."""
-        arguments = [*site.call.args, *(keyword.value for keyword in site.call.keywords)]
-        if any(self._losses.is_scaler(each, site.scope, dotted(each)) for each in arguments):
+        if any(self.meaning.is_scaler(each, site.scope) for each in arguments(site.call)):
             return True
         if site.method in ("div_", "mul_"):
             return "grad" in ast.unparse(site.owner)
-        if site.method in ("train", "eval") or self.program.is_model(site.call.func):
+        if site.method in ("train", "eval") or self._program.is_model(site.call.func):
             return False
         name = dotted(site.call.func).rpartition(".")[2]
         is_hook = name.lower().startswith(("before_", "after_", "on_"))
-        return (
-            bool(_OPAQUE.search(name))
-            and not is_hook
-            and not self.program.meaning.is_scheduler(site.owner, site.scope)
-        )
-
-    # --- findings ---------------------------------------------------------------------------------
+        if is_hook or not _OPAQUE.search(name):
+            return False
+        return not self.meaning.is_scheduler(site.owner, site.scope)
 
     def _report(self, id: str, line: int, **values: object) -> None:
         self.found.append(finding(id, line, **values))
@@ -272,3 +344,9 @@ def _calls_in(nodes: Sequence[ast.AST]) -> set[str]:
             elif node.func.attr in ("backward", "step"):
                 found.add(node.func.attr)
     return found
+
+
+def _added(values: Sequence[int]) -> int:
+    """Return how often a sum was scaled, of how often its parts were."""
+    most = max([0, *values])
+    return most if most or UNKNOWN not in values else UNKNOWN

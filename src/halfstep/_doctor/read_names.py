@@ -198,6 +198,11 @@ def passed_to(function: Function, call: ast.Call) -> dict[str, ast.expr]:
     return passed | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
+def arguments(call: ast.Call) -> list[ast.expr]:
+    """Return all arguments of a call."""
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
 def words_of(node: ast.AST) -> Iterator[str]:
     """Yield all names, attributes and keywords in use, without imports."""
     for inner in ast.walk(node):

@@ -8,13 +8,22 @@ are merged again.
 from __future__ import annotations
 
 import ast
-from collections.abc import Hashable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
-from halfstep._doctor.read_bindings import Bindings, Follower, without
-from halfstep._doctor.read_conditions import Conditions, Path, condition_of, merged
 from halfstep._doctor.read_names import Function, NameScope, dotted, passed_to
-from halfstep._doctor.read_sites import Around, Inside, Site
+from halfstep._doctor.read_sites import (
+    Around,
+    Conditions,
+    Inside,
+    Names,
+    Path,
+    Site,
+    condition_of,
+    merged,
+)
 from halfstep._doctor.read_values import Meaning
 
 MOST_NESTED_CALLS = 5
@@ -25,31 +34,83 @@ MOST_SITES = 5000
 _EXITS = ("exit", "sys.exit", "quit", "os._exit")
 _VISITED = (ast.Call, ast.NamedExpr)
 _ENDS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
+_Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 
 
-class Walk(Bindings):
+class Here(NamedTuple):
+    """The place that a walk has reached."""
+
+    scope: NameScope
+    statement: ast.AST
+    inside: Inside
+
+    def within(self, *around: Around) -> Here:
+        """Return the place inside of constructs."""
+        return self._replace(inside=(*self.inside, *around))
+
+
+class Walk:
     """Visits the calls of a file or a function, and of the functions that it calls, in order.
+
+    By itself it lists them. A subclass follows states along the paths.
 
     Args:
         meaning: Recognizes expressions of the file.
-        follower: Follows the paths; None to list the calls only.
     """
 
-    def __init__(self, meaning: Meaning, follower: Follower | None = None) -> None:
-        self._meaning = meaning
-        super().__init__(meaning.values.names, follower)
+    def __init__(self, meaning: Meaning) -> None:
+        self.meaning = meaning
+        self._names = meaning.names
         self._left: dict[str, list[Path]] = {"return": [], "break": [], "continue": []}
         self._visits = 0
-        self.ends: list[Hashable] = []  # the states in which the last root ended
-        self._mattering: dict[ast.AST, bool] = {}
-        self._conditions = Conditions(follower.condition) if follower else None
+        self._conditions = Conditions(self.condition)
         self._sites: dict[tuple[ast.Call, Inside], Site] = {}
+        self._frames: dict[NameScope, str] = {}
 
-    def sites(self, root: ast.Module | Function, *states: Hashable) -> list[Site]:
-        """Return the calls of a root; the follower sees each on every path from these states."""
+    def run(self, root: ast.Module | Function, *states: Any) -> list[Any]:
+        """Visit a root on every path from these states; return the states in which it ends."""
+        self._visits = 0
         paths = self._body(root, (), [Path(state) for state in states])
-        self.ends = list(dict.fromkeys(path.state for path in paths))
+        return list(dict.fromkeys(path.state for path in paths))
+
+    @property
+    def sites(self) -> list[Site]:
+        """The calls that were visited, in order."""
         return list(self._sites.values())
+
+    # --- what a subclass knows --------------------------------------------------------------------
+
+    def matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
+        """Return whether something in a statement or a function, or its end, can change a path."""
+        return True
+
+    def is_object(self, key: str) -> bool:
+        """Return whether the object with a key is one to follow."""
+        return False
+
+    def is_loss(self, key: str) -> bool:
+        """Return whether a name is typical for a value whose number matters."""
+        return False
+
+    def value(self, node: ast.expr, scope: NameScope, names: Names) -> int:
+        """Return a number for a value; 0 for an ordinary one."""
+        return 0
+
+    def condition(self, test: str) -> tuple[str, int]:
+        """Return the name of a condition, and 1 if ``test`` is its opposite."""
+        return test, 0
+
+    def after_call(self, site: Site, path: Path) -> Any:
+        """Return the state after a call."""
+        return path.state
+
+    def after_assignment(self, key: str, state: Any) -> Any:
+        """Return the state after a variable got a new value."""
+        return state
+
+    def after_failure(self, state: Any) -> Any:
+        """Return the state after an exception was caught."""
+        return state
 
     # --- statements -------------------------------------------------------------------------------
 
@@ -59,154 +120,92 @@ class Walk(Bindings):
             for decorator in root.decorator_list:
                 inside += tuple(self._entered(decorator, scope, is_decorator=True))
         outer, self._left = self._left, {"return": [], "break": [], "continue": []}
-        paths = self._block(root.body, scope, inside, paths)
+        paths = self._block(root.body, Here(scope, root, inside), paths)
         paths, self._left = merged([*paths, *self._left["return"]]), outer
         return paths
 
-    def _block(
-        self, block: list[ast.stmt], scope: NameScope, inside: Inside, paths: list[Path]
-    ) -> list[Path]:
+    def _block(self, block: list[ast.stmt], here: Here, paths: list[Path]) -> list[Path]:
         for statement in block:
-            paths = self._statement(statement, scope, inside, paths)
+            paths = self._statement(statement, here._replace(statement=statement), paths)
             # Statements after `if a: return` run in the other arm.
             if isinstance(statement, ast.If) and not statement.orelse and _leaves(statement.body):
-                inside += (_arm(statement, 1),)
+                here = here.within(_arm(statement, 1))
         return paths
 
-    def _statement(
-        self, statement: ast.stmt, scope: NameScope, inside: Inside, paths: list[Path]
-    ) -> list[Path]:
+    def _statement(self, statement: ast.stmt, here: Here, paths: list[Path]) -> list[Path]:
         binds = isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign)
-        if self._follower is not None and not (binds or self._matters(statement, scope, _ENDS)):
+        if not (binds or self.matters(statement, here.scope, _ENDS)):
             return paths
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 return paths  # their bodies run when they are called
             case ast.If(test=test, body=body, orelse=orelse):
-                paths = self._calls(test, statement, scope, inside, paths)
-                arms = [
-                    self._block(block, scope, (*inside, _arm(statement, which)), forked)
-                    for which, (block, forked) in enumerate(
-                        zip((body, orelse), self._forked(test, paths), strict=True)
-                    )
-                ]
-                return merged([*arms[0], *arms[1]])
+                paths = self._calls(test, here, paths)
+                forked = self._conditions.forked(test, paths)
+                yes = self._block(body, here.within(_arm(statement, 0)), forked[0])
+                no = self._block(orelse, here.within(_arm(statement, 1)), forked[1])
+                return merged([*yes, *no])
             case ast.For() | ast.AsyncFor() | ast.While():
-                return self._loop(statement, scope, inside, paths)
+                return self._loop(statement, here, paths)
             case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
                 for item in items:
-                    paths = self._calls(item.context_expr, statement, scope, inside, paths)
-                    inside += tuple(self._entered(item.context_expr, scope))
-                return self._block(body, scope, inside, paths)
+                    paths = self._calls(item.context_expr, here, paths)
+                    here = here.within(*self._entered(item.context_expr, here.scope))
+                return self._block(body, here, paths)
             case ast.Try(body=body, handlers=handlers, orelse=orelse, finalbody=final):
-                done = self._block(body, scope, inside, paths)
-                failed = merged([*paths, *done])
-                caught = self._cases("try", statement, handlers, scope, inside, failed)
-                if self._follower is not None:
-                    after = self._follower.after_failure
-                    caught = [replace(path, state=after(path.state)) for path in caught]
-                done = self._block(orelse, scope, inside, done)
-                return self._block(final, scope, inside, merged([*done, *caught]))
+                done = self._block(body, here, paths)
+                caught = self._cases("try", handlers, here, merged([*paths, *done]))
+                caught = [replace(p, state=self.after_failure(p.state)) for p in caught]
+                done = self._block(orelse, here, done)
+                return self._block(final, here, merged([*done, *caught]))
             case ast.Match(subject=subject, cases=cases):
-                paths = self._calls(subject, statement, scope, inside, paths)
-                chosen = self._cases("match", statement, cases, scope, inside, paths)
-                return merged([*paths, *chosen])
-            case _:
-                return self._simple(statement, scope, inside, paths)
+                paths = self._calls(subject, here, paths)
+                return merged([*paths, *self._cases("match", cases, here, paths)])
+        return self._simple(statement, here, paths)
 
-    def _matters(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...] = ()) -> bool:
-        """Return whether something in a statement or a function can change a path."""
-        found = self._mattering.get(node)
-        if found is None:
-            self._mattering[node] = False  # while functions that call each other are looked at
-            found = any(self._is_part(each, scope, ends) for each in ast.walk(node))
-            self._mattering[node] = found
-        return found
-
-    def _is_part(self, node: ast.AST, scope: NameScope, ends: tuple[type, ...]) -> bool:
-        assert self._follower is not None
-        if isinstance(node, ast.Name):
-            is_known = self._follower.is_object(node.id) or self._follower.is_loss(node.id)
-            return isinstance(node.ctx, ast.Store) and is_known
-        if isinstance(node, ast.Call):
-            function = self._names.called(node, scope)
-            if function is not None:
-                return self._matters(function, self._names.scopes[function])
-            return self._follower.may_matter(node)
-        return isinstance(node, ends)
-
-    def _simple(
-        self, statement: ast.stmt, scope: NameScope, inside: Inside, paths: list[Path]
-    ) -> list[Path]:
-        if self._follower is None or self._matters(statement, scope, _ENDS):
-            paths = self._calls(statement, statement, scope, inside, paths)
-        bound: list[tuple[ast.expr, ast.expr]]
-        match statement:
-            case ast.Assign(targets=targets, value=assigned):
-                bound = [(target, assigned) for target in targets]
-            case ast.AnnAssign(target=name, value=ast.expr() as assigned):
-                bound = [(name, assigned)]
-            case ast.AugAssign(target=name, op=op, value=added):
-                bound = [(name, ast.BinOp(name, op, added))]
-            case ast.Return(value=ast.expr() as returned):
-                bound = [(ast.Name("return"), returned)]
-            case _:
-                bound = []
-        for target, given in bound:
-            paths = [self._bind(target, given, scope, path, "") for path in paths]
+    def _simple(self, statement: ast.stmt, here: Here, paths: list[Path]) -> list[Path]:
+        if self.matters(statement, here.scope, _ENDS):
+            paths = self._calls(statement, here, paths)
+        for target, given in _bound(statement):
+            paths = [self._bind(target, given, here.scope, path) for path in paths]
         paths = [
-            replace(path, names=without("call@", path.names)) if path.names else path
+            replace(path, names=_without("call@", path.names)) if path.names else path
             for path in paths
         ]
         match statement:
-            case ast.Return():
-                self._left["return"] += paths
-            case ast.Break():
-                self._left["break"] += paths
-            case ast.Continue():
-                self._left["continue"] += paths
+            case ast.Return() | ast.Break() | ast.Continue():
+                self._left[type(statement).__name__.lower()] += paths
+                return []
             case ast.Raise():
-                pass
+                return []
             case ast.Expr(value=ast.Call(func=called)) if dotted(called) in _EXITS:
-                pass
-            case _:
-                return paths
-        return []
+                return []
+        return paths
 
-    def _loop(
-        self,
-        loop: ast.For | ast.AsyncFor | ast.While,
-        scope: NameScope,
-        inside: Inside,
-        paths: list[Path],
-    ) -> list[Path]:
+    def _loop(self, loop: _Loop, here: Here, paths: list[Path]) -> list[Path]:
         """Visit a loop, twice if the first pass changed a state.
 
         Loops of trainings are taken to run at least once.
         """
         outer = self._left
         self._left = outer | {"break": [], "continue": []}
-        head = loop.test if isinstance(loop, ast.While) else loop.iter
-        within = (*inside, Around("loop", loop))
-        paths = self._calls(head, loop, scope, inside, paths)
+        paths = self._calls(loop.test if isinstance(loop, ast.While) else loop.iter, here, paths)
         after: list[Path] = []
         for _ in range(2):
             before = {path.state for path in paths}
-            paths = [self._next_pass(loop, scope, path) for path in paths]
-            paths = self._block(loop.body, scope, within, paths)
+            paths = [self._next_pass(loop, here.scope, path) for path in paths]
+            paths = self._block(loop.body, here.within(Around("loop", loop)), paths)
             paths = merged([*paths, *self._left["continue"]])
             self._left["continue"] = []
             after = merged([*after, *paths])
             if {path.state for path in paths} <= before:
                 break
-        after = self._block(loop.orelse, scope, inside, after)
+        after = self._block(loop.orelse, here, after)
         after = merged([*after, *self._left["break"]])
         self._left = outer
         return after
 
-    def _next_pass(
-        self, loop: ast.For | ast.AsyncFor | ast.While, scope: NameScope, path: Path
-    ) -> Path:
+    def _next_pass(self, loop: _Loop, scope: NameScope, path: Path) -> Path:
         facts = {test: arm for test, arm in path.facts.items() if "(" not in test}
         path = replace(path, facts=facts)
         if isinstance(loop, ast.While):
@@ -216,89 +215,65 @@ class Walk(Bindings):
     def _cases(
         self,
         word: str,
-        statement: ast.stmt,
         cases: Sequence[ast.ExceptHandler | ast.match_case],
-        scope: NameScope,
-        inside: Inside,
+        here: Here,
         paths: list[Path],
     ) -> list[Path]:
         after: list[Path] = []
+        line = getattr(here.statement, "lineno", 0)
         for which, case in enumerate(cases, 1):  # 0: no handler runs
-            arm = Around("arm", case, arm=(f"{word} {statement.lineno}", which))
-            after += self._block(case.body, scope, (*inside, arm), paths)
+            arm = Around("arm", case, arm=(f"{word} {line}", which))
+            after += self._block(case.body, here.within(arm), paths)
         return merged(after)
 
     def _entered(
         self, context: ast.expr, scope: NameScope, is_decorator: bool = False
     ) -> Iterator[Around]:
-        autocast = self._meaning.autocast(context, scope)
+        autocast = self.meaning.autocast(context, scope)
         if autocast is not None:
             yield Around("autocast", context, autocast, is_decorator=is_decorator)
-        grad = self._meaning.switches_grad(context, scope)
+        grad = self.meaning.switches_grad(context, scope)
         if grad is not None:
             yield Around("grad", context, grad=grad)
 
-    def _forked(self, test: ast.expr, paths: list[Path]) -> tuple[list[Path], list[Path]]:
-        return self._conditions.forked(test, paths) if self._conditions else ([], [])
-
     # --- expressions ------------------------------------------------------------------------------
 
-    def _calls(
-        self,
-        node: ast.AST,
-        statement: ast.stmt,
-        scope: NameScope,
-        inside: Inside,
-        paths: list[Path],
-    ) -> list[Path]:
+    def _calls(self, node: ast.AST, here: Here, paths: list[Path]) -> list[Path]:
         """Visit the calls in an expression, inner ones first, as they run."""
         match node:
             case ast.Lambda():
                 return paths
             case ast.IfExp(test=test, body=body, orelse=orelse):
-                paths = self._calls(test, statement, scope, inside, paths)
-                forked = self._forked(test, paths)
-                arms = [
-                    self._calls(part, statement, scope, inside, forked[which])
-                    for which, part in enumerate((body, orelse))
-                ]
-                return merged([*arms[0], *arms[1]])
+                paths = self._calls(test, here, paths)
+                yes, no = self._conditions.forked(test, paths)
+                return merged([*self._calls(body, here, yes), *self._calls(orelse, here, no)])
             case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-                inside = (*inside, Around("loop", node))
+                here = here.within(Around("loop", node))
                 for each in node.generators:
-                    paths = [self._bind_element(each.target, each.iter, scope, p) for p in paths]
+                    paths = [
+                        self._bind_element(each.target, each.iter, here.scope, p) for p in paths
+                    ]
         for child in self._parts(node):
-            paths = self._calls(child, statement, scope, inside, paths)
+            paths = self._calls(child, here, paths)
         if isinstance(node, ast.NamedExpr):
-            paths = [self._bind(node.target, node.value, scope, path, "") for path in paths]
-        if isinstance(node, ast.Call):
-            return self._call(node, statement, scope, inside, paths)
-        return paths
+            paths = [self._bind(node.target, node.value, here.scope, path) for path in paths]
+        return self._call(node, here, paths) if isinstance(node, ast.Call) else paths
 
     def _parts(self, node: ast.AST) -> list[ast.AST]:
         """Return the children that contain something to visit."""
-        found = self._meaning.values.names.parts.get(node)
+        found = self._names.parts.get(node)
         if found is None:
             children = ast.iter_child_nodes(node)
             found = [each for each in children if isinstance(each, _VISITED) or self._parts(each)]
-            self._meaning.values.names.parts[node] = found
+            self._names.parts[node] = found
         return found
 
-    def _call(
-        self,
-        node: ast.Call,
-        statement: ast.stmt,
-        scope: NameScope,
-        inside: Inside,
-        paths: list[Path],
-    ) -> list[Path]:
+    def _call(self, node: ast.Call, here: Here, paths: list[Path]) -> list[Path]:
         self._visits += 1 + len(paths) // 4
         if self._visits > MOST_SITES:
             return paths
-        site = self._sites.setdefault((node, inside), Site(node, scope, statement, inside))
-        follower = self._follower
-        if follower is not None and paths and follower.is_relevant(site, self):
-            paths = [replace(p, state=follower.after_call(site, p, self)) for p in paths]
+        site = self._sites.setdefault((node, here.inside), Site(node, *here))
+        paths = [replace(path, state=self.after_call(site, path)) for path in paths]
         function = self.followed(site)
         return paths if function is None else self._followed(function, site, paths)
 
@@ -308,9 +283,7 @@ class Walk(Bindings):
         outer = [around.function for around in site.inside if around.kind == "call"]
         if function is None or function in outer or len(outer) >= MOST_NESTED_CALLS:
             return None
-        is_listed = self._follower is None
-        is_followed = is_listed or self._matters(function, self._names.scopes[function])
-        return function if is_followed else None
+        return function if self.matters(function, self._names.scopes[function]) else None
 
     def _followed(self, function: Function, site: Site, paths: list[Path]) -> list[Path]:
         call, inner = site.call, self._names.scopes[function]
@@ -322,7 +295,133 @@ class Walk(Bindings):
         around = Around("call", call, function=function)
         paths = self._body(function, (*site.inside, around), paths)
         del self._frames[inner]
-        return [self._returned(frame, call, path) for path in paths]
+        return [_returned(frame, call, path) for path in paths]
+
+    # --- names ------------------------------------------------------------------------------------
+
+    def key(self, node: ast.expr, scope: NameScope, names: Names) -> str:
+        """Return what identifies the object that an expression stands for.
+
+        Elements of a sequence that is indexed by a variable or looped over have one key, that
+        ends in ``[*]``.
+        """
+        match node:
+            case ast.Name(id="self"):
+                return "self"
+            case ast.Name(id=name):
+                key = self._frame(name, scope) + name
+            case ast.Attribute(value=value, attr=attribute):
+                key = f"{self.key(value, scope, names)}.{attribute}"
+            case ast.Subscript(value=value, slice=ast.Constant(value=index)):
+                key = f"{self.key(value, scope, names)}[{index!r}]"
+            case ast.Subscript(value=value):
+                key = f"{self.key(value, scope, names)}[*]"
+            case _:
+                return ast.unparse(node)
+        found = names.get(key)
+        return found if isinstance(found, str) else key
+
+    def _frame(self, name: str, scope: NameScope) -> str:
+        found: NameScope | None = scope
+        while found is not None and name not in found.bindings:
+            found = found.parent
+        return "" if found is None else self._frames.get(found, "")
+
+    def _own_key(self, target: ast.expr, scope: NameScope, names: Names) -> str:
+        """Return the key of the variable itself, not of what it stands for now."""
+        if isinstance(target, ast.Name):
+            return self._frame(target.id, scope) + target.id
+        if isinstance(target, ast.Attribute):
+            return f"{self.key(target.value, scope, names)}.{target.attr}"
+        return self.key(target, scope, {})
+
+    def _bind(
+        self,
+        target: ast.expr,
+        value: ast.expr | None,
+        scope: NameScope,
+        path: Path,
+        element: str | int = "",
+    ) -> Path:
+        """Bind a target to a value, or to an element of the sequence with a key."""
+        if isinstance(target, ast.Tuple | ast.List):
+            parts: Sequence[ast.expr | None] = [None] * len(target.elts)
+            if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+                parts = value.elts
+            elif value is not None:  # all parts of a scaled result are taken for scaled
+                element = self.value(value, scope, path.names)
+            for at, (part, of) in enumerate(zip(target.elts, parts, strict=True)):
+                inner = f"{element}.{at}" if element and isinstance(element, str) else element
+                path = self._bind(part, of, scope, path, inner)
+            return path
+        names = dict(path.names)
+        own = self._own_key(target, scope, names)
+        stands_for = element if value is None else self._meant(value, scope, names)
+        names.pop(own, None)
+        is_object = isinstance(stands_for, int) or self.is_object(stands_for)
+        if stands_for and stands_for != own and is_object:
+            names[own] = stands_for
+        elif isinstance(target, ast.Attribute) and self.is_loss(target.attr):
+            names[own] = 0
+        facts = path.facts
+        if facts and dotted(target):
+            mentions = re.compile(rf"(?<![\w.]){re.escape(dotted(target))}(?!\w)")
+            facts = {test: arm for test, arm in facts.items() if not mentions.search(test)}
+        return Path(self.after_assignment(own, path.state), facts, names)
+
+    def _meant(self, value: ast.expr, scope: NameScope, names: Names) -> str | int:
+        """Return what a name stands for that gets a value: another name, or a number."""
+        number = self.value(value, scope, names)
+        key = self.key(value, scope, names)
+        return key if number <= 0 and self.is_object(key) else number
+
+    def _bind_element(
+        self, target: ast.expr, sequence: ast.expr, scope: NameScope, path: Path
+    ) -> Path:
+        match sequence, target:
+            case ast.Call(func=ast.Name(id="zip"), args=args), ast.Tuple(elts=parts) if len(
+                args
+            ) == len(parts):
+                for part, of in zip(parts, args, strict=True):
+                    path = self._bind_element(part, of, scope, path)
+                return path
+            case ast.Call(func=ast.Name(id="enumerate"), args=[of, *_]), ast.Tuple(elts=[at, part]):
+                path = self._bind(at, None, scope, path)
+                return self._bind_element(part, of, scope, path)
+        element = f"{self.key(sequence, scope, path.names)}[*]"
+        return self._bind(target, None, scope, path, element)
+
+    def _pass(self, key: str, value: ast.expr, scope: NameScope, path: Path) -> Path:
+        return replace(path, names={**path.names, key: self._meant(value, scope, path.names)})
+
+
+def call_key(call: ast.Call) -> str:
+    """Return the name under which a path has the value that a call returned."""
+    return f"call@{call.lineno}:{call.col_offset}"
+
+
+def _returned(frame: str, call: ast.Call, path: Path) -> Path:
+    names = dict(_without(frame, path.names))
+    returned = names.pop("return", 0)
+    return replace(path, names=names | {call_key(call): returned})
+
+
+def _without(prefix: str, names: Names) -> Names:
+    return {key: value for key, value in names.items() if not key.startswith(prefix)}
+
+
+def _bound(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:
+    """Return the targets and values of a simple statement."""
+    match statement:
+        case ast.Assign(targets=targets, value=value):
+            return [(target, value) for target in targets]
+        case ast.AnnAssign(target=name, value=ast.expr() as value):
+            return [(name, value)]
+        case ast.AugAssign(target=name, op=op, value=value):
+            return [(name, ast.BinOp(name, op, value))]
+        case ast.Return(value=ast.expr() as value):
+            return [(ast.Name("return"), value)]
+    return []
 
 
 def _arm(statement: ast.If, which: int) -> Around:

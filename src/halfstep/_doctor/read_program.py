@@ -11,7 +11,7 @@ from functools import cached_property
 from halfstep._doctor.read_names import Function, dotted, words_of
 from halfstep._doctor.read_paths import Walk
 from halfstep._doctor.read_sites import Site
-from halfstep._doctor.read_values import Meaning, SourceScaler, Values
+from halfstep._doctor.read_values import Meaning, SourceScaler
 
 _CLIP_OWNERS = (
     "self",
@@ -55,22 +55,22 @@ class Program:
         function: Function | None = None,
     ) -> None:
         self.tree = tree
-        self.values = Values(tree, known)
-        self.meaning = Meaning(self.values)
+        self.meaning = Meaning(tree, known)
         self.known = known
         self._function = function
 
     @cached_property
     def roots(self) -> list[Root]:
         """The parts of the file to check: what is called from one of them is seen there."""
-        names, found = self.values.names, list[Root]()
-        functions = [scope.node for scope in names.scopes.values()]
+        names, found = self.meaning.names, list[Root]()
         called = {*names.calls.values()}
-        functions.sort(key=called.__contains__)
+        functions = sorted((each.node for each in names.scopes.values()), key=called.__contains__)
         seen: set[ast.AST] = set()
         for node in [self._function] if self._function else functions:
             if node not in seen:
-                found.append(Root(node, tuple(Walk(self.meaning).sites(node))))
+                walk = Walk(self.meaning)
+                walk.run(node)
+                found.append(Root(node, tuple(walk.sites)))
                 seen |= {site.scope.node for site in found[-1].sites}
         return found
 
@@ -91,7 +91,7 @@ class Program:
     @property
     def imported(self) -> set[str]:
         """The full names of what the file imports."""
-        return set(self.values.names.imports.values())
+        return set(self.meaning.names.imports.values())
 
     @cached_property
     def models(self) -> set[str]:
@@ -102,7 +102,7 @@ class Program:
     def is_model(self, node: ast.expr) -> bool:
         """Return whether an expression is a model, by its name or by what is done with it."""
         name = dotted(node).removesuffix(".module")
-        is_defined = bool(name) and name.partition(".")[0] in self.values.names.imports
+        is_defined = bool(name) and name.partition(".")[0] in self.meaning.names.imports
         return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
 
     # --- kinds of calls ---------------------------------------------------------------------------
@@ -119,25 +119,22 @@ class Program:
         """Return the scaler that scales the loss of a backward pass; empty if none does."""
         if not self.is_backward(site):
             return ""
-        for written in self.values.candidates(site.owner, site.scope):
+        for written in self.meaning.candidates(site.owner, site.scope):
             if written is None or not isinstance(written[0], ast.Call):
                 continue
             function, scope = written[0].func, written[1]
             if not isinstance(function, ast.Attribute) or function.attr != "scale":
                 continue
             if self.meaning.is_scaler(function.value, scope):
-                scaler = self.meaning.scaler(function.value, scope)
-                is_on = scaler is None or scaler.enabled is not False
+                is_on = self.meaning.may_be_on(function.value, scope)
                 return dotted(function.value) if is_on else ""
         return ""
 
     def is_scaler_step(self, site: Site) -> bool:
         """Return whether a call steps an optimizer through a scaler that may be on."""
         is_step = site.method == "step" and bool(site.call.args or site.call.keywords)
-        if not is_step or not self.meaning.is_scaler(site.owner, site.scope):
-            return False
-        scaler = self.meaning.scaler(site.owner, site.scope)
-        return scaler is None or scaler.enabled is not False
+        given = site.owner, site.scope
+        return is_step and self.meaning.is_scaler(*given) and self.meaning.may_be_on(*given)
 
     def is_optimizer_step(self, site: Site) -> bool:
         """Return whether a call steps an optimizer without a scaler."""
@@ -171,7 +168,7 @@ class Program:
 
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients as they are."""
-        name = self.values.qualified(site.call.func, site.scope).rpartition(".")[2]
+        name = self.meaning.qualified(site.call.func, site.scope).rpartition(".")[2]
         if not (name or site.method or dotted(site.call.func)).startswith("clip_grad"):
             return False
         owner = dotted(site.owner).rpartition(".")[2].lower()

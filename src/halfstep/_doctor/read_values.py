@@ -189,11 +189,8 @@ _T = TypeVar("_T")
 _Context = TypeVar("_Context", SourceAutocast, SourceScaler)
 
 
-class Meaning:
+class Meaning(Values):
     """Recognizes expressions of a file."""
-
-    def __init__(self, values: Values) -> None:
-        self.values = values
 
     def autocast(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
         """Return the autocast that ``node`` may be; None if it is none."""
@@ -208,6 +205,11 @@ class Meaning:
         """Return whether ``node`` is a scaler, or has the name of one."""
         return _last_name(node).endswith("scaler") or self.scaler(node, scope) is not None
 
+    def may_be_on(self, scaler: ast.expr, scope: NameScope) -> bool:
+        """Return whether a scaler is not known to be switched off."""
+        found = self.scaler(scaler, scope)
+        return found is None or found.enabled is not False
+
     def is_optimizer(self, node: ast.expr, scope: NameScope) -> bool:
         """Return whether ``node`` is an optimizer, or has the name of one."""
         name = _last_name(node)
@@ -217,7 +219,7 @@ class Meaning:
 
     def makes_optimizer(self, call: ast.Call, scope: NameScope) -> bool:
         """Return whether a call makes an optimizer without master weights."""
-        name = self.values.qualified(call.func, scope)
+        name = self.qualified(call.func, scope)
         is_class = name.rpartition(".")[2][:1].isupper()
         return name.startswith(_OPTIMIZERS) and "lr_scheduler" not in name and is_class
 
@@ -230,7 +232,7 @@ class Meaning:
         """Return whether ``node`` is a schedule of learning rates, or has the name of one."""
 
         def makes_scheduler(call: ast.Call, scope: NameScope) -> bool:
-            name = self.values.qualified(call.func, scope)
+            name = self.qualified(call.func, scope)
             return name.startswith("torch.optim.lr_scheduler.")
 
         kind = torch.optim.lr_scheduler.LRScheduler
@@ -239,7 +241,7 @@ class Meaning:
     def switches_grad(self, node: ast.expr, scope: NameScope) -> bool | None:
         """Return whether a context or decorator records gradients; None if it changes nothing."""
         called = node.func if isinstance(node, ast.Call) else node
-        name = self.values.qualified(called, scope).rpartition(".")[2]
+        name = self.qualified(called, scope).rpartition(".")[2]
         if name == "set_grad_enabled" and isinstance(node, ast.Call) and node.args:
             return self._flag(node.args[0], scope)
         return {"no_grad": False, "inference_mode": False, "enable_grad": True}.get(name)
@@ -249,7 +251,7 @@ class Meaning:
     def _each(
         self, node: ast.expr, scope: NameScope, look: Callable[[ast.expr, NameScope], _T | None]
     ) -> list[_T | None]:
-        return [look(*each) if each else None for each in self.values.candidates(node, scope)]
+        return [look(*each) if each else None for each in self.candidates(node, scope)]
 
     def _is(
         self,
@@ -261,12 +263,12 @@ class Meaning:
         def look(node: ast.expr, scope: NameScope) -> bool:
             if isinstance(node, ast.Call):
                 return is_made_by(node, scope)
-            return isinstance(self.values.object(node), kind)
+            return isinstance(self.object(node), kind)
 
         return any(self._each(node, scope, look))
 
     def _autocast_as_written(self, node: ast.expr, scope: NameScope) -> SourceAutocast | None:
-        known = self.values.object(node)
+        known = self.object(node)
         if isinstance(known, torch.autocast):
             return SourceAutocast(dtype_name(known.fast_dtype), None, True)
         if isinstance(known, autocast):
@@ -280,11 +282,11 @@ class Meaning:
         enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
         device_type = None if device else argument(node, "device_type", 0)
         if device_type is not None:
-            device = str(self.values.constant(device_type, scope)).partition(":")[0]
+            device = str(self.constant(device_type, scope)).partition(":")[0]
         if dtype is None or (isinstance(dtype, ast.Constant) and dtype.value is None):
             lower = {"cuda": "float16", "cpu": "bfloat16"}.get(device, "")
         else:
-            lower = self.values.dtype(dtype, scope)
+            lower = self.dtype(dtype, scope)
         is_torch, is_known = name.startswith("torch."), device in ("cuda", "cpu")
         return SourceAutocast(
             lower,
@@ -295,7 +297,7 @@ class Meaning:
         )
 
     def _scaler_as_written(self, node: ast.expr, scope: NameScope) -> SourceScaler | None:
-        known = self.values.object(node)
+        known = self.object(node)
         if isinstance(known, GradScaler | torch.amp.GradScaler):
             return SourceScaler(isinstance(known, torch.amp.GradScaler), known.is_enabled())
         name = self._maker(node, scope)
@@ -320,7 +322,7 @@ class Meaning:
         device = argument(call, "device", 0)
         if device is None:
             return "cuda" if name.startswith("torch.") else ""
-        types = self.values.devices(device, scope)
+        types = self.devices(device, scope)
         return types.pop() if len(types) == 1 else ""
 
     def _switch(self, node: ast.expr | None, scope: NameScope) -> str:
@@ -328,19 +330,19 @@ class Meaning:
         seen: list[str] = []
         while node is not None and (text := ast.unparse(node)) not in seen:
             seen.append(text)
-            bound = scope.lookup(text) or self.values.names.attributes.get(text, [])
+            bound = scope.lookup(text) or self.names.attributes.get(text, [])
             node, scope = bound[0] if len(bound) == 1 and bound[0] else (None, scope)
         return seen[-1] if seen else ""
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
         """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""
-        name = self.values.qualified(node.func, scope) if isinstance(node, ast.Call) else ""
+        name = self.qualified(node.func, scope) if isinstance(node, ast.Call) else ""
         return name if name.startswith(("torch.", "halfstep.")) else ""
 
     def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
         if node is None:
             return True
-        value = self.values.constant(node, scope)
+        value = self.constant(node, scope)
         return bool(value) if isinstance(value, bool | int) else None
 
 
