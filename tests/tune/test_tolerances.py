@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep._tune.task import Task
 from halfstep._tune.tolerances import (
     MOST,
     Depths,
@@ -69,7 +68,7 @@ class Nested(nn.Module):
 
 def test_outputs_of_the_innermost_modules_are_rounded_and_gradients_are_not() -> None:
     model, x = nn.Sequential(nn.Identity(), Nested()), torch.rand(64, requires_grad=True)
-    with outputs_rounded(Task(model), torch.bfloat16):
+    with outputs_rounded(model.modules(), torch.bfloat16):
         first, (second, third), whole = model(x)
     for each in (first, second, third["x"]):
         assert torch.equal(each, x.bfloat16().float())

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import halfstep
 from halfstep import Policy, self_check, tune
 from halfstep._tune import Tuned
-from halfstep._tune.task import LossFn
+from halfstep._tune.passes import LossFn
 from halfstep.errors import RecordError
 
 PLANTED = (Overflows, nn.Linear, Cancels, Flushes)

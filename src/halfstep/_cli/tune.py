@@ -181,7 +181,7 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 def _made(target: str, function: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """Call the function, and return its model, batches and loss function."""
-    from halfstep._tune.task import Task
+    from halfstep._tune.passes import Task
     from halfstep._tune.tuner import require_batches
 
     made = function()

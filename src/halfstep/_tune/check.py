@@ -22,8 +22,7 @@ from halfstep._tune.module_check import (
     origins,
     short_dtype,
 )
-from halfstep._tune.passes import Lowering, compare_step, reference_of, step_runner
-from halfstep._tune.task import LossFn, Task
+from halfstep._tune.passes import LossFn, Lowering, Task, compare_step, reference_of, step_runner
 from halfstep._tune.tolerances import require_tolerance
 
 

@@ -23,12 +23,12 @@ from halfstep._tune.module_check import (
     check_lines,
     difference,
     error_text,
+    is_leaf,
     is_within,
     module_name,
     short_dtype,
 )
 from halfstep._tune.passes import Lowering, StepRunner, compare_step, reference_of
-from halfstep._tune.task import is_leaf
 from halfstep._tune.tolerances import MOST, tolerance_beside
 
 INDUCTOR = "inductor"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from msgspec import Struct
 from msgspec.structs import astuple
-from torch import Tensor
+from torch import Tensor, nn
 
 from halfstep._common.numbers import percent, things
 from halfstep._common.text import aligned
@@ -256,6 +256,11 @@ def _is_handed_bad_gradients(row: ModuleCheck) -> bool:
 def _spoils_gradients(row: ModuleCheck) -> bool:
     worst = max(row.input_gradient.error, row.parameters.error)
     return worst > row.gradient_tolerance and not _is_handed_bad_gradients(row)
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return whether a module contains no modules."""
+    return next(module.children(), None) is None
 
 
 def is_within(name: str, other: str) -> bool:

@@ -21,14 +21,14 @@ above: also a dtype that has a few bits less, or a cast that is left out, goes b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from halfstep._tune.task import Task, is_leaf
+from halfstep._tune.module_check import is_leaf
 
 SPREAD = 8.0
 TIMES = 4.0
@@ -165,7 +165,7 @@ class Depths:
 
 
 @contextmanager
-def outputs_rounded(task: Task, dtype: torch.dtype) -> Iterator[None]:
+def outputs_rounded(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[None]:
     """Round the outputs of innermost modules to the digits of ``dtype``, not to its range.
 
     Gradients pass through unchanged.
@@ -175,7 +175,7 @@ def outputs_rounded(task: Task, dtype: torch.dtype) -> Iterator[None]:
         return _mapped(output, dtype)
 
     with ExitStack() as stack:
-        for _, module in task.named_modules():
+        for module in modules:
             if is_leaf(module):
                 stack.callback(module.register_forward_hook(after).remove)
         yield

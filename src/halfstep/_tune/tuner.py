@@ -16,8 +16,15 @@ from halfstep._common.numbers import listed, percent, things
 from halfstep._common.text import aligned
 from halfstep._trace.rows import bytes_text, seconds_text
 from halfstep._tune.check import lowering_of
-from halfstep._tune.measurements import Measurements, fingerprint
-from halfstep._tune.measurer import STEP, Measurer, module_of, show_progress, with_islands
+from halfstep._tune.measurer import (
+    STEP,
+    Measurements,
+    Measurer,
+    fingerprint,
+    module_of,
+    show_progress,
+    with_islands,
+)
 from halfstep._tune.module_check import (
     OUTSIDE,
     BoundedError,
@@ -26,9 +33,8 @@ from halfstep._tune.module_check import (
     origins,
     short_dtype,
 )
-from halfstep._tune.passes import Lowering
+from halfstep._tune.passes import LossFn, Lowering, Task
 from halfstep._tune.search import Islands, narrowed, smallest
-from halfstep._tune.task import LossFn, Task
 
 GAIN = 0.95
 """A gain that leaves more than this share of the time counts as noise."""
