@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import Policy, self_check, tune
-from halfstep._tune import Tuned
 from halfstep._tune.passes import LossFn
+from halfstep._tune.tuner import Tuned
 from halfstep.errors import RecordError
 
 PLANTED = (Overflows, nn.Linear, Cancels, Flushes)

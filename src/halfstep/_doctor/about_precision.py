@@ -331,7 +331,7 @@ def _optimizers(program: Program, root: Root) -> Iterator[_Built]:
     for site in root.sites:
         if not program.meaning.makes_optimizer(site.call, site.scope):
             continue
-        name = _target(site.statement)
+        name = _target(site)
         for node in arguments(site.call):
             for model in _models(program, node, site.scope):
                 yield _Built(site, model, name or "the optimizer")
@@ -409,11 +409,8 @@ def _model(site: Site) -> str:
         and owner.func.attr in _CHAINED
     ):
         owner = owner.func.value
-    return _target(site.statement) if isinstance(owner, ast.Call) else dotted(owner)
+    return _target(site) if isinstance(owner, ast.Call) else dotted(owner)
 
 
-def _target(statement: ast.AST) -> str:
-    match statement:
-        case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
-            return dotted(target)
-    return ""
+def _target(site: Site) -> str:
+    return "" if site.target is None else dotted(site.target)

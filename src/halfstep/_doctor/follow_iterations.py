@@ -293,11 +293,9 @@ class IterationWalk(LossWalk):
         )
 
     def _made(self, now: Iteration, site: Site, names: Names) -> Iteration:
-        match site.statement:
-            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
-                key = self.key(target, site.scope, names)
-            case _:
-                return now
+        if site.target is None:
+            return now
+        key = self.key(site.target, site.scope, names)
         others = frozenset(each for each in now.made if each[0] != key)
         return replace(now.without(key), made=others | {(key, _loops(site), site.line)})
 

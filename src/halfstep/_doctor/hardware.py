@@ -335,7 +335,7 @@ def _works(kind: str, device: str) -> Iterator[tuple[str, str, float, Callable[[
     for name in [*DTYPES, "tf32"] if device == "cuda" else DTYPES:
         run, operations = make(device, DTYPES.get(name, torch.float32))
         if device == "cuda":
-            run = partial(_with_precision, "tf32" if name == "tf32" else "ieee", run)
+            run = _fp32_precision("tf32" if name == "tf32" else "ieee")(run)
         yield kind, name, operations, run
 
 
@@ -360,16 +360,10 @@ def _duration(run: Callable[[], object], device: str) -> float:
     return time.perf_counter() - started
 
 
-def _with_precision(precision: str, run: Callable[[], object]) -> object:
-    with _fp32_precision(precision):
-        return run()
-
-
 @contextmanager
 def _fp32_precision(precision: str) -> Iterator[None]:
     """Set the precision of fp32 on CUDA inside the block."""
-    backends: Any = torch.backends
-    matmul, conv = backends.cuda.matmul, backends.cudnn.conv
+    matmul, conv = _BACKENDS.cuda.matmul, _BACKENDS.cudnn.conv
     before = matmul.fp32_precision, conv.fp32_precision
     matmul.fp32_precision = conv.fp32_precision = precision
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -363,10 +363,7 @@ class Walk:
             names[own] = stands_for
         elif isinstance(target, ast.Attribute) and self.is_loss(target.attr):
             names[own] = 0
-        facts = path.facts
-        if facts and dotted(target):
-            mentions = re.compile(rf"(?<![\w.]){re.escape(dotted(target))}(?!\w)")
-            facts = {test: arm for test, arm in facts.items() if not mentions.search(test)}
+        facts = _without_mentions(dotted(target), path.facts)
         return Path(self.after_assignment(own, path.state), facts, names)
 
     def _meant(self, value: ast.expr, scope: NameScope, names: Names) -> str | int:
@@ -408,6 +405,13 @@ def _returned(frame: str, call: ast.Call, path: Path) -> Path:
 
 def _without(prefix: str, names: Names) -> Names:
     return {key: value for key, value in names.items() if not key.startswith(prefix)}
+
+
+def _without_mentions(name: str, facts: Mapping[str, int]) -> Mapping[str, int]:
+    if not facts or not name:
+        return facts
+    mentions = re.compile(rf"(?<![\w.]){re.escape(name)}(?!\w)")
+    return {test: arm for test, arm in facts.items() if not mentions.search(test)}
 
 
 def _bound(statement: ast.stmt) -> list[tuple[ast.expr, ast.expr]]:

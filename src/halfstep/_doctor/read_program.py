@@ -111,9 +111,8 @@ class Program:
         """Return whether a call runs a backward pass."""
         if site.method != "backward":
             return False
-        first = dotted(site.call.args[0]) if site.call.args else ""
         is_inherited = isinstance(site.owner, ast.Call) and dotted(site.owner.func) == "super"
-        return first not in ("ctx", "context") and not is_inherited
+        return _first(site) not in ("ctx", "context") and not is_inherited
 
     def scaled_by(self, site: Site) -> str:
         """Return the scaler that scales the loss of a backward pass; empty if none does."""
@@ -145,9 +144,8 @@ class Program:
 
         Where none is made in the file, it is the only one that is stepped.
         """
-        made = self._models.get(ast.unparse(model))
-        if made or self._models:
-            return made or set()
+        if self._models:
+            return self._models.get(ast.unparse(model), set())
         stepped = {dotted(site.owner) for site in self.sites if self.is_optimizer_step(site)}
         stepped |= {_first(site) for site in self.sites if self.is_scaler_step(site)}
         return stepped if len(stepped) == 1 else set()
@@ -175,8 +173,6 @@ class Program:
         return not owner.endswith(_CLIP_OWNERS) and not self.meaning.is_scaler(
             site.owner, site.scope
         )
-
-    # --- scalers ---------------------------------------------------------------------------------
 
     @cached_property
     def scalers(self) -> dict[str, SourceScaler]:

@@ -60,6 +60,14 @@ class Site:
         return self.call.func.value if isinstance(self.call.func, ast.Attribute) else self.call.func
 
     @property
+    def target(self) -> ast.expr | None:
+        """The variable that gets the value of its statement; None if there is not just one."""
+        match self.statement:
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target):
+                return target
+        return None
+
+    @property
     def autocast_at(self) -> int:
         """The position in ``inside`` of the autocast that decides; -1 if there is none."""
         at = [n for n, around in enumerate(self.inside) if around.kind == "autocast"]

@@ -18,7 +18,7 @@ from halfstep._common.patches import Patches
 from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
 from halfstep._numerics.formats import dtype_name
-from halfstep._pytorch import autograd, modes
+from halfstep._pytorch import modes
 from halfstep._pytorch.compiler import eager
 from halfstep._trace.rows import short
 from halfstep._tune.module_check import (
@@ -30,7 +30,7 @@ from halfstep._tune.module_check import (
     module_name,
     origins,
 )
-from halfstep._tune.passes import called_with, module_hooks, restored
+from halfstep._tune.passes import TensorCopies, called_with, module_hooks, restored
 from halfstep._tune.tokens import LogProbs, Tokens, log_probs, pairs, require_same_tokens, tokens_of
 from halfstep._tune.tolerances import Depths, require_tolerance, tolerance_between
 
@@ -345,7 +345,7 @@ class _Listener(TopLevelCalls):
         self._names, self._batch = names, batch
         self._seen: dict[str, SeenModule] = {}
         self._restored: set[int] = set()
-        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._copies = TensorCopies()
         self._depths, self._num_returned, self._dtype = Depths(), 0, torch.float64
 
     @property
@@ -407,10 +407,7 @@ class _Listener(TopLevelCalls):
         self._count_precision(tensor)
         if tensor.is_inference():  # it may be written to unseen
             return tensor.clone()
-        key = id(tensor), autograd.version_of(tensor)
-        if key not in self._copies:
-            self._copies[key] = tensor, tensor.detach().clone()
-        return self._copies[key][1]
+        return self._copies.of(tensor)
 
     def _count_precision(self, tensor: Tensor) -> None:
         if tensor.is_floating_point():

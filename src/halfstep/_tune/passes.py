@@ -271,6 +271,21 @@ def tensor_hooks(task: Task, see: See) -> Iterator[None]:
         yield
 
 
+class TensorCopies:
+    """Copies of tensors, one for each version of a tensor."""
+
+    def __init__(self) -> None:
+        # The tensors are kept, so that their ids are not used again.
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the copy of a tensor as it is now."""
+        key = id(tensor), autograd.version_of(tensor)
+        if key not in self._known:
+            self._known[key] = tensor, tensor.detach().clone()
+        return self._known[key][1]
+
+
 HEADROOM = 8.0
 """The factor by which the largest gradient stays below the largest number of float16."""
 BACKOFF = 4.0
@@ -297,9 +312,7 @@ class Reference:
     total_depth: int = 0  # of the loss
     largest_gradient: float = 0.0
     loss: float = 0.0
-    unavoidable: dict[str, float] = field(
-        default_factory=dict
-    )  # errors, if only outputs are rounded
+    unavoidable: dict[str, float] = field(default_factory=dict)  # errors of rounded outputs
 
 
 @dataclass(frozen=True)
@@ -339,9 +352,7 @@ def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunn
 
 def reference_of(runner: StepRunner) -> Reference:
     """Run a step in float32. Sync: one for each tensor that is seen."""
-    reference, depths = Reference(), Depths()
-    # One copy for each version of a tensor; the tensor is kept, so that its id is not used again.
-    copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    reference, depths, copies = Reference(), Depths(), TensorCopies()
 
     def see(place: TensorPlace, tensor: Tensor) -> None:
         if place.kind == "output":
@@ -349,10 +360,7 @@ def reference_of(runner: StepRunner) -> Reference:
             reference.depths[place.module] = max(known, depths.of(tensor))
         elif place.kind.endswith("gradient"):
             reference.largest_gradient = max(reference.largest_gradient, _finite(amax(tensor)))
-        key = id(tensor), autograd.version_of(tensor)
-        if key not in copies:
-            copies[key] = tensor, tensor.detach().clone()
-        reference.values[place] = copies[key][1]
+        reference.values[place] = copies.of(tensor)
 
     loss = runner.step(tensor_hooks(runner.task, see), lowered=False, scale=1.0)
     reference.loss, reference.total_depth = float(loss.detach()), depths.of(loss)

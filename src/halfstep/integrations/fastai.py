@@ -60,9 +60,7 @@ class MixedPrecision(Callback):
             scaler = GradScaler(enabled=dtype == torch.float16)
         self.dtype, self.policy, self.scaler, self.max_norm = dtype, policy, scaler, max_norm
         self._optimizer = LearnerOptimizer(self)
-        self._autocast: autocast | None = (
-            None  # while there is a fit; a Learner is exported without
-        )
+        self._autocast: autocast | None = None  # a Learner is exported without, after a fit
         self._is_inside = self._has_stepped = False
         self._state: dict[str, Any] = {}  # to which a search of the learning rate goes back
 
