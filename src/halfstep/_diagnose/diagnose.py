@@ -174,6 +174,19 @@ def _of_what_was_seen(replayer: Replayer, found: Scan) -> Diagnosis:
     return Diagnosis("unknown", bad, ends=found.ends, scale=found.run.scale)
 
 
+def _of_no_blame(replayer: Replayer, found: Scan, with_underflow: bool) -> Diagnosis:
+    """Return the diagnosis of a step that is finite, as far as it was seen."""
+    run = found.run
+    if run.error is not None:
+        raise run.error
+    if found.not_seen:
+        return _of_what_was_seen(replayer, found)
+    if not with_underflow:
+        return Diagnosis("none", scale=run.scale)
+    harm = find_absorbed(replayer, run) if found.first else None
+    return harm or Diagnosis("none", scale=run.scale, underflow=find_underflow(replayer, run.scale))
+
+
 def _of_no_op(replayer: Replayer, found: Scan, blame: Blame) -> Diagnosis:
     """Return the diagnosis of a step that ends in bad values which no op has made."""
     name = "" if blame.tensor is None else names_in(replayer.model)(blame.tensor)
@@ -192,16 +205,8 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     blame, scale, error = found.blame, found.run.scale, found.run.error
     if isinstance(error, RanksError):  # the rest of the step was not seen
         raise error
-    if blame is None and error is not None:
-        raise error
-    if blame is None and found.not_seen:
-        return _of_what_was_seen(replayer, found)
     if blame is None:
-        harm = find_absorbed(replayer, found.run) if found.first and with_underflow else None
-        if harm is not None:
-            return harm
-        underflow = find_underflow(replayer, scale) if with_underflow else ()
-        return Diagnosis("none", scale=scale, underflow=underflow)
+        return _of_no_blame(replayer, found, with_underflow)
     if error is not None:
         replayer.notes.append(
             f"the step ended with {type(error).__name__}: {error}; the first value "
