@@ -275,10 +275,12 @@ class TraceDifference:
 
     @property
     def only_time(self) -> bool:
+        """Whether only the time differs."""
         return replace(self.before, seconds=0.0) == replace(self.after, seconds=0.0)
 
     @property
     def seconds_apart(self) -> float:
+        """The difference of the times."""
         return abs(self.after.seconds - self.before.seconds)
 
     def _cells(self) -> tuple[str, ...]:

@@ -150,6 +150,7 @@ class Row:
 
     @property
     def cast_seconds(self) -> float:
+        """How long its casts took."""
         return sum(cast.seconds for cast in self.casts)
 
     def plain(self) -> dict[str, Any]:
