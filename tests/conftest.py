@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         four = [item for item in items if "ranks4" in item.keywords]
         config.hook.pytest_deselected(items=four)
         items[:] = [item for item in items if "ranks4" not in item.keywords]
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays; each collection of garbage would look through it.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
