@@ -1,27 +1,33 @@
-"""Every script in examples/distributed/ runs under torchrun, trains as one process would, and
-outlives kills: what it prints after a restart is what it would have printed without.
+"""Every script in examples/distributed/ trains as one process would, and outlives kills: what it
+prints after a restart is what it would have printed without. One of them runs under torchrun.
 """
 
+import contextlib
 import functools
 import importlib.util
+import io
 import math
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.ranks.pool import Pool
 from torch import nn
 
 import halfstep
@@ -30,24 +36,6 @@ FOLDER = Path(__file__).parents[1] / "examples" / "distributed"
 EXAMPLES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
 LINE = r"^step +\d+  loss \d+\.\d{6}  scale \d+(?:  skipped: .+)?$"
 
-# Some examples one after the other in the same processes and the same process group: to start them
-# is what takes long.
-ONE_BY_ONE = """
-import os, runpy, sys
-import torch.distributed as dist
-examples, names, folder, *options = sys.argv[1:]
-sys.path.insert(0, examples)
-dist.init_process_group("gloo")
-dist.init_process_group, end = lambda backend: None, dist.destroy_process_group
-dist.destroy_process_group = lambda: None
-for name in names.split():
-    sys.argv = [name, *options, "--folder", f"{folder}/{name}"]
-    if dist.get_rank() == 0:
-        print("===", name, flush=True)
-    runpy.run_path(f"{examples}/{name}.py", run_name="__main__")
-end()
-"""
-
 
 @functools.cache
 def common() -> ModuleType:
@@ -55,6 +43,35 @@ def common() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# --- in ranks that have imported PyTorch ----------------------------------------------------------
+
+
+def run_in_ranks(names: list[str], folder: Path, *options: object) -> str:
+    """Run examples one after the other in two new processes; return what they print."""
+    with contextlib.closing(Pool()) as pool:
+        arguments = names, folder, list(map(str, options))
+        printed, _ = pool.run(run_on_a_rank, *arguments, timeout=250, group_timeout=200)
+    return printed
+
+
+def run_on_a_rank(rank: int, names: list[str], folder: Path, options: list[str]) -> str:
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # torchrun tells it
+    sys.path.insert(0, str(FOLDER))
+    printed = io.StringIO()
+    warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", module=r"__main__|common|halfstep")
+    with (
+        contextlib.redirect_stdout(printed),
+        patch.object(dist, "init_process_group"),
+        patch.object(dist, "destroy_process_group"),
+    ):
+        for name in names:
+            print("===", name)
+            sys.argv = [name, *options, "--folder", str(folder / name)]
+            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    return printed.getvalue()
 
 
 # --- under torchrun -------------------------------------------------------------------------------
@@ -155,12 +172,10 @@ def check_training(lines: list[str], steps: int) -> None:
 
 
 def test_what_is_printed_after_a_restart(tmp_path: Path) -> None:
-    script, names = tmp_path / "one_by_one.py", [name for name in EXAMPLES if name != "ddp"]
-    script.write_text(ONE_BY_ONE)
+    names = [name for name in EXAMPLES if name != "ddp"]
     options = "--steps", 20, "--checkpoint-every", 6
-    arguments = script, FOLDER, " ".join(names), tmp_path, *options
-    whole = Run(tmp_path / "whole.txt", *arguments).finish()
-    again = Run(tmp_path / "again.txt", *arguments).finish()
+    whole = run_in_ranks(names, tmp_path, *options)
+    again = run_in_ranks(names, tmp_path, *options)
     assert "skipped: overflow" in whole
     for name in names:
         first, second = (lines_of(of_one(name, printed)) for printed in (whole, again))
@@ -175,26 +190,27 @@ def of_one(name: str, printed: str) -> str:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the ranks in /proc")
 def test_what_is_printed_after_kills(tmp_path: Path) -> None:
-    arguments = FOLDER / "ddp.py", "--steps", 30, "--checkpoint-every", 5, "--folder"
-    whole = lines_of(Run(tmp_path / "1.txt", *arguments, tmp_path / "whole").finish())
+    options = "--steps", 30, "--checkpoint-every", 5
+    arguments = FOLDER / "ddp.py", *options, "--folder"
+    whole = lines_of(run_in_ranks(["ddp"], tmp_path / "whole", *options))
     check_training(whole, steps=30)
     assert any("skipped: overflow" in line for line in whole)
 
     folder = tmp_path / "killed"
-    rank_killed = Run(tmp_path / "2.txt", *arguments, folder)
+    rank_killed = Run(tmp_path / "1.txt", *arguments, folder)
     rank_killed.wait_until((folder / "step-00000005").exists)
     rank_killed.wait_until((folder / "unfinished").exists)  # in the middle of saving
     os.kill(rank_killed.ranks()[1], signal.SIGKILL)
     assert rank_killed.torchrun.wait(timeout=100) != 0
     assert rank_killed.lines == whole[: len(rank_killed.lines)]
 
-    torchrun_killed = Run(tmp_path / "3.txt", *arguments, folder)
+    torchrun_killed = Run(tmp_path / "2.txt", *arguments, folder)
     torchrun_killed.wait_until(lambda: len(torchrun_killed.lines) > 2)
     orphans = torchrun_killed.ranks()
     torchrun_killed.torchrun.kill()
     torchrun_killed.torchrun.wait()
 
-    last = Run(tmp_path / "4.txt", *arguments, folder)
+    last = Run(tmp_path / "3.txt", *arguments, folder)
     last.finish()
     assert [processes().get(pid, "Z")[0] for pid in orphans] == ["Z", "Z"]  # gone, or unburied
     start = torchrun_killed.resumed_at

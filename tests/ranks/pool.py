@@ -27,6 +27,15 @@ from typing import Any
 
 from tests.ranks import worker
 
+IMPORTED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]
+"""What takes long to import, and one process does for all ranks."""
+
 GRACE = 5.0  # seconds that the others have left, once a rank has raised
 
 
@@ -137,10 +146,11 @@ class _Rank:
     def __init__(self, number: int, num_ranks: int) -> None:
         self.number = number
         self.connection: Connection[Any, Any]
-        spawning = multiprocessing.get_context("spawn")
-        self.connection, theirs = spawning.Pipe()
+        forking = multiprocessing.get_context("forkserver")
+        forking.set_forkserver_preload(IMPORTED)
+        self.connection, theirs = forking.Pipe()
         self._stack = tempfile.NamedTemporaryFile(prefix="stack", mode="r")  # noqa: SIM115
-        self.process = spawning.Process(
+        self.process = forking.Process(
             target=worker.serve, args=(theirs, number, num_ranks, self._stack.name), daemon=True
         )
         self.process.start()
