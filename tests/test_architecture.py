@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import FrameType
 
 import pytest
 import torch
+from tests import forked
 
 from halfstep import GradScaler, Policy, autocast
 
@@ -123,8 +123,9 @@ def test_the_other_rooms_leave_the_inside_of_a_scaler_alone() -> None:
 
 def test_a_step_costs_little_more_than_pytorchs() -> None:
     """In a process of its own: what other tests have entered adds hooks to optimizers."""
-    command = [sys.executable, "benchmarks/step_calls.py"]
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    done = forked.python("benchmarks/step_calls.py", cwd=ROOT)
+    assert done.code == 0, done.err
+    table = done.out
     rows = {
         line.split("|")[1].strip(): re.findall(r"\d+", line) for line in table.split("\n")[2:-1]
     }

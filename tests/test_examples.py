@@ -6,10 +6,8 @@ process, where the calls it makes and the gradients its optimizers see are watch
 
 import contextlib
 import functools
-import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -188,16 +187,15 @@ def watch(
 
 @functools.cache
 def run_alone(name: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", FOLDER / f"{name}.py", *EXPECTED[name].arguments.split()],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    script, arguments = FOLDER / f"{name}.py", EXPECTED[name].arguments.split()
+    return printed_by(script, *arguments, cwd=Path.cwd(), warnings="error")
+
+
+def printed_by(*arguments: object, cwd: Path, warnings: str = "") -> str:
+    """Return what a script prints that fails in nothing and warns of nothing."""
+    done = forked.python(*arguments, cwd=cwd, warnings=warnings)
+    assert (done.code, done.err) == (0, "")
+    return done.out
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -407,17 +405,9 @@ def test_formats_lose_what_they_cannot_hold() -> None:
 def report_of_agent(folder: Path, *arguments: str) -> str:
     script = [FOLDER / "run" / "agent.py", "--steps", "110", *arguments]
     for command in (["run", "-q", "-o", folder, "--every", "20", *script], ["report", folder]):
-        done = subprocess.run(
-            [sys.executable, "-m", "halfstep", *command],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
+        told = printed_by("-m", "halfstep", *command, cwd=folder)
     assert (folder / "report.html").exists()
-    return done.stdout
+    return told
 
 
 def test_the_report_tells_why_the_agent_trains_badly(tmp_path: Path) -> None:
@@ -437,26 +427,15 @@ def test_and_that_all_is_well_in_one_unit(tmp_path: Path) -> None:
 
 def test_tune_finds_the_two_modules_and_then_it_learns(tmp_path: Path) -> None:
     script, policy = FOLDER / "tune" / "signals.py", tmp_path / "policy.toml"
-    printed = []
-    for command in (
-        ["-m", "halfstep", "tune", f"{script}:make", "-o", policy],
-        ["-W", "error", script, "--policy", policy, "--steps", "120"],
-    ):
-        done = subprocess.run(
-            [sys.executable, *command],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        printed.append(done.stdout)
-    assert printed[0].startswith("fp16: 2 islands in 11 modules are needed and enough\n")
+    tune = ["-m", "halfstep", "tune", f"{script}:make", "-o", policy]
+    told = printed_by(*tune, cwd=tmp_path)
+    train = [script, "--policy", policy, "--steps", 120]
+    trained = printed_by(*train, cwd=tmp_path, warnings="error")
+    assert told.startswith("fp16: 2 islands in 11 modules are needed and enough\n")
     assert halfstep.Policy.load(policy) == halfstep.Policy.parse("standard; @1:fp32; @5:fp32")
-    losses = [float(loss) for loss in re.findall(LOSS, printed[1])]
+    losses = [float(loss) for loss in re.findall(LOSS, trained)]
     assert losses[-1] < losses[0] / 10
-    assert int(re.search(r"result: (\d+) of 120 steps were skipped", printed[1])[1]) < 10
+    assert int(re.search(r"result: (\d+) of 120 steps were skipped", trained)[1]) < 10
 
 
 def test_without_the_policy_no_step_is_taken(

@@ -1,10 +1,10 @@
 """The public surface: names and docstrings. What an import loads: test_imports.py."""
 
-import subprocess
-import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from tests import forked
 
 import halfstep
 
@@ -93,5 +93,5 @@ print(*(round(norm(), 4) for norm in norms))
 
 def test_it_can_be_imported_again() -> None:
     """After ``reload`` and after ``del sys.modules[...]``; what is left of the first goes on."""
-    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True)
-    assert done.stdout.split() == ["1.7321"] * 4, done.stderr
+    done = forked.python("-c", AGAIN, cwd=Path.cwd())
+    assert done.out.split() == ["1.7321"] * 4, done.err

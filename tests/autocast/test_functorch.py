@@ -2,14 +2,14 @@
 
 import contextlib
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import forked
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -284,9 +284,9 @@ def test_outside_nothing_changes() -> None:
         "same = [a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(before, run())]\n"
         "print(all(same), *registered)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "False", "False", "True"]
+    done = forked.python("-c", code, cwd=Path.cwd())
+    assert done.code == 0, done.err
+    assert done.out.split() == ["True", "False", "False", "True"]
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -1,14 +1,14 @@
 """What kernels do to arguments, op by op; PyTorch's own autocast is the reference."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import forked
 from tests.autocast.versions import has_op
 from torch import Tensor
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
@@ -393,9 +393,9 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 def in_a_fresh_process(code: str) -> str:
     """Run code where halfstep has registered nothing yet, and return what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = forked.python("-c", code, cwd=Path.cwd())
+    assert done.code == 0, done.err
+    return done.out
 
 
 def test_plain_autocast_is_unchanged_after_ours() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests import forked
 from torch import Tensor, nn
 
 import halfstep
@@ -49,18 +47,10 @@ def run(
 ) -> str:
     """Run an example, by itself or by `halfstep run` into a folder; return what it prints."""
     by_runner = [] if runner is None else ["-m", "halfstep", "run", "-q", "-o", runner]
-    script = FOLDER / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *by_runner, script, *arguments.split()],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [*by_runner, FOLDER / f"{name}.py", *arguments.split()]
+    done = forked.python(*command, cwd=cwd or Path.cwd(), environ=env, warnings="ignore")
+    assert done.code == 0, done.err
+    return done.out
 
 
 def recorded(name: str, arguments: str, folder: Path, **env: str) -> Run:

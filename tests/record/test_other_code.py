@@ -4,13 +4,12 @@ import copy
 import io
 import math
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from tests import forked
 from tests.record.training import Net, train
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -371,11 +370,9 @@ def test_where_it_began(bad: tuple[str, ...], began_in: str, tmp_path: Path) -> 
 def test_a_second_process_cannot_write_the_same_record(tmp_path: Path) -> None:
     code = f"import halfstep; halfstep.record({str(tmp_path)!r}).__enter__()"
     with halfstep.record(tmp_path):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
-    assert "RecordError" in done.stderr
-    assert "another process is writing it" in done.stderr
+        done = forked.python("-c", code, cwd=tmp_path)
+    assert "RecordError" in done.err
+    assert "another process is writing it" in done.err
 
 
 def test_another_programs_file_is_left_alone(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 import math
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests import forked
 from tests.record.training import Net, train
 from tests.scaler.containers import Facade, Parts
 from torch import nn
@@ -473,11 +472,9 @@ with halfstep.record(sys.argv[1], every=5):
 
 
 def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], cwd=root, capture_output=True, check=False
-    )
-    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+    environ = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = forked.python("-c", KILLED, tmp_path, cwd=tmp_path, environ=environ)
+    assert done.code == -signal.SIGKILL, done.err
     run = read_run(tmp_path)
     assert len(run.steps) == 7
     assert [sample.step for sample in run.samples] == [1, 5]

@@ -6,25 +6,21 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests import forked
 
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
 def both(script: str, folder: Path) -> tuple[str, str, str]:
     """Return what a script prints alone and under the runner, and stderr of the latter."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", *before, SCRIPTS / script],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for before in ([], ["-m", "halfstep", "run", "--policy", "torch"])
-    ]
-    (alone, error_alone), (under, error_under) = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], error_alone + error_under
-    return alone, under, error_under
+    path = SCRIPTS / script
+    command = [sys.executable, "-W", "ignore", path]
+    alone = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    runner = "-m", "halfstep", "run", "--policy", "torch"
+    under = forked.python(*runner, path, cwd=folder, warnings="ignore")
+    assert under.code == 0, under.err
+    return alone.stdout, under.out, under.err
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
@@ -61,7 +57,7 @@ Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False).fit(Lightnin
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_lightning_may_not_start_ranks_without_halfstep(tmp_path):
     (tmp_path / "train.py").write_text(LIGHTNING_DDP)
-    command = [sys.executable, "-W", "ignore", "-m", "halfstep", "run", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "torchrun --nproc-per-node 2 -m halfstep run train.py\n" in done.stderr
+    command = "-m", "halfstep", "run", "train.py"
+    done = forked.python(*command, cwd=tmp_path, warnings="ignore")
+    assert done.code == 1
+    assert "torchrun --nproc-per-node 2 -m halfstep run train.py\n" in done.err

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import forked
 from tests.diagnose.kinds.program import (
     BAD_STEP,
     MARK,
@@ -178,12 +176,8 @@ print([value.reshape(-1).view(torch.uint8).tolist() for value in values])
 
 def _said(arguments: list[Any], folder: Path) -> str:
     """Return what a script has printed."""
-    command = [sys.executable, *map(str, arguments)]
-    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-    ).stdout
+    root = str(Path(__file__).parents[3])
+    return forked.python(*arguments, cwd=folder, environ={"PYTHONPATH": root}).out
 
 
 # --- cures ----------------------------------------------------------------------------------------

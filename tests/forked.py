@@ -1,0 +1,110 @@
+"""Python scripts and halfstep's commands, each in a process of its own, that start at once.
+
+To import PyTorch and halfstep takes seconds. One process, started at the first call, has imported
+them and forks for each; what is forked ends as any Python process does: exit code, traceback and
+signals are real::
+
+    done = forked.python("train.py", "--steps", 3, cwd=folder)
+    done = forked.python("-m", "halfstep", "run", "train.py", cwd=folder)
+
+A test of what is imported, or of the order in which that happens, needs ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+SERVER = """
+import gc, json, os, runpy, sys, warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    import halfstep, halfstep._run.session, torch
+warnings.simplefilter("ignore", DeprecationWarning)
+import torch._dynamo  # what optimizers import
+from halfstep._cli import main
+
+gc.collect()
+gc.freeze()  # a collection in what is forked would write to, and so copy, the memory of all this
+for line in sys.stdin:
+    call = json.loads(line)
+    if (child := os.fork()) == 0:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.chdir(call["cwd"])
+os.environ.clear()
+os.environ.update(call["environ"])
+for number, name in (1, "stdout"), (2, "stderr"):
+    os.dup2(os.open(call[name], os.O_CREAT | os.O_TRUNC | os.O_WRONLY), number)
+if call["warnings"]:
+    warnings.simplefilter(call["warnings"])
+sys.path[1:1] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+script, *arguments = call["arguments"]
+if [script, *arguments[:1]] == ["-m", "halfstep"]:
+    sys.exit(main(arguments[1:]))
+sys.argv = [script, *arguments]
+if script == "-c":
+    sys.argv.pop(1)
+    exec(arguments[0], {"__name__": "__main__"})
+else:
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def python(
+    *arguments: object, cwd: Path, environ: dict[str, str] | None = None, warnings: str = ""
+) -> Done:
+    """Do what ``python ARGUMENTS`` does in a folder; they begin with a script, -c or -m halfstep.
+
+    Args:
+        *arguments: those after ``python``.
+        cwd: the folder.
+        environ: variables that are set beside the test's own.
+        warnings: what becomes of all warnings, as after ``python -W``.
+    """
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory(prefix="forked") as folder:
+        streams = {name: Path(folder, name) for name in ("stdout", "stderr")}
+        call = {
+            "arguments": list(map(str, arguments)),
+            "cwd": str(cwd),
+            "environ": {**os.environ, **(environ or {}), "OMP_NUM_THREADS": "1"},
+            "warnings": warnings,
+            **{name: str(path) for name, path in streams.items()},
+        }
+        print(json.dumps(call), file=server.stdin, flush=True)
+        code = int(server.stdout.readline())
+        return Done(code, *(path.read_text() for path in streams.values()))
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Start the process that forks."""
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    atexit.register(process.communicate)  # which closes its stdin, and with that it ends
+    return process
