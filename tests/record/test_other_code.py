@@ -56,7 +56,9 @@ def test_lazy_modules_are_measured_once_they_have_seen_a_batch(tmp_path: Path) -
     assert record.num_steps == 3
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*deprecated")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*(deprecated|not supported)"
+)
 def test_tracing_a_model_in_a_sampled_step(tmp_path: Path) -> None:
     model, x = nn.Linear(2, 1), torch.ones(1, 2)
     with halfstep.record(tmp_path, model, every=1):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 
 import pytest
 from tests.record.events import step, write
@@ -156,6 +157,16 @@ def test_a_header_with_a_damaged_part_still_begins_its_segment(tmp_path):
     run = read_run(tmp_path)
     assert [(s.step, s.time) for s in run.steps] == [(1, 1.0), (2, 61.0)]
     assert (run.header.halfstep, run.num_segments) == ("unknown", 2)
+    assert "line 3 of rank0.jsonl is damaged" in run.notes[0].text
+
+
+def test_a_header_that_is_no_unicode_is_left_out(tmp_path):
+    write(tmp_path, [FIRST, step(1)])
+    held = json.dumps(FIRST | {"schema": "@"})[:-1].encode().replace(b"@", b"\xed\xa0\x80")
+    with (tmp_path / "rank0.jsonl").open("ab") as file:
+        file.write(held + b',"crc":"%08x"}\n' % zlib.crc32(held))
+    run = read_run(tmp_path)
+    assert (len(run.steps), run.num_segments) == (1, 1)
     assert "line 3 of rank0.jsonl is damaged" in run.notes[0].text
 
 

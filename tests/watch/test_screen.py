@@ -170,6 +170,16 @@ def test_losses_of_optimizers_with_losses_of_their_own(is_gan):
     )
 
 
+def test_names_of_optimizers_are_safe_for_the_terminal():
+    names = ("SGD\u202e", "Adam\x1b[31m")
+    steps = (
+        taken(n, optimizer=name, loss=n * k) for n in (1, 2) for k, name in enumerate(names, 1)
+    )
+    drawn = draw(live_run(None, update(steps=tuple(steps))))
+    assert r"SGD\u202e" in drawn
+    assert r"Adam\x1b[31m" in drawn
+
+
 def test_lost_updates_have_a_curve_and_the_share_of_the_latest_sample():
     lost = (
         taken(1, share_lost_updates=0.25),

@@ -99,11 +99,12 @@ class RankRecord:
         """
         try:
             event = self._event_of(line)
+            head = decoded(_LineHead, line) if isinstance(event, Header) else None
         except ValueError as error:
             self._leave_out(number, line, str(error))
             return
-        if isinstance(event, Header):
-            self._begin_segment(number, decoded(_LineHead, line), event)
+        if isinstance(event, Header) and head is not None:
+            self._begin_segment(number, head, event)
         elif event is not None:
             self._take(self._numbered_on(event))
 

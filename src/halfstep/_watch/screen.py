@@ -129,7 +129,7 @@ def _curves(live: LiveRun, width: int, signs: Signs) -> list[Text]:
         line.highlight_regex(f"{MARK}+", "bold red")
         if width >= WIDE:
             extent = "" if trail.low is None else f"{text(trail.low)} to {text(trail.high)}"
-            line.append(f"  {name or extent}", "dim")
+            line.append(f"  {printable(name) or extent}", "dim")
         lines.append(line)
     marks = "".join(" " if column is None else SKIP for column in live.skipped.columns(room))
     label = f"{'skips':<{LABEL}}{live.num_skipped:>{VALUE},}  "
