@@ -261,7 +261,7 @@ def test_lookahead(is_outer: bool) -> None:
 def test_tensors_without_values_step_as_without_it(
     make: Callable[[], Any], optimizer_of: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
-    """AdamW of 2.12 reads its count of steps, which is an error if that is on meta."""
+    """AdamW before 2.13 reads its count of steps, which is an error if that is on meta."""
 
     def result(*, is_guarded: bool) -> Any:
         with make():
