@@ -150,6 +150,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else extensions say at the end that these objects leak
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Two ranks; the processes start at the first ``run``."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SERVER = """
-import gc, json, os, runpy, sys, warnings
+import atexit, gc, json, os, runpy, sys, warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("error")
@@ -41,6 +41,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 else:
     sys.exit()
+atexit.register(gc.unfreeze)  # else extensions say at the end that these objects leak
 os.chdir(call["cwd"])
 os.environ.clear()
 os.environ.update(call["environ"])
