@@ -350,6 +350,53 @@ def bad_gradients_by_a_number(run: Run) -> None:
         run.optimizer.step()
 
 
+def backward_of_roots(run: Run, x: Tensor, y: Tensor) -> None:
+    loss = (run.model(x) * y).square().sqrt().mean()  # bad
+    run.note(loss)
+    run.model.zero_grad()
+    loss.backward()
+
+
+@loop("sqrt")
+def stepped_by_hand(run: Run) -> None:
+    for x, y in run.batches:
+        backward_of_roots(run, x, y)
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        for p in run.model.parameters():
+            p.data.add_(p.grad, alpha=-0.01)
+
+
+@loop("sqrt")
+def stepped_by_hand_without_data(run: Run) -> None:
+    for x, y in run.batches:
+        backward_of_roots(run, x, y)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p -= 0.01 * p.grad
+
+
+@loop("sqrt")
+def stepped_by_hand_with_new_data(run: Run) -> None:
+    for x, y in run.batches:
+        for part in (slice(0, 2), slice(2, 4)):  # gradients are added up
+            loss = (run.model(x[part]) * y[part]).square().sqrt().mean()  # bad
+            loss.backward()
+        run.note(loss)
+        for p in run.model.parameters():
+            p.data = p.data - 0.01 * p.grad
+            p.grad = None
+
+
+@loop("sqrt")
+def stepped_by_hand_before_an_optimizer(run: Run) -> None:
+    for x, y in run.batches:
+        backward_of_roots(run, x, y)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.add_(0.001)  # as noise is
+        run.optimizer.step()
+
+
 @loop()
 def truncated(run: Run) -> None:
     cell = nn.GRUCell(6, 3)
@@ -411,13 +458,11 @@ def one_of_two_views_in_place(run: Run) -> None:
 
 
 def lines_of(function: Loop) -> set[int]:
-    """Return the marked lines of a loop, and those of the functions in this file that it calls."""
+    """Return the marked lines of a loop and of the functions in this file that it may call."""
     found: set[int] = set()
-    for each in (function, log_ratio):
+    for each in (function, log_ratio, backward_of_roots):
         source, first = inspect.getsourcelines(each)
         found |= {first + i for i, text in enumerate(source) if text.rstrip().endswith("# bad")}
-        if found:
-            return found
     return found
 
 

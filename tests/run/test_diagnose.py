@@ -100,3 +100,27 @@ def test_a_loss_that_the_script_leaves_out(halfstep_run, tmp_path, leave, code):
     assert "loss = (model(x) - y.sqrt()).square().mean()" in done.err
     (only,) = read_run(tmp_path / "out").diagnoses
     assert only.step == 4
+
+
+def test_a_script_that_steps_by_hand(halfstep_run, tmp_path):
+    (tmp_path / "train.py").write_text(BY_HAND)
+    done = halfstep_run("--diagnose", "-o", "out", "train.py")
+    assert done.code == 0, done.err
+    first, second, *facts = done.err.splitlines()
+    assert first == "halfstep: step 3 went bad:"
+    assert second == "maths: sqrt (div), backward is not finite in float32 either"
+    assert any("train.py:5 in <module>: loss = " in fact for fact in facts)
+    (only,) = read_run(tmp_path / "out").diagnoses
+    assert only.step == 3
+
+
+BY_HAND = """
+import torch
+model = torch.nn.Linear(2, 1)
+for x in 1.0, 2.0, 0.0, 3.0:
+    loss = (model(torch.ones(4, 2)) * x).square().sqrt().mean()
+    model.zero_grad()
+    loss.backward()
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+"""

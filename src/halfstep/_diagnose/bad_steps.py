@@ -8,11 +8,9 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from halfstep._numerics.measure import NAN, badness, is_finite
 from halfstep._pytorch import amp, modes
-from halfstep._scaler.gradients import parameters
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scale_state import Reason
 
@@ -58,10 +56,10 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return True
 
 
-def has_finite_gradients(optimizer: Optimizer) -> bool:
-    """Return whether all gradients of an optimizer are finite. Sync: one for each device."""
+def have_finite_gradients(weights: Iterable[Tensor]) -> bool:
+    """Return whether all gradients of weights are finite. Sync: one for each device."""
     with modes.unseen_by_modes(), torch.no_grad():
-        grads = [p.grad for p in parameters(optimizer) if p.grad is not None]
+        grads = [weight.grad for weight in weights if weight.grad is not None]
         dense = [grad for grad in grads if _is_plain(grad)]
         norms = _values_of(amp.norms_of_each(dense)) if dense else []
         # A norm may overflow, and that of another layout may not be known: these are read again.

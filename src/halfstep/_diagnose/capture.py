@@ -39,9 +39,14 @@ _NO_TENSORS = {
 _WRITES = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"),
     *("__ifloordiv__", "__imod__", "__iand__", "__ior__", "__ixor__", "register_hook"),
-    *("retain_grad", ".data"),
+    *("retain_grad", ".data", ".data="),
 }
 """Names of functions that change a tensor, besides those that end in an underscore."""
+_UPDATES = {
+    *("add_", "sub_", "subtract_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdiv_"),
+    *("__iadd__", "__isub__", "__imul__", ".data", ".data="),
+}
+"""Names of functions by which a loop steps by hand; what it asks for ``data``, it will change."""
 _DRAWS = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson"),
     *("rand_like", "randn_like", "randint_like", "normal_", "uniform_", "random_", "bernoulli_"),
@@ -59,11 +64,13 @@ Kind = Literal["left out", "reads", "writes", "draws", "other"]
 @cache
 def kind_of(name: str) -> Kind:
     is_property = name.startswith(".")
+    if name in _WRITES:
+        return "writes"
     if name in _NO_TENSORS or name.startswith(_LEFT_OUT) or (is_property and name not in VIEWS):
         return "left out"
     if name in _READS:
         return "reads"
-    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+    if name.endswith("_") and not name.endswith("__"):
         return "writes"
     return "draws" if name in _DRAWS else "other"
 
@@ -95,6 +102,7 @@ class Capture(TopLevelCalls):
         is_here: Returns whether a call now is part of the watched training.
         before_model: Is called before a model is, with gradients enabled.
         before_backward: Is called before ``backward``, with its roots.
+        before_update: Is called before the loop itself changes a weight after ``backward``.
         after_read: Is called when the loop has read a value that is not finite, or has asked for
             such values and found some, with the tensor.
 
@@ -110,12 +118,13 @@ class Capture(TopLevelCalls):
         is_here: Callable[[], bool],
         before_model: Callable[[], object],
         before_backward: Callable[[Any], object],
+        before_update: Callable[[], object],
         after_read: Callable[[Made], object],
     ) -> None:
         super().__init__()
         self._is_here = is_here
         self._before_model, self._before_backward = before_model, before_backward
-        self._after_read = after_read
+        self._before_update, self._after_read = before_update, after_read
         self._mode = _CallsOfFunctions(self)
         self.log = CallLog()
         self._is_paused = self._has_left = False
@@ -185,6 +194,8 @@ class Capture(TopLevelCalls):
             with unseen():
                 self._note_read(args[0], result)
             return result
+        if self.ends and name_of(function) in _UPDATES and _is_weight(args[0]):
+            self._before_update()
         if kind == "writes" or "out" in kwargs:
             with unseen():
                 self.log.keep_values(args[:1] if kind == "writes" else [kwargs["out"]])
@@ -275,3 +286,8 @@ def _counts() -> bool:
     """Return whether a call now is part of a loop, not of a backward pass or of a tracer."""
     is_elsewhere = autograd.backward_number() >= 0 or modes.is_jit_tracing()
     return not is_elsewhere and not modes.has_transforms()
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    with modes.unseen_by_modes():
+        return tensor.is_leaf and tensor.grad is not None

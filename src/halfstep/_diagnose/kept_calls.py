@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -35,7 +35,9 @@ VIEWS = {".T", ".mT", ".H", ".mH", ".real", ".imag", ".data"}
 def name_of(function: Any) -> str:
     """Return the name of a function; of the getter of a property, that of the property."""
     name: str = getattr(function, "__name__", "")
-    return f".{function.__self__.__name__}" if name == "__get__" else name
+    if name == "__get__":
+        return f".{function.__self__.__name__}"
+    return ".data=" if name == "__set__" and function.__self__.__name__ == "data" else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,19 @@ def needed_for(ends: Sequence[KeptCall]) -> list[KeptCall]:
                 found.add(call)
                 stack.append(call)
     return sorted(found, key=lambda call: call.number)
+
+
+def weights_of(calls: Iterable[KeptCall]) -> list[Tensor]:
+    """Return the parameters of the modules that were called, and the leaves that calls were given.
+
+    Some may stand there twice.
+    """
+    found: list[Tensor] = []
+    for call in calls:
+        found += [given.tensor for given in call.given]
+        if isinstance(call.function, nn.Module):
+            found += call.function.parameters()
+    return found
 
 
 def gap_in(calls: Sequence[KeptCall]) -> str | None:

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Self
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import things
 from halfstep._common.patches import Patches
-from halfstep._diagnose.bad_steps import ExpectedSkips, are_finite, has_finite_gradients, has_nan
+from halfstep._diagnose.bad_steps import ExpectedSkips, are_finite, has_nan, have_finite_gradients
 from halfstep._diagnose.capture import Capture
 from halfstep._diagnose.diagnose import diagnosis_of_calls, is_bad_in_float32, why_not_replayed
 from halfstep._diagnose.diagnosis import Diagnosis, Line, line_text
@@ -34,6 +34,7 @@ from halfstep._diagnose.kept_calls import (
     is_model,
     needed_for,
     step_of,
+    weights_of,
 )
 from halfstep._diagnose.live import LiveTrace
 from halfstep._diagnose.observer import is_compiled_together
@@ -41,6 +42,7 @@ from halfstep._diagnose.user_code import user_line
 from halfstep._pytorch import optim
 from halfstep._scaler.access import OBSERVERS, is_in_step, observing
 from halfstep._scaler.closures import split_closure
+from halfstep._scaler.gradients import parameters
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scaler import GradScaler
 from halfstep.errors import CallOrderError, DiagnosisWarning
@@ -105,13 +107,18 @@ class Watch:
         self.notes: list[str] = []
         self._scaler, self._model, self._tell = scaler, model, tell or warn
         self._capture = Capture(
-            self._is_here, self._conclude, self._before_backward, self._after_read
+            self._is_here,
+            self._conclude,
+            self._before_backward,
+            self._before_update,
+            self._after_read,
         )
         self._start = ExpectedSkips()
         self._live: LiveTrace | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._num_live = self._num_steps = self._num_tried = self._num_checked = self._bad_step = 0
+        self._num_live = self._num_tried = self._num_checked = self._bad_step = 0
+        self._num_steps = self._num_by_hand = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
         self._is_bad = self._is_trial = self._is_leaving = self._is_stopping = False
         self.is_ending = False
@@ -218,6 +225,12 @@ class Watch:
         if not was_taken:
             self._capture.begin()
 
+    def _before_update(self) -> None:
+        """End a step that the loop takes by hand, before the first weight changes."""
+        if not self._optimizers and self._counts_plain_steps():
+            self._num_by_hand += 1
+            self._end_plain_step(weights_of(needed_for(self._capture.ends)))
+
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -230,7 +243,7 @@ class Watch:
         closure, others, kwargs = split_closure(args[1:], kwargs)
         # An optimizer that finds gradients may never evaluate the closure it is given.
         if closure is None or self._is_bad:
-            self._end_plain_step(optimizer)
+            self._end_plain_step(parameters(optimizer), optimizer)
             return None
         watched = self._watched(closure, optimizer)
         if "closure" in kwargs:
@@ -247,7 +260,7 @@ class Watch:
             finally:
                 self._pause(is_stepping=True)
             if not self._is_trial:  # later ones are trials of a line search
-                self._end_plain_step(optimizer)
+                self._end_plain_step(parameters(optimizer), optimizer)
                 self._is_trial = True
             return result
 
@@ -259,19 +272,23 @@ class Watch:
         if self._live is not None:
             self._live.pause(is_paused=is_stepping)
 
-    def _end_plain_step(self, optimizer: Optimizer) -> None:
+    def _end_plain_step(
+        self, weights: Iterable[Tensor], optimizer: Optimizer | None = None
+    ) -> None:
         ends, bad_ends, self._bad_ends = self._capture.ends or self._ends, self._bad_ends, []
         if bad_ends:
             self._look(bad_ends, None)
-        if ends and not self._is_bad and not has_finite_gradients(optimizer):
+        if ends and not self._is_bad and not have_finite_gradients(weights):
             self._is_bad = True
             self._look(ends, None)
         if self._capture.ends:
-            self._count(optimizer)
+            if optimizer is not None:
+                self._count(optimizer)
             self._end_step(None, is_bad=False)
 
     def _count(self, optimizer: Optimizer) -> None:
-        """Count the steps of several optimizers, each once, as one."""
+        """Count the steps of several optimizers, each once, as one, and none that came before."""
+        self._num_steps, self._num_by_hand = self._num_steps - self._num_by_hand, 0
         if optimizer not in self._stepped and self._stepped:
             self._num_steps -= 1
         else:
@@ -369,7 +386,7 @@ class Watch:
     @property
     def _step(self) -> int:
         """The number of the step that runs, from 1."""
-        if not (self._optimizers or self._is_scaled):  # the loop steps by hand
+        if not (self._optimizers or self._is_scaled or self._num_by_hand):  # no step is seen
             return self._num_steps + len(self._capture.ends) + self._is_leaving
         is_begun = 0 < len(self._stepped) < len(self._optimizers)
         return self._num_steps + (0 if is_begun else 1)

@@ -119,10 +119,11 @@ class Session:
         if self._watch is not None:
             self._stack.enter_context(self._watch)
 
-    def _tell(self, diagnosis: Diagnosis, _: int) -> None:
+    def _tell(self, diagnosis: Diagnosis, step: int) -> None:
         """Record and print the diagnosis of a step, on the rank that made it."""
         assert self._watch is not None
-        step = self._record.num_steps + (not self._watch.is_ending)
+        if self._record.num_steps:  # else the first one, or the loop steps by hand
+            step = self._record.num_steps + (not self._watch.is_ending)
         self._record.add_diagnosis(diagnosis, step=step)
         self._say_of_rank(f"step {step} went bad:\n{diagnosis}")
 
@@ -157,8 +158,9 @@ class Session:
         view = f"halfstep report {shlex.quote(str(self._folder))}"
         if not steps:
             return (
-                "no optimizer step was seen: the program made none, or it trains in processes that "
-                f"it starts itself, which are not recorded (torchrun ... -m halfstep run). {view}"
+                "no optimizer step was seen: the program made none, steps by hand, or trains in "
+                "processes that it starts itself, which are not recorded (torchrun ... -m halfstep "
+                f"run). {view}"
             )
         diagnosed = ""
         if self._watch is not None:
