@@ -305,13 +305,13 @@ _RESTORES = ("float", "double")
 _LOST = {
     "float16": (
         "half-parameters",
-        "updates below 1/2048 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
+        "updates below 1/4096 of a weight are lost, Adam's eps of 1e-8 is 0, and no scaler "
         "unscales such gradients",
         ", store='float32'",
     ),
     "bfloat16": (
         "bf16-parameters",
-        "updates below 1/256 of a weight are lost, which stops learning at small rates",
+        "updates below 1/512 of a weight are lost, which stops learning at small rates",
         "",
     ),
 }

@@ -68,7 +68,7 @@ def master_weights(
 ) -> _Optimizer:
     """Let an optimizer step its bfloat16 and float16 parameters as float32 ones.
 
-    In bfloat16 an update below 1/256 of a weight is lost to rounding, at usual learning rates most
+    In bfloat16 an update below 1/512 of a weight is lost to rounding, at usual learning rates most
     of them. So what rounding has left out of a weight is kept beside it, in the state of the
     optimizer. During ``optimizer.step`` parameters and gradients *are* float32: any optimizer of
     PyTorch computes as on a float32 model, and makes float32 state. Afterwards they are what they
