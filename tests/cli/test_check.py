@@ -217,8 +217,8 @@ def test_what_was_not_sampled_cannot_be_held_to_a_limit(tmp_path, capsys):
         ("1000%", "'1000%' is not between 0% and 100%: write 1% or 0.01"),
         ("1000", "'1000' is not between 0% and 100%: write 1% or 0.01"),
         ("nan", "'nan' is not between 0% and 100%"),
-        ("few", "'few' is no share: write 1% or 0.01"),
-        ("%", "'%' is no share: write 1% or 0.01"),
+        ("few", "'few' is not a valid share: write 1% or 0.01"),
+        ("%", "'%' is not a valid share: write 1% or 0.01"),
     ],
 )
 def test_what_is_no_share_is_refused(tmp_path, capsys, share, message):

@@ -35,6 +35,17 @@ def test_help(arguments, words, capsys):
     assert all(word in out for word in words)
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["", "run", "watch", "report", "check", "doctor", "tune", "policy", "policy show", "demo"],
+)
+def test_a_help_fits_a_terminal_of_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_without_a_command_it_shows_the_help(capsys):
     assert main([]) == 2
     assert "commands:" in capsys.readouterr().out

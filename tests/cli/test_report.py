@@ -198,11 +198,11 @@ DAMAGED = [{"event": "step", "step": 1}, records.step(2, loss="much")]
 BAD = [
     (no_folder, "does not exist"),
     (empty_folder, "holds no record"),
-    (records.only_header, "the record holds no step"),
+    (records.only_header, "the record contains no step"),
     (a_file, "is a file: give the folder of a record"),
     (a_file_beside_a_record, "is a file: give the folder of a record"),
     (no_json, "none of its lines begins a record"),
-    (lambda folder: records.write(folder, [records.header(), *DAMAGED]), "holds no step"),
+    (lambda folder: records.write(folder, [records.header(), *DAMAGED]), "contains no step"),
     (no_start, "rank0.jsonl: line 1 begins a run, but started is None"),
     (damaged_start, "rank0.jsonl: line 3 begins a run, but started is 'soon'"),
 ]
@@ -279,7 +279,7 @@ def test_a_folder_of_records_is_listed(tmp_path, capsys):
     code, _, err = report(capsys, "runs", "--json")
     assert (code, err) == (
         2,
-        "halfstep report: runs holds 4 records: name one of them, runs/3, runs/2, runs/1, ...\n",
+        "halfstep report: runs contains 4 records: name one of them, runs/3, runs/2, runs/1, ...\n",
     )
 
 

@@ -108,12 +108,12 @@ def test_ctrl_c_and_the_same_again(
     monkeypatch.setenv("STOP_AT", "4")
     code, out, err = run(capsys, "script.py:stops", "--record", "tune.jsonl")
     assert (code, out) == (130, "")
-    assert err == "\nInterrupted: the same command goes on from tune.jsonl.\n"
+    assert err == "\nInterrupted: the same command continues from tune.jsonl.\n"
     lines = Path("tune.jsonl").read_text().splitlines()
     assert len(lines) > 1
     code, out, err = run(capsys, "script.py:stops")
     assert (code, out) == (130, "")
-    assert "with --record FILE the same command would go on from here" in err
+    assert "with --record FILE the same command would continue from here" in err
     monkeypatch.setenv("STOP_AT", "0")
     code, out, _ = run(capsys, "script.py:stops", "--record", "tune.jsonl")
     assert (code, "policy: standard; @1:fp32" in out) == (0, True)

@@ -125,7 +125,7 @@ def test_once_and_a_file_of_the_record(tmp_path, capsys, training, monkeypatch, 
     [
         (["nowhere", "--once"], "nowhere is not there yet; start the training with `halfstep run"),
         (["--once"], "a record in runs/ is not there yet; start the training"),
-        (["train.py"], "train.py is no record: give the folder"),
+        (["train.py"], "train.py is not a record: give the folder"),
         (["other"], "other/rank0.jsonl: none of its lines begins a record"),
         (["other", "--every", "0"], "--every must be at least 1, got 0"),
     ],

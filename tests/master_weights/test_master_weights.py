@@ -1113,7 +1113,7 @@ def sharded() -> torch.optim.Optimizer:
         (lambda: wrong(torch.int32), ValueError, r"parameter 0 is int32\[3\]"),
         (lambda: wrong(BF16, store="both"), ValueError, "store='both': one of 'split', 'float32'"),
         (lambda: wrong(BF16, gradients="bf16"), ValueError, "gradients='bf16'"),
-        (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "rounds nothing by chance"),
+        (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "draws no random numbers"),
         (lambda: master_weights(nn.Linear(1, 1)), TypeError, "Linear"),  # type: ignore[type-var]
         (lambda: master_weights(Wrapper()), TypeError, "Pass the optimizer that it wraps"),
         (lambda: master_weights(sharded()), TypeError, "ZeroRedundancyOptimizer.*that it wraps"),

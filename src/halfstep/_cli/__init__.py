@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -101,7 +102,7 @@ def _build_parser() -> _Parser:
         own = subcommands.add_parser(
             command.__name__.rpartition(".")[2],
             help=command.HELP,
-            description=command.DESCRIPTION,
+            description=textwrap.fill(command.DESCRIPTION, 79),
             epilog=command.EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -10,21 +10,28 @@ from pathlib import Path
 from halfstep._cli.report import RUN_HELP, run_at
 from halfstep._common.text import printable
 
-HELP = "exit with 1 if a recorded run goes beyond limits, for CI"
-DESCRIPTION = "Holds a recorded run to limits."
+HELP = "exit with 1 if a recorded run exceeds limits, for CI"
+DESCRIPTION = "Checks a recorded run against limits, for CI."
 EPILOG = """\
-Exit code 0 and one line if all limits hold; 1 and a line for each that does not; 2 if there is no
-record to read. A SHARE is 1% or 0.01. Without any limit it checks
+A SHARE is written 1% or 0.01. If you give no limit, the limits are
   --max-skipped 1% --max-underflow 5% --max-overflow 0%
-and, with weights in bfloat16 or float16, --max-lost-updates 50%; with some only those. Whatever the
-limits, a run fails whose loss was inf or NaN, in which a step was diagnosed (halfstep run
---diagnose) with more than too large a scale, that ended with an error or has no end, or whose ranks
-disagree on a step.
+and, if weights are stored in bfloat16 or float16, --max-lost-updates 50%. If
+you give some limits, only these are checked.
+
+Whatever the limits, a run fails if
+  its loss was inf or NaN,
+  a step was diagnosed (halfstep run --diagnose), unless the only cause was a
+  scale that is too large,
+  it ended with an error or has no end, or
+  its ranks disagree on a step.
+
+Exit code: 0 and one line if the run passes; 1 and a line for each failure;
+2 if there is no record to read.
 
 examples:
   halfstep check runs/a
   halfstep check runs/a --max-skipped 1% --max-underflow 5%
-  halfstep check runs/a --max-skipped 0.01 --allow-unfinished     while it is running
+  halfstep check runs/a --allow-unfinished       during the run
 """
 
 
@@ -32,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run_path", type=Path, metavar="RUN", nargs="?", help=RUN_HELP)
     for name, text in (
-        ("skipped", "of the steps skipped, those at the start of dynamic scaling left out"),
-        ("underflow", "of the gradient entries of any one parameter lost to underflow"),
-        ("overflow", "of any one output or weight inf, NaN or too large for its format"),
-        ("lost-updates", "of the updates of any one weight lost to rounding"),
+        ("skipped", "of skipped steps, without the normal skips of dynamic scaling"),
+        ("underflow", "of gradient entries lost to underflow, in any one parameter"),
+        ("overflow", "of inf, NaN or too large entries, in any one output or weight"),
+        ("lost-updates", "of updates lost to rounding, in any one weight"),
     ):
         parser.add_argument(
             f"--max-{name}", type=_share, metavar="SHARE", help=f"largest share {text}"
@@ -43,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-nan",
         action="store_true",
-        help="the loss may be inf or NaN, and steps may have been diagnosed",
+        help="allow a loss of inf or NaN, and diagnosed steps",
     )
     parser.add_argument(
         "--allow-unfinished",
         action="store_true",
-        help="the run may still be going, have been killed, or have ended with an error",
+        help="allow a run that still goes on, was killed, or ended with an error",
     )
 
 
@@ -85,7 +92,9 @@ def _share(text: str) -> float:
     try:
         of_100 = float(number)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1% or 0.01") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid share: write 1% or 0.01"
+        ) from None
     value = of_100 if number == text.strip() else of_100 / 100
     if not 0 <= value <= 1:
         is_percent = 1 < value == of_100 <= 100  # the sign was forgotten

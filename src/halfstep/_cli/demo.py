@@ -7,21 +7,22 @@ from pathlib import Path
 
 from halfstep._cli.exits import EXIT_INTERRUPTED, require_rich
 
-HELP = "train a small GPT in fp32, bf16 and fp16 and compare"
+HELP = "train a small GPT in fp32, bf16 and fp16, and compare"
 DESCRIPTION = (
-    "Trains a small character-level GPT on English text with the same seed, weights and data in "
-    "fp32, bf16 autocast, fp16 autocast without and with GradScaler; prints a table and writes a "
-    "plot and all numbers."
+    "Trains a small character-level GPT on English text four times, from the same weights and "
+    "data: in fp32, in bf16, in fp16 without and in fp16 with a GradScaler. Prints a table, and "
+    "writes a plot and all numbers."
 )
 EPILOG = """\
 examples:
-  halfstep demo                                the default: four runs of 200 steps on the CPU
-  halfstep demo --quick                        less to see, in half a minute
-  halfstep demo --precision fp32 bf16          two of them
-  halfstep demo --text book.txt --steps 1000   another text, longer
+  halfstep demo                                four runs of 200 steps on the CPU
+  halfstep demo --quick                        shorter runs, half a minute
+  halfstep demo --precision fp32 bf16          only two of the four runs
+  halfstep demo --text book.txt --steps 1000   another text, longer runs
   halfstep demo --device cuda --size 43m       a larger model on a GPU
 
-Ctrl-C ends the training and shows what there is so far (exit code 130).
+Ctrl-C ends the training and shows the results so far (exit code 130).
+More: docs/demo.md.
 """
 
 QUICK_STEPS = 30
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         nargs="+",
         metavar="P",
-        help="some of fp32, bf16, fp16-unscaled, fp16 (default: all)",
+        help="one or more of fp32, bf16, fp16-unscaled, fp16 (default: all)",
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, metavar="N", help="steps of each run (default: 200)")
@@ -49,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8 text (default: Python's own help topics)"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="of weights and data (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, metavar="N", help="seed of weights and data (default: 0)"
+    )
     parser.add_argument(
         "--mean-over",
         type=int,
@@ -63,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         default=Path("demo-out"),
-        help="for losses.svg and results.json (default: demo-out)",
+        help="folder for losses.svg and results.json (default: demo-out)",
     )
 
 

@@ -16,21 +16,25 @@ if TYPE_CHECKING:
     from halfstep._doctor.finding import Checkup
     from halfstep._doctor.hardware import MachineReport
 
-HELP = "say which precision suits this machine, and what is wrong in a script"
+HELP = "find mistakes in a script, and the best precision for this machine"
 DESCRIPTION = (
-    "Measures which dtypes this machine is fast at (a second or two), shows the switches of "
-    "PyTorch that matter, and reads scripts for mistakes in mixed precision."
+    "Finds mistakes in mixed precision in scripts, by reading and not running them. Also measures "
+    "which dtypes are fast on this machine, in a second or two, and shows PyTorch's switches that "
+    "matter."
 )
 EPILOG = """\
-Exit code 0 if nothing bad and no warning is found, 1 if there is, 2 if a file cannot be read.
-Scripts are read, not run. A comment in the line of a finding takes it back:
-# halfstep: allow update-missing. docs/doctor.md has a section on each finding.
+To ignore a finding, put a comment in its line, with the name in brackets:
+  # halfstep: allow update-missing
+docs/doctor.md has a section on each finding.
+
+Exit code: 0 if there is no bad finding and no warning, 1 if there is, 2 if a
+file cannot be read.
 
 examples:
-  halfstep doctor                          what this machine is fast at, and PyTorch's switches
-  halfstep doctor train.py                 and what is wrong in a script
+  halfstep doctor train.py                 the machine and a script
+  halfstep doctor                          only the machine
   halfstep doctor --no-machine src/*.py    only scripts, for CI
-  halfstep doctor --json train.py          all of it as JSON
+  halfstep doctor --json train.py          everything as JSON
 """
 
 
@@ -38,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("scripts", type=Path, nargs="*", metavar="SCRIPT", help="a Python file")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--no-machine", action="store_true", help="only read scripts")
+    parser.add_argument("--no-machine", action="store_true", help="do not measure the machine")
 
 
 def run(arguments: argparse.Namespace) -> int:

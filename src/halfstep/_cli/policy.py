@@ -17,41 +17,47 @@ if TYPE_CHECKING:
     from halfstep import Policy
 
 HELP = "show, compare and check policies: which op runs in which dtype"
-DESCRIPTION = "Looks at policies, the tables that say which op runs in which dtype."
+DESCRIPTION = "Shows, compares and checks policies: which op runs in which dtype."
 EPILOG = """\
-POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15, torch-cuda, bf16-lean,
-apex-o1, fp32), or the text of a policy: a preset and rules, "standard; softmax[bf16]:lower".
+POLICY is a TOML file, a preset (standard, torch, torch-2.11 to torch-2.15,
+torch-cuda, bf16-lean, apex-o1, fp32), or the text of a policy, which is a
+preset and rules: "standard; softmax[bf16]:lower".
 
 examples:
-  halfstep policy show standard                       the rules of the default, by action
-  halfstep policy show "standard; exp:leave" --op exp     which rule decides for exp, and why
-  halfstep policy show my.toml --op exp --module head     the same in one module
-  halfstep policy diff torch-cuda standard            what differs, op by op
-  halfstep policy check my.toml                       says which line is wrong (exit code 1)
+  halfstep policy show standard               the rules of the default
+  halfstep policy show standard --op exp      the rule that decides for exp
+  halfstep policy show my.toml --op exp --module head
+                                              the same in one module
+  halfstep policy diff torch-cuda standard    what differs, op by op
+  halfstep policy check my.toml               which line is wrong (exit code 1)
+
+More: docs/policies.md.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    verbs = parser.add_subparsers(dest="verb", title="what to do", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(dest="verb", title="verbs", metavar="VERB", required=True)
 
-    show = verbs.add_parser("show", help="print the rules, or what is decided for one op")
+    show = verbs.add_parser("show", help="print the rules, or the rule that decides for one op")
     show.set_defaults(parser=show)
     show.add_argument("policy", metavar="POLICY", help="a file, a preset, or a text")
     form = show.add_mutually_exclusive_group()
-    form.add_argument("--all", action="store_true", help="a line for each rule, in their order")
-    form.add_argument("--json", action="store_true", help="all rules as JSON")
-    form.add_argument("--op", metavar="NAME", help="only this op: softmax, F.layer_norm, conv*")
+    form.add_argument("--all", action="store_true", help="print one line per rule, in order")
+    form.add_argument("--json", action="store_true", help="print all rules as JSON")
+    form.add_argument(
+        "--op", metavar="NAME", help="print the rule for this op: softmax, F.layer_norm, conv*"
+    )
     show.add_argument(
-        "--module", metavar="NAME", default="", help="with --op, in this module: blocks.0.attn"
+        "--module", metavar="NAME", default="", help="with --op: in this module, blocks.0.attn"
     )
 
-    diff = verbs.add_parser("diff", help="print what two policies do differently")
+    diff = verbs.add_parser("diff", help="print the differences of two policies, op by op")
     diff.set_defaults(parser=diff)
     diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
-    diff.add_argument("after", metavar="POLICY", help="another one")
+    diff.add_argument("after", metavar="POLICY", help="a file, a preset, or a text")
 
-    check = verbs.add_parser("check", help="say whether a file can be used; exit code 1 if not")
+    check = verbs.add_parser("check", help="say whether a file is valid; exit code 1 if not")
     check.set_defaults(parser=check)
     check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
 

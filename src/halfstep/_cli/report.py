@@ -19,20 +19,21 @@ from halfstep.errors import RecordError
 if TYPE_CHECKING:
     from halfstep._record.run import Run
 
-RUN_HELP = f"folder of the record; left out, the newest with a step under {RUNS}/"
-HELP = "say what happened in a recorded run, on one page"
+RUN_HELP = f"folder of the record (default: the newest with a step under {RUNS}/)"
+HELP = "explain a recorded run, in sentences and on one page"
 DESCRIPTION = (
-    "Writes a page about a recorded run (one HTML file, no network) and prints what there is to "
-    "know in sentences. The record may still be being written."
+    "Prints the findings about a recorded run as sentences, and writes one HTML page, which needs "
+    "no network. The run may still be going on."
 )
 EPILOG = """\
 examples:
-  halfstep report runs/a                  writes runs/a/report.html, prints what there is to know
-  halfstep report                         the same for the newest record under runs/
-  halfstep report runs                    a line on each record in a folder
-  halfstep report runs/a --json           all numbers as JSON
-  halfstep report runs/a --md             a short summary for the log of a CI job
-  halfstep report runs/a --against runs/b     two runs, in runs/a/comparison.html
+  halfstep report runs/a            print the findings, write runs/a/report.html
+  halfstep report                   the same for the newest record under runs/
+  halfstep report runs              list the records in a folder
+  halfstep report runs/a --json     all numbers as JSON
+  halfstep report runs/a --md       a short summary for the log of a CI job
+  halfstep report runs/a --against runs/b
+                                    compare two runs in runs/a/comparison.html
 """
 
 
@@ -44,17 +45,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         action="append",
         metavar="RUN",
-        help="another record to compare it with; may be repeated",
+        help="record to compare with; may be repeated",
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the numbers as JSON; no page")
-    form.add_argument("--md", action="store_true", help="print a short Markdown text; no page")
+    form.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON, write no page"
+    )
+    form.add_argument(
+        "--md", action="store_true", help="print a short summary in Markdown, write no page"
+    )
     form.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="FILE",
-        help="the page (default: report.html in the folder; comparison.html with --against)",
+        help="file of the page (default: report.html in the folder of the record, comparison.html "
+        "with --against)",
     )
 
 
@@ -177,12 +183,12 @@ def run_at(path: Path | None) -> Run:
     inside = records_inside(path)
     if inside:
         shown = ", ".join(map(str, inside[:3])) + (", ..." if len(inside) > 3 else "")
-        raise CommandError(f"{path} holds {len(inside)} records: name one of them, {shown}")
+        raise CommandError(f"{path} contains {len(inside)} records: name one of them, {shown}")
     run = read_run(path)
     if not run.num_steps:
         raise CommandError(
-            f"{path}: the record holds no step: the run ended before the first step of an "
-            "optimizer, or has not come so far"
+            f"{path}: the record contains no step: the run ended before the first step of an "
+            "optimizer, or has not reached it yet"
         )
     return run
 

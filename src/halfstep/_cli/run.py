@@ -16,23 +16,25 @@ if TYPE_CHECKING:
     from halfstep import Policy
     from halfstep._run.session import Session
 
-HELP = "run a training script with halfstep in place of torch.amp, and record it"
+HELP = "run a training script, unmodified, and record each step"
 DESCRIPTION = (
-    "Runs a script with halfstep's autocast and GradScaler in place of PyTorch's, under all "
-    "their names, and writes what happens in each step into a folder."
+    "Runs a training script, unmodified, and records each step in a folder: the loss, the "
+    "gradients, and which steps were skipped. PyTorch's autocast and GradScaler are replaced by "
+    "halfstep's."
 )
 EPILOG = """\
-Options stand before the script; what stands after it is the script's.
+Options go before the script. Everything after it belongs to the script.
 
 examples:
-  halfstep run train.py --lr 3e-4                  as python train.py --lr 3e-4
-  halfstep run -m mypackage.train                  as python -m mypackage.train
+  halfstep run train.py --lr 3e-4      like python train.py --lr 3e-4
+  halfstep run -m mypackage.train      like python -m mypackage.train
+  halfstep run --diagnose train.py     find the op that made a loss NaN
+  halfstep run --amp bf16 train.py     mixed precision in a script without it
   halfstep run --policy "standard; softmax:lower" train.py
-  halfstep run --diagnose train.py                 says which op made a loss or gradient NaN
   torchrun --nproc-per-node 8 -m halfstep run train.py
   accelerate launch -m halfstep run train.py
 
-Afterwards: halfstep report DIR. docs/run.md says what is replaced and what is recorded.
+Then read the record with: halfstep report DIR. More: docs/run.md.
 """
 
 
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="POLICY",
-        help="what torch.autocast means: a TOML file, a preset, or the text of a policy "
+        help="which op runs in which dtype: a TOML file, a preset, or the text of a policy "
         "(default: standard)",
     )
     parser.add_argument(
@@ -51,35 +53,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="for the record (default: runs/NAME-DATE-TIME)",
+        help="folder of the record (default: runs/NAME-DATE-TIME)",
     )
     parser.add_argument(
         "--every",
         type=_count,
         metavar="N",
         default=50,
-        help="measure tensors every N steps, 0 for never (default: 50)",
+        help="measure tensors every N steps; 0 for never (default: 50)",
     )
     parser.add_argument(
-        "-q", "--quiet", action="store_true", help="print no diagnosis, say nothing at the end"
+        "-q", "--quiet", action="store_true", help="print no diagnosis and no line at the end"
     )
     parser.add_argument(
         "--amp",
         choices=("fp16", "bf16"),
-        help="train in this precision, for a script that has no autocast of its own",
+        help="use mixed precision in a script that has none",
     )
     parser.add_argument(
         "--diagnose",
         action="store_true",
-        help="replay a step whose loss or gradients are inf or NaN, and say which op it is, in "
-        "which module, why, and what cures it",
+        help="replay a step whose loss or gradients are inf or NaN, and print the op, the module, "
+        "the cause and the cure",
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the target is a module")
     parser.add_argument(
         "target",
         nargs=argparse.REMAINDER,
         metavar="target",
-        help="a script, or with -m a module, and its arguments",
+        help="a script (with -m a module) and its arguments",
     )
 
 

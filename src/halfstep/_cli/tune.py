@@ -22,22 +22,27 @@ DESCRIPTION = (
     "set of modules to keep in float32."
 )
 EPILOG = """\
-TARGET is a function that takes nothing and returns (model, batches, loss_fn):
+TARGET is a function without arguments that returns (model, batches, loss_fn):
 
   def make():
-      torch.manual_seed(0)               # the same again, for --record
+      torch.manual_seed(0)             # so that --record finds the same weights
       ...
-      return model, batches, loss_fn     # loss_fn(model, batch) returns the loss; or None
+      return model, batches, loss_fn   # loss_fn(model, batch) returns the loss
 
-Exit code 0 if the policy keeps the model within bounds, 1 if none does. Ctrl-C ends it (130); with
---record the same command goes on from there.
+loss_fn may be None; the loss is then taken from the output of the model.
 
 examples:
   halfstep tune train.py:make -o policy.toml
-  halfstep tune mypackage.models:make --dtype bf16 --error 0.05 --record tune.jsonl
+  halfstep tune mypackage.models:make --dtype bf16 --record tune.jsonl
 
-Then, in the script: autocast(..., policy=Policy.load("policy.toml"), module=model); or, for one
-that has no autocast: halfstep run --amp fp16 --policy policy.toml train.py. More: docs/tune.md.
+Then use the policy in the script:
+  autocast(..., policy=Policy.load("policy.toml"), module=model)
+or, for a script without autocast:
+  halfstep run --amp fp16 --policy policy.toml train.py
+
+Exit code: 0 if the policy keeps the model within bounds, 1 if none does, 130
+after Ctrl-C; with --record, the same command then continues. More:
+docs/tune.md.
 """
 
 
@@ -53,19 +58,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--error",
         type=_error,
         metavar="X",
-        help="largest relative error of any module (default: by dtype and depth)",
+        help="largest relative error of any module (default: depends on dtype and depth)",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the policy there, as TOML"
+        "-o", "--output", type=Path, metavar="FILE", help="write the policy to this TOML file"
     )
     parser.add_argument(
-        "--record", type=Path, metavar="FILE", help="keep measurements there, and go on from it"
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="keep measurements in this file, and continue from it",
     )
     parser.add_argument(
         "--policy",
         metavar="POLICY",
         default="standard",
-        help="to start from: a TOML file, a preset, or the text of a policy (default: standard)",
+        help="policy to start from: a TOML file, a preset, or a text (default: standard)",
     )
 
 
@@ -85,9 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         tuned = tune(model, batches, loss_fn, dtype, arguments.error, arguments.record, policy)
     except KeyboardInterrupt:
-        cure = "with --record FILE the same command would go on from here"
+        cure = "with --record FILE the same command would continue from here"
         if arguments.record is not None:
-            cure = f"the same command goes on from {arguments.record}"
+            cure = f"the same command continues from {arguments.record}"
         print(f"\nInterrupted: {cure}.", file=sys.stderr)
         return EXIT_INTERRUPTED
     print(tuned)

@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from halfstep._record.read import Follower, RecordUpdate
     from halfstep._watch.screen import Screen
 
-HELP = "look at a training while it runs: loss, scale, skips, the worst layers"
+HELP = "show a run while it goes on: loss, scale, skips, worst layers"
 DESCRIPTION = (
-    "Shows a recorded training while it runs, from a second terminal: loss, scale and norm of "
-    "all steps, lost updates, the skips, and the layers that are closest to the ends of their "
-    "format. Where the output is no terminal, it prints plain lines."
+    "Shows a recorded training while it runs, in a second terminal: loss, scale and gradient norm "
+    "of all steps, lost updates, skipped steps, and the layers that are closest to overflow or "
+    "underflow. If the output is not a terminal, it prints plain lines."
 )
 EPILOG = """\
 examples:
-  halfstep watch runs/x                     while the training runs in another terminal
-  halfstep watch                            the newest record in runs/
-  halfstep watch runs/x --once              how it stands, once
-  halfstep watch runs/x | grep skip         plain lines: run, step, skip, sample, note
+  halfstep watch runs/x               the training runs in another terminal
+  halfstep watch                      the newest record under runs/
+  halfstep watch runs/x --once        print the present state and exit
+  halfstep watch runs/x | grep skip   plain lines: run, step, skip, sample, note
 
-A record that is not there yet is waited for. It ends with the run; Ctrl-C ends it at any time and
-leaves the training alone. Either way the exit code is 0.
+It waits for a record that does not exist yet, and ends with the run. Ctrl-C
+ends it at any time and does not affect the training. The exit code is 0.
 """
 
 REFRESH_SECONDS = 0.5
@@ -44,15 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         nargs="?",
         type=Path,
-        help="the folder of the record (default: the newest in runs/)",
+        help="folder of the record (default: the newest under runs/)",
     )
-    parser.add_argument("--once", action="store_true", help="print how it stands and exit")
+    parser.add_argument("--once", action="store_true", help="print the present state and exit")
     parser.add_argument(
         "--every",
         type=int,
         metavar="N",
-        help="in plain lines, print every N-th step (default: as often as samples are taken); "
-        "skips are always printed",
+        help="in plain lines, print every N-th step (default: the sampled ones); skips are always "
+        "printed",
     )
 
 
@@ -79,7 +79,7 @@ def _folder(given: Path | None) -> Path | None:
     if given is None or not given.is_file():
         return given
     if given not in files_in(given.parent).values():
-        raise CommandError(f"{given} is no record: give the folder that `halfstep run` has written")
+        raise CommandError(f"{given} is not a record: give the folder that `halfstep run` wrote")
     return given.parent
 
 

@@ -101,7 +101,8 @@ class Watch:
             raise TypeError(f"diagnose(model={type(model).__name__}): pass a torch.nn.Module")
         if not (tell is None or callable(tell)):
             raise TypeError(
-                f"diagnose(tell={type(tell).__name__}): pass a function of a diagnosis and a number"
+                f"diagnose(tell={type(tell).__name__}): pass a function that takes a diagnosis and "
+                "a number"
             )
         self.found: list[Diagnosis] = []
         self.notes: list[str] = []

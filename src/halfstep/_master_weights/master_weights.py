@@ -137,7 +137,7 @@ def master_weights(
     if gradients not in (None, "float32"):
         raise ValueError(f"gradients={gradients!r}: 'float32', or leave it out")
     if store != "stochastic" and generator is not None:
-        raise ValueError(f"generator: store={store!r} rounds nothing by chance")
+        raise ValueError(f"generator: store={store!r} draws no random numbers")
     if store not in STORES:
         raise ValueError(f"store={store!r}: one of {', '.join(map(repr, STORES))}")
     seed = 0 if generator is None else generator.initial_seed()
@@ -423,7 +423,7 @@ def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     if optimizer not in _MASTERS:
         raise ValueError(
             f"float32_weights({type(optimizer).__name__}): it has no master weights; the "
-            "parameters are all there is: model.state_dict()"
+            "parameters are the weights: use model.state_dict()"
         )
     weights = model.state_dict(keep_vars=True)
     for name, value in weights.items():

@@ -118,8 +118,8 @@ def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -
         )
     if any(param.grad is not None for param in parameters(optimizer)):
         raise CallOrderError(
-            f"{call}: there are gradients from before the first block of this iteration, of which "
-            "nobody knows whether they are scaled. Call zero_grad(set_to_none=True) first"
+            f"{call}: there are gradients from before the first block of this iteration, and it "
+            "is unknown whether they are scaled. Call zero_grad(set_to_none=True) first"
         )
 
 

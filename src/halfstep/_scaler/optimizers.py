@@ -42,7 +42,7 @@ def require_optimizer(call: str, optimizer: object) -> None:
         if not is_optimizer(each):
             raise TypeError(
                 f"{call}({name(optimizer)}): it holds a {name(each)}, which has no param_groups, "
-                "so that nobody knows whose gradients it uses. Give one of the two param_groups"
+                "so it is unknown whose gradients it uses. Give one of the two param_groups"
             )
 
 

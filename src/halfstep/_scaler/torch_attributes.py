@@ -122,7 +122,7 @@ def _scale(scaler: Any) -> Tensor | None:
 
 def _set_scale(scaler: Any, value: Any) -> None:
     if value is None:
-        raise TypeError("GradScaler._scale = None: make a new GradScaler to begin anew")
+        raise TypeError("GradScaler._scale = None: make a new GradScaler to start again")
     is_here = isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1
     new_scale = value.item() if is_here else value
     engine = scaler._engine
