@@ -185,6 +185,7 @@ class MasterWeights:
         self._take_step(optimizer)
         self._take_methods(optimizer)
         self._take_groups(optimizer)
+        optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
         self._number_step(optimizer, 0)
@@ -377,6 +378,8 @@ class MasterWeights:
                 is_cast = isinstance(value, _WITH_TENSORS) and key != "step" and key in state
                 if key in _KEYS or is_cast:
                     state[key] = _map_state(methodcaller("to", param.device), value)
+                if key == Split.key:
+                    state[key] = state[key].short()
         self._loaded = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -392,6 +395,15 @@ class MasterWeights:
             for key, value in state.items():
                 if key not in _KEYS:
                     state[key] = _map_state(_widened, value)
+
+
+def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Let the remainders of DTensors be int32: no backend of torch.distributed sends int16."""
+    state = dict(state_dict["state"])
+    for id, each in state.items():
+        if isinstance(each, dict) and is_dtensor(each.get(Split.key)):
+            state[id] = each | {Split.key: each[Split.key].int()}
+    return state_dict | {"state": state}
 
 
 def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
