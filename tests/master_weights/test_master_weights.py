@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -953,10 +954,18 @@ def test_a_small_model_is_float32_at_once(many: Any) -> None:
     assert sizes == [2000]
 
 
+class Elsewhere(torch.optim.AdamW):
+    """An optimizer of another library: it steps all parameters at once."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Elsewhere])
 @pytest.mark.parametrize("store", ["split", "float32", "kahan"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_small_and_large_parameters_together(
-    store: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: type[torch.optim.AdamW],
+    store: Any,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that are converted side by side step like those that are converted alone."""
     if store == "split" and dtype is FP16:
@@ -968,7 +977,7 @@ def test_small_and_large_parameters_together(
         shapes = [(3, 5), (1,), (0,), (), (17,), (64, 33), (16,), (2, 3, 4)]
         params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         params.append(nn.Parameter(torch.randn(6, 4).to(dtype).t()))
-        optimizer = master_weights(torch.optim.AdamW(params, lr=1e-3), store)
+        optimizer = master_weights(kind(params, lr=1e-3), store)
         for seed in range(4):
             give_gradients(params[seed:], seed, share=1.0)  # some have none
             optimizer.step()
@@ -976,6 +985,34 @@ def test_small_and_large_parameters_together(
         weights.append([param.detach().clone() for param in params])
         weights[-1] += [value for p in params for value in module.kept_of(optimizer, p).values()]
     assert all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Elsewhere])
+def test_small_parameters_are_converted_at_once(kind: type[torch.optim.AdamW]) -> None:
+    params = [nn.Parameter(torch.randn(4, 4).to(BF16)) for _ in range(100)]
+    optimizer = master_weights(kind(params, lr=1e-3))
+    give_gradients(params, 0, share=1.0)
+    with patch.object(Split, "widen", autospec=True, side_effect=Split.widen) as widen:
+        optimizer.step()
+    assert widen.call_count == 2  # 64 and 36 of them
+
+
+class ZeroesOne(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.param_groups[0]["params"][0].grad.zero_()
+
+
+def test_a_gradient_that_is_written_to_is_written_back_alone() -> None:
+    params = [nn.Parameter(torch.randn(4, 4).to(BF16)) for _ in range(3)]
+    optimizer = master_weights(ZeroesOne(params, lr=0.1))
+    give_gradients(params, 0, share=1.0)
+    grads = [param.grad for param in params]
+    before = [grad._version for grad in grads]
+    optimizer.step()
+    assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
+    assert not grads[0].any()
+    assert [grad._version for grad in grads] == [before[0] + 1, before[1], before[2]]
 
 
 def test_all_are_float32_where_another_step_was_put(many: Any) -> None:

@@ -22,6 +22,9 @@ it."""
 SMALL = 1 << 16
 """Parameters of at most so many entries are converted together: to call an op takes longer."""
 
+TOGETHER = 64
+"""So many small parameters at most: the block in between takes memory."""
+
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
@@ -82,7 +85,8 @@ class _Exchanged:
 class _Batch:
     """Parameters that are converted together: side by side in one block, with gaps between.
 
-    Of several, all have the same device, dtype and shard.
+    Of several, all have the same device, dtype and shard; and all have a gradient of that dtype, or
+    none has.
     """
 
     def __init__(self, members: list[_Exchanged], store: Store) -> None:
@@ -102,16 +106,16 @@ class _Batch:
         room = kept if kept is not None and keeper.keeps_weight else memory(self._size, device)
         weights = keeper.widen(self._joined(self._lows), kept, room)
         for each, part in zip(members, self._parts(weights), strict=True):
-            each.weight = _shaped(part, each.dense).detach()
+            each.weight = _shaped(part, each.dense).data  # with a version of its own
             if keeper is not self._store:
                 each.kept = self._store.empty(each.dense)
         self._weights = weights
-        if len(members) > 1 and all(map(_has_narrow_gradient, members)):
+        if len(members) > 1 and _has_narrow_gradient(members[0]):
             grads = [_dense(local_part(each.param.grad)) for each in members]
             parts = self._parts(memory(self._size, device))
             copy_to_each_(parts, [_flat(grad) for grad in grads])
             for each, grad, part in zip(members, grads, parts, strict=True):
-                each.wide = in_place_of(each.param.grad, _shaped(part, grad).detach())
+                each.wide = in_place_of(each.param.grad, _shaped(part, grad).data)
 
     def narrow(self) -> None:
         """Round the weights to the parameters, and keep what is left."""
@@ -223,19 +227,17 @@ class Exchange:
         self._open = []
 
     def _batches(self, found: list[_Exchanged]) -> Iterator[_Batch]:
-        """Yield large parameters alone and small ones together: calling an op takes longer there.
-
-        An optimizer that may keep hold of its weights gets memory of their own.
-        """
+        """Yield large parameters alone and small ones together: calls of ops take longer there."""
         small: dict[tuple[object, ...], list[_Exchanged]] = {}
         for each in found:
-            dense = each.dense
-            is_small = dense.numel() <= SMALL and each.keeper is self._store
-            if is_small and self._scratch is not None:
-                key = dense.device, dense.dtype, shard_name(each.low)
-                small.setdefault(key, []).append(each)
-            else:
+            if each.dense.numel() > SMALL or each.keeper is not self._store:
                 yield _Batch([each], self._store)
+                continue
+            has_gradient = _has_narrow_gradient(each)
+            key = each.dense.device, each.dense.dtype, shard_name(each.low), has_gradient
+            small.setdefault(key, []).append(each)
+            if len(small[key]) == TOGETHER:
+                yield _Batch(small.pop(key), self._store)
         for members in small.values():
             yield _Batch(members, self._store)
 
