@@ -64,17 +64,37 @@ class Training:
         synchronize(self.device)
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        context: AbstractContextManager[object] = nullcontext()
-        if self._has_autocast:
-            context = torch.autocast(self.device, torch.bfloat16)
-        with context:
-            logits = self.model(self.tokens[:, :-1])
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
+        loss = self.forward()
         loss.backward()
         self.optimizer.step()
         synchronize(self.device)
         self.loss = loss.item()
         return time.perf_counter() - start
+
+    def forward(self) -> torch.Tensor:
+        """Return the loss."""
+        context: AbstractContextManager[object] = nullcontext()
+        if self._has_autocast:
+            context = torch.autocast(self.device, torch.bfloat16)
+        with context:
+            logits = self.model(self.tokens[:, :-1])
+            return F.cross_entropy(logits.flatten(0, 1).float(), self.tokens[:, 1:].flatten())
+
+    def saved(self) -> float:
+        """Return the bytes a parameter that autograd keeps for the backward pass beside weights."""
+        params = list(self.model.parameters())
+        found: dict[int, torch.UntypedStorage] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            self.forward()
+        for param in params:
+            found.pop(param.untyped_storage().data_ptr(), None)
+        return sum(map(len, found.values())) / sum(param.numel() for param in params)
 
 
 def adamw(variant: str, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -170,6 +190,7 @@ def main() -> None:
         name: halfstep.bytes_per_parameter(training.model, training.optimizer)
         for name, training in trainings.items()
     }
+    saved = {name: trainings[name].saved() for name in (FLOAT32, PLAIN)}
     print(
         f"{memory[PLAIN].num_parameters / 1e6:.1f} M parameters, {args.batch} x {args.length} "
         f"tokens; {device_name(args.device)}, PyTorch {torch.__version__}"
@@ -195,6 +216,7 @@ def main() -> None:
     print(
         "bytes of weights, casts, gradients and state for each parameter; the peak to the first's"
     )
+    print("saved for the backward pass: " + ", ".join(f"{n} {b:.2f}" for n, b in saved.items()))
 
 
 if __name__ == "__main__":

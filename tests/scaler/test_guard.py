@@ -279,6 +279,8 @@ def test_tensors_without_values_step_as_without_it(
     made: list[Any] = []
     assert result(is_guarded=True) == result(is_guarded=False)
     assert made[0].counts()[:2] == (0, 0)
+    with pytest.raises(halfstep.CallOrderError, match="guard has checked no step of this"):
+        made[0].outcome()
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -165,11 +165,19 @@ class Guard:
         """Return what became of the last step.
 
         Raises:
-            CallOrderError: There was none.
+            CallOrderError: There was none with gradients that have values.
 
         Sync: none; reading the outcome waits.
         """
-        return self._scaler.outcome(self._require_optimizer())
+        optimizer = self._require_optimizer()
+        outcome = self._scaler._engine.journal.last(optimizer)
+        if outcome is None:
+            raise CallOrderError(
+                f"outcome({name(optimizer)}): the guard has checked no step of this optimizer yet. "
+                "Call optimizer.step() first; without gradients, and on meta and fake tensors, "
+                "there is nothing to check"
+            )
+        return outcome
 
     def counts(self) -> Counts:
         """Return how many steps were taken and skipped. Sync: one."""
