@@ -268,6 +268,7 @@ def test_tensors_without_values_step_as_without_it(
             model = nn.Linear(4, 1)
             optimizer = optimizer_of(model.parameters())
             if is_guarded:
+                kept.append(optimizer)
                 made.append(guard(optimizer, max_norm=1.0, on_skips="raise"))
             model(torch.ones(3, 4)).sum().backward()
             try:
@@ -277,6 +278,7 @@ def test_tensors_without_values_step_as_without_it(
         return {key: value.shape for key, value in optimizer.state[model.weight].items()}
 
     made: list[Any] = []
+    kept: list[torch.optim.Optimizer] = []  # a guard has a weak reference
     assert result(is_guarded=True) == result(is_guarded=False)
     assert made[0].counts()[:2] == (0, 0)
     with pytest.raises(halfstep.CallOrderError, match="guard has checked no step of this"):
