@@ -132,6 +132,21 @@ def test_the_norm_is_that_of_clipping_whoever_clips(tmp_path: Path) -> None:
     assert [step.norm for step in steps[:2]] == pytest.approx(norms)
 
 
+def test_two_optimizers_that_skip_together_are_one_skipped_step(tmp_path: Path) -> None:
+    model, scaler = Net(), halfstep.GradScaler()
+    optimizers = [torch.optim.SGD([param], lr=0.1) for param in model.parameters()]
+    with halfstep.record(tmp_path, scaler=scaler, every=0) as record:
+        for value in (1.0, math.inf):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, value)
+            scaler.scale(torch.ones(()))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert (record.num_steps, record.num_skipped) == (2, 1)
+    assert len(read_run(tmp_path).skipped) == len(optimizers) > 1
+
+
 def test_without_a_scaler_each_step_of_an_optimizer_counts(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Net()

@@ -264,10 +264,13 @@ def step_of(
     calls: Sequence[KeptCall], root: Made | None, scale: float | None
 ) -> Callable[[], object]:
     """Return a function that does :func:`call_again` at a scale, with a scaler of its own."""
-    scaler: GradScaler | None = None
-    if scale is not None:
-        scaler = GradScaler(init_scale=scale, rule=Static(), process_group="local")
-    return lambda: call_again(calls, root, scaler)
+
+    def step() -> object:
+        # Made here, in the replay: made before it, it would be one of the script's.
+        ours = GradScaler(init_scale=scale, rule=Static(), process_group="local") if scale else None
+        return call_again(calls, root, ours)
+
+    return step
 
 
 def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler | None) -> object:

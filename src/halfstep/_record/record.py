@@ -184,8 +184,8 @@ class record:
 
     @property
     def num_skipped(self) -> int:
-        """How many steps are known to have been skipped; complete after the block."""
-        return 0 if self._recorder is None else self._recorder.num_skipped
+        """In how many of them a step is known to have been skipped; complete after the block."""
+        return 0 if self._recorder is None else len(self._recorder.skipped)
 
 
 def _header(every: int) -> Event:

@@ -81,7 +81,8 @@ class Recorder:
         every: int,
         sinks: Sequence[Sink],
     ) -> None:
-        self.num_steps = self.num_skipped = 0
+        self.num_steps = 0
+        self.skipped: set[int] = set()
         self._writer, self._scaler, self._every, self._sinks = writer, scaler, every, list(sinks)
         self._models, self._waiting = models, PendingSteps()
         is_searching = not len(models)
@@ -342,7 +343,8 @@ class Recorder:
 
     def _write_steps(self, events: list[Event]) -> None:
         for event in events:
-            self.num_skipped += not event["taken"]
+            if not event["taken"]:
+                self.skipped.add(event["step"])
             self._write(event)
             self._log(event["step"], step_scalars(event))
 

@@ -51,6 +51,20 @@ def plain() -> nn.Module:
     return model
 
 
+def overflowing() -> nn.Module:
+    """Its gradients overflow at the first scales, and some become NaN: inf - inf."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for step in range(STEPS):
+        x, y = batch(step)
+        loss = 100 * F.mse_loss(model(x), y, reduction="sum")
+        see(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
 def clipped() -> nn.Module:
     model = net(nn.Dropout(0.5), nn.BatchNorm1d(16))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -277,7 +291,7 @@ def old_imports() -> nn.Module:
 
 
 PLAIN = (
-    *(plain, clipped, accumulated, scheduled, lbfgs, two_optimizers, loader, counting),
+    *(plain, overflowing, clipped, accumulated, scheduled, lbfgs, two_optimizers, loader, counting),
     *(recomputed, step_in_backward, scripted),
 )
 """Those without autocast."""
