@@ -271,16 +271,33 @@ def test_a_folder_of_records_is_listed(tmp_path, capsys):
     code, out, err = report(capsys, "runs")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("bad: runs/3/rank0.jsonl: none of its lines begins a record")
-    assert lines[1].startswith("warning: runs/2: 100 steps: 3 of 100 steps were skipped")
-    assert lines[2] == "notice: runs/1: no step"
-    assert lines[3].startswith("good: runs/0: 60 steps: ")
+    assert lines[0].split() == ["last", "written", "step", "loss", "state", "record"]
+    assert lines[1].startswith("bad: runs/3/rank0.jsonl: none of its lines begins a record")
+    assert [line.split()[2:] for line in lines[2:]] == [
+        ["100", "2.02", "ended", "runs/2"],
+        ["-", "-", "no", "end", "runs/1"],
+        ["60", "2.033", "ended", "runs/0"],
+    ]
     assert not list(tmp_path.rglob("report.html"))
     code, _, err = report(capsys, "runs", "--json")
     assert (code, err) == (
         2,
         "halfstep report: runs contains 4 records: name one of them, runs/3, runs/2, runs/1, ...\n",
     )
+
+
+def test_of_many_records_the_newest_are_listed_and_none_is_read_whole(
+    tmp_path, capsys, monkeypatch
+):
+    for position in range(23):
+        folder = records.killed(tmp_path / f"runs/{position}")
+        os.utime(file_of(folder, 0), (position, position))
+    monkeypatch.setattr("halfstep._record.read.read_run", None)
+    lines = report(capsys, "runs")[1].splitlines()
+    assert [line.split()[-1] for line in lines[1:-1]] == [f"runs/{n}" for n in range(22, 2, -1)]
+    assert lines[-1] == "the newest 20 of 23 records; --all lists the others"
+    lines = report(capsys, "runs", "--all")[1].splitlines()
+    assert [line.split()[-1] for line in lines[1:]] == [f"runs/{n}" for n in range(22, -1, -1)]
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,10 @@ def test_a_static_scale_is_given_to_the_rule_or_to_the_scaler() -> None:
     assert repr(scaler) == "GradScaler(scale=128, rule=Static())"
     assert scaler.state_dict() == GradScaler(init_scale=128.0, rule=Static()).state_dict()
     assert GradScaler(rule=Static()).get_scale() == 65536
-    with pytest.raises(ValueError, match=r"init_scale is 4 and rule is Static\(128.0\): give one"):
-        GradScaler(init_scale=4.0, rule=Static(128.0))
+    assert GradScaler(init_scale=128.0, rule=Static(128.0)).get_scale() == 128
+    for scale in (4.0, 65536.0):
+        message = rf"init_scale is {scale:g} and rule is Static\(128.0\).*: leave out init_scale"
+        with pytest.raises(ValueError, match=message):
+            GradScaler(init_scale=scale, rule=Static(128.0))
     with pytest.raises((TypeError, ValueError), match=r"the scale of Static is -1\.0"):
         GradScaler(rule=Static(-1.0))

@@ -7,12 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep._cli.exits import CommandError, ending_at_interrupts, near
-from halfstep._common.numbers import things
-from halfstep._common.text import printable, tell
+from halfstep._common.numbers import NONE, count, number, things
+from halfstep._common.text import TableLine, aligned, printable, tell
 from halfstep._record.files import RUNS, files_in, records_in
 from halfstep.errors import RecordError
 
@@ -29,12 +30,15 @@ EPILOG = """\
 examples:
   halfstep report runs/a            print the findings, write runs/a/report.html
   halfstep report                   the same for the newest record under runs/
-  halfstep report runs              list the records in a folder
+  halfstep report runs              list the newest records in a folder
   halfstep report runs/a --json     all numbers as JSON
   halfstep report runs/a --md       a short summary for the log of a CI job
   halfstep report runs/a --against runs/b
                                     compare two runs in runs/a/comparison.html
 """
+
+
+NUM_LISTED = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="RUN",
         help="record to compare with; may be repeated",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help=f"list all records in a folder, not {NUM_LISTED}"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
@@ -70,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.run_path is not None and not has_form:
         records = records_inside(arguments.run_path)
         if records:
-            _list(records)
+            _list(records, is_all=arguments.all)
             return 0
     run = run_at(arguments.run_path)
     others = [run_at(path) for path in arguments.against or ()]
@@ -86,23 +93,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _list(records: Sequence[Path]) -> None:
-    """Print a line on each record."""
-    from halfstep._record.read import read_run
-    from halfstep._report.summarize import summarize
-    from halfstep._report.text import sentences
+def _list(records: Sequence[Path], *, is_all: bool) -> None:
+    """Print a table of the records, the newest first."""
+    from halfstep._record.read import glance
 
-    for path in records:
+    shown = records if is_all else records[:NUM_LISTED]
+    lines: list[TableLine] = [("last written", "step", "loss", "state", "record")]
+    for path in shown:
         try:
-            run = read_run(path)
+            rank = glance(path)
         except RecordError as error:
-            tell(f"bad: {error}")
+            lines.append(f"bad: {error}")
             continue
-        if run.num_steps:
-            first = sentences(summarize(run))[0]
-            tell(f"{first.severity}: {path}: {things(run.num_steps, 'step')}: {first.text}")
-        else:
-            tell(f"notice: {path}: no step")
+        last = rank.steps[-1] if rank.steps else None
+        state = "no end" if rank.end is None else "failed" if rank.end.error else "ended"
+        written = datetime.fromtimestamp(rank.path.stat().st_mtime)
+        lines.append(
+            (
+                f"{written:%Y-%m-%d %H:%M}",
+                NONE if last is None else count(last.step),
+                number(None if last is None else last.loss),
+                state,
+                str(path),
+            )
+        )
+    tell("\n".join(aligned(lines, right=("step", "loss"))))
+    if len(shown) < len(records):
+        tell(f"the newest {len(shown)} of {things(len(records), 'record')}; --all lists the others")
 
 
 def _about(run: Run, arguments: argparse.Namespace) -> tuple[str, str | None]:

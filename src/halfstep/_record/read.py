@@ -51,6 +51,42 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return replace(run, notes=notes, left_out=(*run.left_out, *damage), trace=trace)
 
 
+_RUN, _STEP, _END = (b'\n{"event":"%s"' % name for name in (b"run", b"step", b"end"))
+
+
+def glance(folder: Path) -> RankRecord:
+    """Read the first rank's starts, the last step of each and the end: enough for a list of runs.
+
+    Nothing else of the file is decoded, however long it is.
+
+    Raises:
+        RecordError: It cannot be read, or is not a record.
+    """
+    number, path = next(iter(files_in(folder).items()))
+    rank = RankRecord(path, number)
+    try:
+        data = b"\n" + path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
+
+    def take(place: int) -> None:
+        rank.take(0, data[place + 1 : data.find(b"\n", place + 1) + 1])
+
+    start, end = 0, data.rfind(b"\n")  # a last line without an end is being written
+    while start >= 0:
+        take(start)
+        following = data.find(_RUN, start + 1, end)
+        place = stop = end if following < 0 else following
+        known = len(rank.steps)
+        while len(rank.steps) == known and (place := data.rfind(_STEP, start, place)) >= 0:
+            take(place)  # the one before it, if this is damaged
+        if (place := data.rfind(_END, start, stop)) >= 0:
+            take(place)
+        start = following
+    rank.require_begun()
+    return rank
+
+
 # --- several ranks --------------------------------------------------------------------------------
 
 

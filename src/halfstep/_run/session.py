@@ -252,6 +252,8 @@ def _within_script(traceback: TracebackType | None) -> TracebackType | None:
         frame = frame.tb_next
     if frame is None:
         return traceback
+    while frame.tb_next is not None and frame.tb_next.tb_frame.f_code is _find.__code__:
+        frame = frame.tb_next  # an error in the __init__ of a package
     own = frame.tb_next
     while frame.tb_next is not None:
         # Listeners stand between the script and torch.autograd.backward.

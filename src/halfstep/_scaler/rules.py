@@ -20,6 +20,8 @@ from halfstep._scaler.scalars import (
     round_to_float32,
 )
 
+DEFAULT_SCALE = 2.0**16
+"""The first scale where none is given: this very object, so that an equal number is one given."""
 LARGEST_HEADROOM = 2.0**16
 """The first power of two that float16 cannot hold."""
 
@@ -274,8 +276,11 @@ def scale_and_rule(
         )
     if not isinstance(rule, Static) or rule.scale is None:
         return init_scale, rule
-    if init_scale not in (2.0**16, rule.scale):
-        raise ValueError(f"init_scale is {init_scale:g} and rule is {rule!r}: give one")
+    if init_scale is not DEFAULT_SCALE and init_scale != rule.scale:
+        raise ValueError(
+            f"init_scale is {init_scale:g} and rule is {rule!r}, which are two scales: leave out "
+            "init_scale"
+        )
     return checked_scale("the scale of Static", rule.scale), Static()
 
 

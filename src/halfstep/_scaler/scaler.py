@@ -29,7 +29,7 @@ from halfstep._scaler.loss_scale import LossScale, Saved
 from halfstep._scaler.optimizers import handles_scale, name, require_optimizer, takes_scaler
 from halfstep._scaler.outcome import Counts, HistoryEntry, Outcome
 from halfstep._scaler.ranks import Ranks
-from halfstep._scaler.rules import Dynamic, Rule, scale_and_rule
+from halfstep._scaler.rules import DEFAULT_SCALE, Dynamic, Rule, scale_and_rule
 from halfstep._scaler.scalars import checked_device
 from halfstep._scaler.scale_state import ScaleState
 from halfstep._scaler.torch_attributes import TorchAttributes, refuse_never_called
@@ -107,7 +107,7 @@ class GradScaler(TorchAttributes):
     def __init__(
         self,
         device: str | torch.device | None = None,
-        init_scale: float = 2.0**16,
+        init_scale: float = DEFAULT_SCALE,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
