@@ -22,8 +22,8 @@ EVERY = 3
 """Most loops here are short, and compare more often than every 100 updates."""
 
 DIFFER = r"""update\(\): (\d+) updates ago the ranks had different states, and their weights may .*:
-  scale 1024, growth tracker (\d+), (\d+) steps taken, 0 skipped: rank 0
-  scale 512, growth tracker (\d+), (\d+) steps taken, 1 skipped: rank 1
+  scale 2\^10, growth tracker (\d+), (\d+) steps taken, 0 skipped: rank 0
+  scale 2\^9, growth tracker (\d+), (\d+) steps taken, 1 skipped: rank 1
 Cause: gradients that were changed on some ranks after DistributedDataParallel had averaged them"""
 
 
@@ -135,11 +135,11 @@ def differing(rank: int, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "row"),
     [
-        ("scale", "scale 64, growth tracker 3, 3 steps taken, 0 skipped: rank 1"),
-        ("checkpoint", "scale 1024, growth tracker 1, 1 steps taken, 0 skipped: rank 1"),
+        ("scale", "scale 2^6, growth tracker 3, 3 steps taken, 0 skipped: rank 1"),
+        ("checkpoint", "scale 2^10, growth tracker 1, 1 steps taken, 0 skipped: rank 1"),
         (
             "name",
-            "  loss 'auxiliary': scale 1024, growth tracker 0, 0 steps taken, 0 skipped; scal",
+            "  loss 'auxiliary': scale 2^10, growth tracker 0, 0 steps taken, 0 skipped; scal",
         ),
     ],
 )
@@ -168,8 +168,8 @@ def test_all_go_on_after_the_error_and_compare_anew(pool: Pool) -> None:
 def test_every_rank_is_named(pool4: Pool) -> None:
     for kind, message in pool4.run(often, spoilt_on_two_ranks):
         assert kind == "RanksError"
-        assert "  scale 1024, growth tracker 3, 3 steps taken, 0 skipped: rank 0, 3\n" in message
-        assert "  scale 512, growth tracker 1, 2 steps taken, 1 skipped: rank 1, 2\n" in message
+        assert "  scale 2^10, growth tracker 3, 3 steps taken, 0 skipped: rank 0, 3\n" in message
+        assert "  scale 2^9, growth tracker 1, 2 steps taken, 1 skipped: rank 1, 2\n" in message
 
 
 def spoilt_on_two_ranks(rank: int) -> Any:

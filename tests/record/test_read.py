@@ -272,7 +272,7 @@ def test_ranks_that_disagree_are_told(tmp_path):
     write(tmp_path, [FIRST | {"rank": 1}, step(1), skipped], rank=1)
     (note,) = read_run(tmp_path).notes
     assert note.step == 2
-    assert "rank 1 skipped it, scale 4.0, the first rank took it, scale 8.0" in note.text
+    assert "rank 1 skipped it, scale 2^2, the first rank took it, scale 2^3" in note.text
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_the_curves_tell_the_step_under_the_pointer(opened):
     assert tip(page).split("\n") == [
         "step 41",
         "loss 2.049",
-        "scale 16384",
+        "scale 2^14",
         "gradient norm inf",
         "skipped: overflow",
     ]

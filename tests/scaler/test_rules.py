@@ -202,7 +202,7 @@ def test_a_headroom_that_would_be_inf_does_not_grow() -> None:
 def test_a_static_scale_is_given_to_the_rule_or_to_the_scaler() -> None:
     scaler = GradScaler(rule=Static(128.0))
     assert scaler.get_scale() == 128
-    assert repr(scaler) == "GradScaler(scale=128, rule=Static())"
+    assert repr(scaler) == "GradScaler(scale=2^7, rule=Static())"
     assert scaler.state_dict() == GradScaler(init_scale=128.0, rule=Static()).state_dict()
     assert GradScaler(rule=Static()).get_scale() == 65536
     assert GradScaler(init_scale=128.0, rule=Static(128.0)).get_scale() == 128

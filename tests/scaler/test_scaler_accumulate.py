@@ -533,7 +533,7 @@ def test_the_outcome() -> None:
     norms = [grad.norm().item() * 1.5 for grad in expected]
     assert list(outcome.norms.values()) == pytest.approx(norms, rel=1e-5)
     assert outcome.norm == pytest.approx(math.hypot(*norms), rel=1e-5)
-    assert repr(outcome) == f"Outcome(Adam: taken; scale 1024 -> 512; norm {outcome.norm:.4g})"
+    assert repr(outcome) == f"Outcome(Adam: taken; scale 2^10 -> 2^9; norm {outcome.norm:.4g})"
     (entry,) = training.scaler.history()
     assert entry == (1, "Adam", True, None, SCALE, outcome.norm)
     assert outcome.culprits == []

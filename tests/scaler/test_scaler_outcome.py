@@ -65,7 +65,7 @@ def test_taken(fused: bool, how: str) -> None:
     assert outcome.norm == pytest.approx(NORM)
     assert outcome.norms == pytest.approx(NORMS)
     assert outcome.culprits == []
-    assert repr(outcome).startswith("Outcome(SGD: taken; scale 8 -> 8")
+    assert repr(outcome).startswith("Outcome(SGD: taken; scale 2^3 -> 2^3")
 
 
 @both
@@ -226,7 +226,7 @@ def test_two_optimizers_in_one_iteration() -> None:
 
 
 def test_repr_of_the_scaler() -> None:
-    assert repr(GradScaler()).startswith("GradScaler(scale=65536, rule=Dynamic(growth_factor=2.0")
+    assert repr(GradScaler()).startswith("GradScaler(scale=2^16, rule=Dynamic(growth_factor=2.0")
 
 
 # --- gates ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from rich.table import Table
 import halfstep
 from halfstep._common.json import to_plain
 from halfstep._common.machine import device_name
+from halfstep._common.numbers import power
 from halfstep._demo.corpus import Corpus
 from halfstep._demo.train import DemoSettings, PrecisionRun
 from halfstep._doctor.hardware import DTYPES, WORTH_IT, measure_speeds
@@ -172,7 +173,7 @@ def describe(run: PrecisionRun) -> str:
     """Return the state of a run in words: loss, scale and time of its last step."""
     if not run.losses:
         return "starting"
-    scale = f"  scale {format_scale(run.scales[-1])}" if run.scales else ""
+    scale = f"  scale {power(run.scales[-1])}" if run.scales else ""
     return f"loss {run.losses[-1]:.3f}{scale}  {run.seconds[-1] * 1e3:.0f} ms/step"
 
 
@@ -271,12 +272,6 @@ def _share(value: float) -> str:
     return "0 %" if value == 0 else f"{100 * value:.3g} %"
 
 
-def format_scale(value: float) -> str:
-    """Return a scale as a power of two, unless the first scale was none."""
-    exponent = math.log2(value)
-    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
-
-
 ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("training loss", "training_loss", "{:.4f}".format),
     ("  minus fp32", "training_loss_minus_fp32", "{:+z.4f}".format),
@@ -286,7 +281,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("  ratio to fp32", "step_time_ratio_to_fp32", "{:.2f}".format),
     ("peak memory", "peak_memory_bytes", lambda size: f"{size / 2**20:.1f} MiB"),
     ("steps skipped", "steps_skipped", "{}".format),
-    ("final scale", "final_scale", format_scale),
+    ("final scale", "final_scale", power),
     ("zero gradients", "zero_gradient_share", _share),
 )
 """Label, key of :meth:`Results.summary`, and how its value is written."""

@@ -22,6 +22,7 @@ from torch import nn
 from halfstep._autocast.context import autocast
 from halfstep._autocast.modules import without_wrappers
 from halfstep._autocast.policy import Policy, preset
+from halfstep._common.numbers import power
 from halfstep._diagnose.blame import OUTSIDE, Blame, scan
 from halfstep._diagnose.diagnosis import BadOp, Cure
 from halfstep._diagnose.edits import IN_FLOAT32, LAST_RESORTS, OF_RESULTS, Edit, edits_of, has_row
@@ -280,7 +281,7 @@ def _of_policy(
     module = ", module=model" if policy.module_rules else ""
     text = f'halfstep.autocast({region}, policy="{policy}"{module})'
     if scale is not None:
-        text += f"  # at a scale of {_scale_text(scale)}; a GradScaler backs off to it by itself"
+        text += f"  # at a scale of {power(scale)}; a GradScaler backs off to it by itself"
     return Cure("policy", text, is_finite, policy=str(policy), scale=scale)
 
 
@@ -382,7 +383,7 @@ def _of_placed(
         return None
     cure = _of_text(placed)
     if scale is not None:
-        text = f"{cure.text}  # at a scale of {_scale_text(scale)}"
+        text = f"{cure.text}  # at a scale of {power(scale)}"
         cure = replace(cure, text=text, scale=scale)
     return replace(cure, is_finite=is_finite)
 

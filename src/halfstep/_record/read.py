@@ -12,6 +12,7 @@ from statistics import fmean
 
 from msgspec import structs
 
+from halfstep._common.numbers import power
 from halfstep._numerics.statistics import merged
 from halfstep._record.files import files_in
 from halfstep._record.rank_record import RankFile, RankRecord
@@ -243,7 +244,7 @@ def _disagreement(mine: Step, its: Step, number: int) -> Note | None:
 
 
 def _verdict(step: Step) -> str:
-    return f"{'took' if step.taken else 'skipped'} it, scale {step.scale_after}"
+    return f"{'took' if step.taken else 'skipped'} it, scale {power(step.scale_after)}"
 
 
 # --- models, ends ---------------------------------------------------------------------------------

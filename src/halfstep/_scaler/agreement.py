@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from halfstep._common.numbers import power
 from halfstep._pytorch.distributed import exchange_device
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.norms import Norms, p_norm
@@ -460,6 +461,6 @@ def describe(row: Sequence[float]) -> str:
     """Return what ``DeviceState.counters`` holds, for a message."""
     scale, tracker, taken, skipped = map(int, row)
     return (
-        f"scale {float32_from_bits(scale):g}, growth tracker {tracker}, {taken} steps taken, "
+        f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, {taken} steps taken, "
         f"{skipped} skipped"
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
+from halfstep._common.numbers import power
 from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.loss_scale import LossScale, state_of
 from halfstep._scaler.scalars import checked_count
@@ -119,7 +120,7 @@ class SkipReport:
         if self.scale is None:
             lines = [f"{steps} {what}; reason: inf or NaN in the gradients"]
         else:
-            lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {self.scale:g}"]
+            lines = [f"{steps} {what}; reason: {self.reason}; the scale is now {power(self.scale)}"]
         if self.rank is not None:
             lines.append(f"the first rank with inf or NaN is {self.rank}; its message says where")
         if self.culprits:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep._common.numbers import power
 from halfstep._scaler.optimizers import members, name
 from halfstep._scaler.scalars import checked_count, checked_number, to_float32
 from halfstep.errors import HalfstepWarning
@@ -140,10 +141,10 @@ def see_first_norm(
     same = has_moved and max(norms) - min(norms) <= 1e-4 * max(norms)
     if len(norms) == NUM_STEPS and same and 0 < max(norms) < SMALLEST_MAX_NORM * scale:
         warnings.warn(
-            f"step({name(optimizer)}): the norm of the gradients, still multiplied by the "
-            f"scale {scale:g}, was {scaled_norm:.4g} in {NUM_STEPS} steps one after the other. "
+            f"step({name(optimizer)}): the norm of the gradients, still multiplied by the scale "
+            f"{power(scale)}, was {scaled_norm:.4g} in {NUM_STEPS} steps one after the other. "
             "They seem to be clipped before they are unscaled, which makes every update "
-            f"{scale:g} times too small. Call scaler.unscale_(optimizer) before you clip, or "
+            f"{power(scale)} times too small. Call scaler.unscale_(optimizer) before you clip, or "
             "leave the clipping to scaler.step(optimizer, max_norm=...)",
             HalfstepWarning,
             stacklevel=6,  # the caller of GradScaler.step

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep._common.numbers import power
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._scaler.agreement import Agreement
 from halfstep._scaler.alarm import Culprit, culprits
@@ -85,7 +86,7 @@ class Outcome:
         >>> _ = scaler.step(optimizer)
         >>> scaler.update()
         >>> scaler.outcome(optimizer)
-        Outcome(SGD: skipped, loss; scale 65536 -> 65536; norm inf)
+        Outcome(SGD: skipped, loss; scale 2^16 -> 2^16; norm inf)
         >>> scaler.outcome(optimizer).culprits
         ['weight', 'bias']
     """
@@ -354,9 +355,9 @@ class Outcome:
         verdict = "taken" if self.taken else f"skipped, {self.reason}"
         if self.rank is not None:
             verdict += f", rank {self.rank}"
-        after = "" if self.after is None else f" -> {self.scale_after:g}"
+        after = "" if self.after is None else f" -> {power(self.scale_after)}"
         norm = "" if self._norm is None else f"; norm {self.norm:.4g}"
-        return f"Outcome({self.optimizer_name}: {verdict}; scale {self.scale:g}{after}{norm})"
+        return f"Outcome({self.optimizer_name}: {verdict}; scale {power(self.scale)}{after}{norm})"
 
 
 def _on_cpu(snapshot: Snapshot) -> Snapshot:

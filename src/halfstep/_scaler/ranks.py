@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from halfstep._common.numbers import power
 from halfstep._pytorch.distributed import (
     default_store,
     has_comm_hook,
@@ -278,7 +279,7 @@ def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
     if len(set(rows)) > 1:
         raise RanksError(
             f"{call}: nothing is saved, since the ranks have different states:\n"
-            + group.lines(rows, lambda row: f"scale {row[2]:g}, growth tracker {row[1]:.0f}")
+            + group.lines(rows, lambda row: f"scale {power(row[2])}, growth tracker {row[1]:.0f}")
             + "\nCure: load the same state on all ranks, or set one scale on all of them: "
             "scaler.update(new_scale=...)"
         )

@@ -39,7 +39,7 @@ class Static:
     Example:
         >>> from halfstep import GradScaler
         >>> GradScaler(rule=Static(128.0))
-        GradScaler(scale=128, rule=Static())
+        GradScaler(scale=2^7, rule=Static())
     """
 
     scale: float | None = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from halfstep._common.numbers import power
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.distributed import saving_group
 from halfstep._scaler import clipping, step
@@ -600,7 +601,7 @@ class GradScaler(TorchAttributes):
 
     def __repr__(self) -> str:
         """Return scale and rule. Sync: one."""
-        return f"GradScaler(scale={self.get_scale():g}, rule={self._rule})"
+        return f"GradScaler(scale={power(self.get_scale())}, rule={self._rule})"
 
     # --- saving and loading -----------------------------------------------------------------------
 

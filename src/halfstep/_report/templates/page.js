@@ -29,8 +29,8 @@ const show = (title, text, x, y) => {
   put(tip, { left: Math.min(beside(x, width, innerWidth), innerWidth - width - 4), top: beside(y, height, innerHeight) });
 };
 const text = value => typeof value === "string" ? value.replace("nan", "NaN")
-  : value > 2 ** 20 && Number.isInteger(Math.log2(value)) ? "2^" + Math.log2(value)
   : String(Number.isInteger(value) ? value : +value.toPrecision(4));
+const power = value => value > 0 && value !== 1 && Number.isInteger(Math.log2(value)) ? "2^" + Math.log2(value) : text(value);
 
 const count = value => value.toLocaleString("en");
 
@@ -71,7 +71,7 @@ for (const element of all(".curves")) {
     const i = track.step.indexOf(step);
     if (i < 0) return [];
     const lines = Object.keys(curveData.titles).filter(key => track[key][i] !== null)
-      .map(key => curveData.titles[key].toLowerCase() + " " + text(track[key][i]));
+      .map(key => curveData.titles[key].toLowerCase() + " " + (key === "scale" ? power : text)(track[key][i]));
     if (track.reason[i]) lines.push("skipped: " + track.reason[i]);
     return track.name ? [track.name + ": " + lines.join(", ")] : lines;
   };
