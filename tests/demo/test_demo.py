@@ -1,6 +1,5 @@
 import io
 import json
-import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from halfstep._demo.demo import run_demo
 from halfstep._demo.results import ProgressBars, ProgressLines
 from halfstep._demo.train import PRECISIONS, DemoSettings, PrecisionRun
 from halfstep._record.read import read_run
+from halfstep._report.summarize import summarize
 from halfstep.errors import DemoError
 
 TINY = DemoSettings(size="tiny", steps=8)
@@ -42,13 +42,12 @@ def test_the_last_run_is_recorded_and_has_a_report(finished):
     assert f"Report of the run in fp16 autocast + GradScaler: {report}" in finished.printed
 
 
-def test_the_record_says_how_its_loss_becomes_that_of_the_table(finished):
+def test_the_record_has_the_losses_of_the_table(finished):
     run = read_run(finished.output / "run")
-    (note,) = [note.text for note in run.notes if "--mean-over" in note.text]
-    times = float(re.search(r"times ([\d,]+) it is the training loss", note)[1].replace(",", ""))
     last = json.loads((finished.output / "results.json").read_text())["runs"][-1]
-    recorded = [step.loss * times for step in run.steps]
-    assert recorded == pytest.approx(last["losses"], rel=1e-4)
+    assert [step.loss for step in run.steps] == last["losses"]
+    assert summarize(run).loss.recent == last["summary"]["training_loss"]
+    assert not run.notes
 
 
 def test_the_printed_table_has_the_numbers_of_the_json(finished):

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mean-over",
         type=int,
         metavar="TOKENS",
-        help="tokens that the loss is averaged over (default: 524288, as in a large run; "
+        help="tokens in a step, of which a batch is a share (default: 524288, as in a large run; "
         "docs/demo.md says why)",
     )
     parser.add_argument(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -94,6 +93,7 @@ def _prepare(output: Path) -> None:
 def _train_all(results: Results, folder: Path, console: Console) -> bool:
     """Train in one precision after the other, record the last; return whether all were finished."""
     settings = results.settings
+    every = max(1, settings.steps // NUM_SAMPLES)
     try:
         with (ProgressBars if console.is_terminal else ProgressLines)(console) as view:
             for precision in settings.ordered_precisions:
@@ -101,25 +101,12 @@ def _train_all(results: Results, folder: Path, console: Console) -> bool:
                 results.runs.append(run)
                 view.show(run)
                 is_last = precision is settings.ordered_precisions[-1]
-                around = _recorded(folder, settings) if is_last else nullcontext()
+                around = record(folder, every=every) if is_last else nullcontext()
                 train(run, results.corpus, settings, view.show, around)
     except KeyboardInterrupt:
         _say(console, "\nInterrupted: these are the results so far.")
         return False
     return True
-
-
-@contextmanager
-def _recorded(folder: Path, settings: DemoSettings) -> Iterator[None]:
-    """Record the training, with a note on what its loss is divided by."""
-    tokens = settings.batch * SIZES[settings.size][0]
-    with record(folder, every=max(1, settings.steps // NUM_SAMPLES)) as recorded:
-        if settings.mean_over != tokens:
-            recorded.add_note(
-                f"The loss is a sum divided by {settings.mean_over:,} tokens (--mean-over); times "
-                f"{settings.mean_over / tokens:,.6g} it is the training loss of the demo's table"
-            )
-        yield
 
 
 def _show(results: Results, output: Path, console: Console) -> None:

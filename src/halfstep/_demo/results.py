@@ -239,7 +239,7 @@ class ProgressBars(ProgressLines):
 
 
 NOTES = (
-    "Losses in nats per character; the training loss is the mean over the last tenth of the steps, "
+    "Losses in nats per character; the training loss is the mean over the last 20 steps, "
     "the held-out loss is computed in fp32 for all. Time: the median step after warm-up. "
     "Zero gradients: the share of the entries of all parameters' gradients that are exactly 0, "
     "mean over about 20 steps; those of fp32 are not underflow."
@@ -320,8 +320,8 @@ class PixelAxis:
 
 def round_step(roughly: float) -> float:
     """Return the next 1, 2 or 5 times a power of ten."""
-    power: float = 10.0 ** math.floor(math.log10(roughly))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= roughly * 0.999)
+    decade: float = 10.0 ** math.floor(math.log10(roughly))
+    return next(factor * decade for factor in (1, 2, 5, 10) if factor * decade >= roughly * 0.999)
 
 
 @dataclass(frozen=True)

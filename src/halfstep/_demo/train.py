@@ -20,6 +20,7 @@ from halfstep._common.nested import tensors_in
 from halfstep._demo.corpus import Corpus, draw_batches, held_out_windows
 from halfstep._demo.gpt import GPT, SIZES, GPTConfig
 from halfstep._pytorch import modes, storages
+from halfstep._report.summarize import RECENT
 from halfstep.errors import DemoError
 
 
@@ -130,8 +131,9 @@ def training_loop(
         optimizer.zero_grad()
         with autocast(device, dtype=dtype, enabled=dtype != torch.float32):
             logits = model(inputs).flatten(0, 1)
-            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / mean_over
-        scaler.scale(loss).backward()
+            loss = F.cross_entropy(logits, targets.flatten())
+        share = torch.tensor(targets.numel() / mean_over, device=device)
+        scaler.scale(loss).backward(share)  # as a part of a larger batch
         scaler.step(optimizer)
         scaler.update()
         yield loss.detach(), scaler
@@ -161,8 +163,8 @@ class PrecisionRun:
 
     @property
     def training_loss(self) -> float | None:
-        """Mean over the last tenth of the steps: one batch alone is too noisy."""
-        return fmean(self.losses[-max(1, self.steps // 10) :]) if self.losses else None
+        """Mean over the last steps, as in the report: one batch alone is too noisy."""
+        return fmean(self.losses[-RECENT:]) if self.losses else None
 
     @property
     def step_seconds(self) -> float | None:
@@ -195,12 +197,11 @@ def train(
     run.peak_memory = peak_memory(settings.device, lambda: _first_steps(run, corpus, settings))
     model = new_model(corpus, settings)
     loop = _start(model, run.precision, corpus, settings, settings.steps)
-    tokens_in_batch = settings.batch * model.config.context
     sample_every = max(1, settings.steps // 20)
     with around:
         for step in range(settings.steps):
             loss, scaler, seconds = _timed_step(loop, settings.device)
-            run.losses.append(loss.item() * settings.mean_over / tokens_in_batch)
+            run.losses.append(loss.item())
             run.seconds.append(seconds)
             if run.precision.scaling:
                 run.scales.append(scaler.get_scale())
