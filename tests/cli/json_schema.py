@@ -1,7 +1,7 @@
-"""The JSON Schema of what ``halfstep report --json`` prints, made from the types of its values.
+"""The JSON Schema of what the commands print with ``--json``, made from the types of its values.
 
-``halfstep/_report/report.schema.json`` holds it; ``python -m tests.report.json_schema`` prints it
-anew after a change.
+``halfstep/_cli/json.schema.json`` holds it; ``python -m tests.cli.json_schema`` prints it anew
+after a change.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from inspect import cleandoc
-from typing import Any
+from typing import Any, get_args
 
+import torch
+from msgspec import UNSET, UnsetType
 from msgspec.json import schema_components
 
+from halfstep._autocast.rule import Rule
 from halfstep._common.text import Severity
+from halfstep._doctor.finding import Finding
+from halfstep._doctor.hardware import MachineReport
 from halfstep._report.compare_runs import RunComparison
 from halfstep._report.summary import Summary
 from halfstep._report.text import SCHEMA
 
 _NON_FINITE = {"enum": ["nan", "inf", "-inf"]}
+SEVERITY = {"enum": sorted(get_args(Severity))}
 
 
 @dataclass(frozen=True)
@@ -36,22 +42,63 @@ class Said:
     follows: bool = False
 
 
+@dataclass(frozen=True)
+class Checkup:
+    """What the doctor found.
+
+    Attributes:
+        worst: The severity of the first finding; ``"good"`` if there is none.
+        findings: The worst first.
+        machine: Left out with ``--no-machine``.
+    """
+
+    worst: Severity
+    findings: tuple[Finding, ...]
+    machine: MachineReport | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy: its text, which halfstep parses, and its rules in order; a later one wins."""
+
+    policy: str
+    rules: tuple[Rule, ...]
+
+
+DOCUMENTS = {
+    "report": Summary,
+    "comparison": RunComparison,
+    "doctor": Checkup,
+    "policy": Policy,
+}
+"""What is printed, by its ``kind``."""
+
+
 def json_schema() -> dict[str, Any]:
-    """Return the schema of a report and of a comparison."""
-    _, parts = schema_components((Summary, RunComparison, Said), ref_template="#/$defs/{name}")
+    """Return the schema of all documents."""
+    _, parts = schema_components(
+        (*DOCUMENTS.values(), Said),
+        ref_template="#/$defs/{name}",
+        schema_hook={torch.dtype: {"type": "string"}}.__getitem__,
+    )
     for unused in ("Sentence", "Code"):
         del parts[unused]
     for part in parts.values():  # events of a record: of which kind, the report does not repeat
         if part["properties"].pop("event", None):
             part["required"].remove("event")
-    said = {"type": "array", "items": {"$ref": "#/$defs/Said"}}
-    _document(parts["Summary"], "report", sentences=said)
-    verdict = {"$ref": "#/$defs/Said"}
-    _document(parts["RunComparison"], "comparison", verdict=verdict)
+    parts["Finding"]["properties"] |= {"severity": SEVERITY, "docs": {"type": "string"}}
+    for part in (parts["Finding"], parts["Rule"]):  # values that may be left out in Python
+        part["required"] = [*part["properties"]]
+    own = {
+        "report": {"sentences": {"type": "array", "items": {"$ref": "#/$defs/Said"}}},
+        "comparison": {"verdict": {"$ref": "#/$defs/Said"}},
+    }
+    for kind, document in DOCUMENTS.items():
+        _document(parts[document.__name__], kind, **own.get(kind, {}))
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "What halfstep report --json prints",
-        "oneOf": [{"$ref": "#/$defs/Summary"}, {"$ref": "#/$defs/RunComparison"}],
+        "title": "What halfstep prints with --json",
+        "oneOf": [{"$ref": f"#/$defs/{document.__name__}"} for document in DOCUMENTS.values()],
         "$defs": _with_strings(parts),
     }
 

@@ -1,19 +1,21 @@
-"""What ``report --json`` prints is what its schema says, and the schema is that of the types."""
+"""What is printed with ``--json`` is what the schema says, and the schema is that of the types."""
 
 import copy
 import json
 from importlib.resources import files
 
 import pytest
+from tests.cli.json_schema import json_schema
 from tests.report import records
-from tests.report.json_schema import json_schema
 from tests.report.test_markdown import WRITERS, summary_of
 
+import halfstep
+from halfstep._cli import main
 from halfstep._report.compare_runs import compare_runs
 from halfstep._report.text import comparison_json, summary_json
 
 jsonschema = pytest.importorskip("jsonschema")
-SCHEMA = json.loads((files("halfstep._report") / "report.schema.json").read_text("utf-8"))
+SCHEMA = json.loads((files("halfstep._cli") / "json.schema.json").read_text("utf-8"))
 
 
 def errors(values):
@@ -22,7 +24,7 @@ def errors(values):
 
 
 def test_the_file_is_the_schema_of_the_types():
-    command = "python -m tests.report.json_schema > src/halfstep/_report/report.schema.json"
+    command = "python -m tests.cli.json_schema > src/halfstep/_cli/json.schema.json"
     assert json.loads(json.dumps(json_schema())) == SCHEMA, command
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
@@ -39,6 +41,28 @@ def test_a_comparison_holds_to_it(tmp_path):
     runs = [summary_of(write(tmp_path / write.__name__)) for write in writers]
     values = json.loads(json.dumps(comparison_json(compare_runs(*runs))))
     assert values["kind"] == "comparison"
+    assert not errors(values)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor",
+        "doctor --no-machine examples/why_nan.py",
+        "doctor --no-machine {clips}",
+        "policy show standard",
+        "policy show {policy}",
+    ],
+)
+def test_what_a_command_prints_holds_to_it(words, tmp_path, capsys):
+    clips = tmp_path / "train.py"
+    clips.write_text("loss.backward()\nscaler = GradScaler()\nopt.step()\nscaler.step(opt)\n")
+    policy = tmp_path / "own.toml"
+    text = 'fp32; exp[cuda,fp16,train]:lower; @head:fp32; dot:refuse "no"'
+    halfstep.Policy.parse(text).save(policy)
+    main([*words.format(clips=clips, policy=policy).split(), "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert (values["schema"], values["kind"]) == (1, words.split()[0])
     assert not errors(values)
 
 
