@@ -103,8 +103,11 @@ def test_without_a_name_it_is_the_newest_record(tmp_path, training, capsys, monk
     assert err.startswith("waiting for a record in runs/ ... start the training")
     write(tmp_path / "runs/old", HEADER, step(1), END)
     os.utime(file_of(tmp_path / "runs/old", 0), (1, 1))
-    assert main(["watch"]) == 0
-    assert capsys.readouterr().out.startswith("run runs/new")
+    for words in (["watch"], ["watch", "runs"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith("run runs/new")
+    assert main(["watch", "runs/old"]) == 0
+    assert capsys.readouterr().out.startswith("run runs/old")
 
 
 @pytest.mark.parametrize("name", ["x", "a" * 100])

@@ -73,7 +73,7 @@ def test_a_comparison_opens_with_the_verdict_and_marks_the_better(both):
 def test_three_runs_stand_beside_each_other(tmp_path):
     runs = [read_run(records.healthy(tmp_path / name, 60 + n)) for n, name in enumerate("abc")]
     page = parse(render_comparison(compare_runs(*map(summarize, runs)), runs))
-    assert page.one("h1").text == "a against b against c"
+    assert page.one("h1").text == "a against b and c"
     head = [cell.text for cell in next(page.all("thead")).all("th")]
     assert head == ["what", "a", "b", "c"]
     assert len(list(next(page.all("tbody")).all("data"))) % 3 == 0

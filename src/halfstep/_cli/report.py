@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record to compare with; may be repeated",
     )
     parser.add_argument(
-        "--all", action="store_true", help=f"list all records in a folder, not {NUM_LISTED}"
+        "--all",
+        action="store_true",
+        help=f"list all records in a folder, not only the newest {NUM_LISTED}",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(

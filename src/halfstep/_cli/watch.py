@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         nargs="?",
         type=Path,
-        help="folder of the record (default: the newest under runs/)",
+        help="folder of the record, or of several, of which it takes the newest (default: runs/)",
     )
     parser.add_argument("--once", action="store_true", help="print the present state and exit")
     parser.add_argument(
@@ -120,10 +120,11 @@ def _wait_for(path: Path | None) -> tuple[Follower, RecordUpdate]:
 
 
 def _found(path: Path | None) -> tuple[Follower, RecordUpdate] | None:
-    """Return a record, by default the newest, and what is in it; None as long as there is none."""
+    """Return a record, or the newest in a folder, and what is in it; None while there is none."""
     from halfstep._record.read import Follower
 
-    folder = path or next(iter(records_in(RUNS)), None)
+    is_record = path is not None and files_in(path)
+    folder = path if is_record else next(iter(records_in(path or RUNS)), path)
     if folder is None:
         return None
     follower = Follower(folder)

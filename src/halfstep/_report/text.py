@@ -12,6 +12,7 @@ from halfstep._common.numbers import (
     NONE,
     bits,
     count,
+    listed,
     number,
     percent,
     power,
@@ -233,7 +234,8 @@ def _comparison(
     name: Callable[[str], str],
 ) -> Iterator[str]:
     names = [name(each) for each in comparison.names]
-    yield " against ".join(name(run.path) for run in comparison.runs)
+    first, *others = (name(run.path) for run in comparison.runs)
+    yield f"{first} against {listed(others)}"
     is_pair = len(names) == 2
     head = ("", *names, *(["difference"] if is_pair else []))
     yield table(head, (_entry_row(entry, is_pair) for entry in comparison.entries))
@@ -247,10 +249,10 @@ def _comparison(
             lines = ((name(line),) for line in policy.splitlines())
             yield table((f"policy: {other} becomes {names[0]} by",), lines)
     if comparison.layers:
-        columns = ("underflow", "headroom", "lost updates")
-        titles = (f"{column}: {each}" for column in columns for each in names)
-        rows = (_differing(row, name) for row in comparison.layers[:NUM_WORST])
-        yield table(("layers that differ most", "what", *titles), rows)
+        for title, text in _MEASURES:
+            worst = [_differing(row, name, text) for row in comparison.layers[:NUM_WORST]]
+            if {cell for row in worst for cell in row[2:]} != {NONE}:
+                yield table((f"layers that differ most: {title}", "what", *names), worst)
     for whose, only in zip(names, comparison.only, strict=True):
         if only:
             shown = ", ".join(f"{name(layer)} ({_KINDS[kind]})" for kind, layer in only[:NUM_WORST])
@@ -263,15 +265,19 @@ def _entry_row(entry: ComparedNumber, is_pair: bool) -> tuple[str, ...]:
     return entry.name, *texts, *([entry.difference] if is_pair else [])
 
 
-def _differing(row: Sequence[Layer | None], name: Callable[[str], str]) -> tuple[str, ...]:
+_MEASURES: tuple[tuple[str, Callable[[Layer], str]], ...] = (
+    ("underflow", lambda layer: percent(layer.share_lost)),
+    ("headroom", lambda layer: bits(layer.headroom)),
+    ("lost updates", lambda layer: percent(layer.share_lost_updates)),
+)
+
+
+def _differing(
+    row: Sequence[Layer | None], name: Callable[[str], str], text: Callable[[Layer], str]
+) -> tuple[str, ...]:
     layer = next(each for each in row if each is not None)
-    return (
-        name(layer.name),
-        _KINDS[layer.kind],
-        *(NONE if each is None else percent(each.share_lost) for each in row),
-        *(NONE if each is None else bits(each.headroom) for each in row),
-        *(NONE if each is None else percent(each.share_lost_updates) for each in row),
-    )
+    values = (NONE if each is None else text(each) for each in row)
+    return name(layer.name), _KINDS[layer.kind], *values
 
 
 _CURVES = (

@@ -30,7 +30,7 @@ const show = (title, text, x, y) => {
 };
 const text = value => typeof value === "string" ? value.replace("nan", "NaN")
   : String(Number.isInteger(value) ? value : +value.toPrecision(4));
-const power = value => value > 0 && value !== 1 && Number.isInteger(Math.log2(value)) ? "2^" + Math.log2(value) : text(value);
+const power = (value, e = Math.log2(value)) => e && Number.isInteger(e) ? "2^" + e : text(value);
 
 const count = value => value.toLocaleString("en");
 
