@@ -124,6 +124,17 @@ def test_text_and_markdown_have_every_part(skipping, tmp_path):
     assert "| skipped steps | 5 | 0 | +5 |" in lines
 
 
+def test_layers_of_many_runs_are_a_table_for_each_measure(tmp_path):
+    runs = [summary_of(records.with_skips(tmp_path / name)) for name in "abc"]
+    other = summary_of(records.healthy(tmp_path / "d"))
+    text = comparison_text(compare_runs(other, *runs))
+    heads = [line.split() for line in text.splitlines() if line.startswith("layers that differ")]
+    assert [head[4:] for head in heads] == [
+        ["underflow", "what", *"dabc"],
+        ["headroom", "what", *"dabc"],
+    ]
+
+
 def test_hostile_runs_can_be_compared(tmp_path, skipping):
     comparison = compare_runs(summary_of(records.hostile(tmp_path / "hostile")), skipping)
     rows = [line for line in comparison_markdown(comparison).splitlines() if line[:1] == "|"]

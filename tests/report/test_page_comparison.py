@@ -79,6 +79,15 @@ def test_three_runs_stand_beside_each_other(tmp_path):
     assert len(list(next(page.all("tbody")).all("data"))) % 3 == 0
 
 
+def test_six_runs_have_lines_of_six_kinds(tmp_path):
+    runs = [read_run(records.healthy(tmp_path / name)) for name in "abcdef"]
+    page = parse(render_comparison(compare_runs(*map(summarize, runs)), runs))
+    kinds = [path.attributes["class"] for path in page.one("div", class_="lanes").all("path")]
+    css = page.one("style").text
+    dashes = [re.search(rf"\.{kind.split()[-1]}{{([^}}]*)}}", css)[1] for kind in kinds]
+    assert len(set(dashes)) == 6
+
+
 def test_hostile_names_are_text_in_a_comparison_too(tmp_path):
     first = read_run(records.hostile(tmp_path / "a"))
     second = read_run(records.healthy(tmp_path / "b"))
