@@ -191,7 +191,8 @@ def _below(live: LiveRun, width: int, left: int, signs: Signs) -> list[Text]:
 
 def _skips(live: LiveRun, num: int, width: int, signs: Signs) -> list[Text]:
     share = percent(live.num_skipped / live.num_steps)
-    title = f"{live.num_skipped:,} of {live.num_steps:,} steps {'was' if live.num_skipped == 1 else 'were'} skipped ({share})"
+    were = "was" if live.num_skipped == 1 else "were"
+    title = f"{live.num_skipped:,} of {live.num_steps:,} steps {were} skipped ({share})"
     rows = [
         [
             Text(f"{step.step:,}", justify="right"),
