@@ -62,7 +62,7 @@ def test_the_defaults_in_the_help_are_the_defaults(capsys):
     assert f"{settings.device} (default)" in out
     assert f"{settings.size} (default)" in out
     assert f"(default: {settings.seed})" in out
-    assert f"averaged over (default: {settings.mean_over}," in out
+    assert f"is a share (default: {settings.mean_over}," in out
 
 
 def test_demo_does_as_it_is_told(tmp_path, capsys):
