@@ -369,6 +369,18 @@ def test_where_it_began(bad: tuple[str, ...], began_in: str, tmp_path: Path) -> 
 # --- the file -------------------------------------------------------------------------------------
 
 
+def test_a_second_record_of_one_process_is_refused(tmp_path):
+    with (
+        halfstep.record(tmp_path),
+        pytest.raises(RecordError, match="writing it already"),
+        halfstep.record(tmp_path / ".." / tmp_path.name),
+    ):
+        pass
+    with halfstep.record(tmp_path):  # goes on from the first
+        pass
+    assert read_run(tmp_path).num_segments == 2
+
+
 def test_a_second_process_cannot_write_the_same_record(tmp_path: Path) -> None:
     code = f"import halfstep; halfstep.record({str(tmp_path)!r}).__enter__()"
     with halfstep.record(tmp_path):

@@ -126,6 +126,34 @@ def test_attention_is_counted_and_what_draws_or_moves_values_is_not(format: str)
     assert s.rows()[0]["values"] == 3 * q.numel() + num_results
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_the_values_of_nested_tensors_are_counted(layout: torch.layout) -> None:
+    model = nn.Linear(4, 4)
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.full((3, 4), 1e6)], layout=layout)
+    with simulate(model, "fp16") as s:
+        model(x)
+    (row,) = s.rows()
+    assert row["saturated"] >= 12
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_runs_without_values_is_not_counted(format: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    with simulate(model, format) as s:
+        torch.export.export(model, (x,))
+    assert s.rows() == []
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_products_of_sparse_tensors_stay_in_float32() -> None:
+    sparse, x = torch.eye(4).mul(0.3), torch.randn(4, 4)
+    for each in (sparse.to_sparse(), sparse.to_sparse_csr()):
+        with simulate(nn.Module(), "e4m3"):
+            y = each @ x
+        assert torch.equal(y, sparse @ x)
+
+
 def test_names_are_those_without_wrappers() -> None:
     inner = torch.compile(nn.Linear(4, 4), backend="eager")
     model = nn.Sequential(inner, nn.ReLU())

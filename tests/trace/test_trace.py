@@ -311,6 +311,30 @@ def test_the_small_gpt_of_the_demo() -> None:
     assert all(row.seconds > 0 for row in t.ops if row.outputs)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    linear = nn.Linear(4, 3)
+    x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(5, 4)], layout=layout)
+    with halfstep.trace(linear) as t, bf16():
+        linear(x)
+    casts = [cast for row in t.ops for cast in row.casts if not cast.source.is_weight]
+    assert [cast.bytes for cast in casts] == [6 * 7 * 4]
+    assert halfstep.trace.from_json(t.to_json()).table() == t.table()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_transformer_with_padding() -> None:
+    """PyTorch computes it with nested tensors."""
+    model = MODELS["transformer"][0]().eval()
+    x, mask = torch.randn(2, 5, 16), torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=mask)
+        with halfstep.trace(model) as t:
+            assert torch.equal(model(x, src_key_padding_mask=mask), plain)
+    assert "_transformer_encoder_layer_fwd" in t.table()
+
+
 def test_a_module_with_two_names_has_the_first(model: nn.Sequential) -> None:
     both = nn.ModuleDict({"one": model[0], "other": model[0]})
     with halfstep.trace(both) as t:

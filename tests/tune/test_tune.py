@@ -60,9 +60,9 @@ def test_outputs_without_a_loss(outputs: LossFn) -> None:
     assert tuned.islands == ("2.inner",)
 
 
-def test_gradients_do_not_matter_for_outputs_without_any() -> None:
+def test_gradients_count_unless_outputs_have_none() -> None:
     model, batches = with_inner(nn.Linear, SpoilsGradients), [torch.randn(32, 8)]
-    assert tune(model, batches, lambda model, x: model(x)).islands
+    assert tune(model, batches, None).islands == ("2.inner",)
     assert not tune(model, batches, lambda model, x: model(x).detach()).islands
 
 
@@ -149,11 +149,6 @@ def test_where_the_cure_is_before_the_failure() -> None:
     assert (tuned.islands, tuned.is_met) == (("1",), True)
 
 
-def test_gradients_count() -> None:
-    model = with_inner(nn.Linear, SpoilsGradients)
-    assert tune(model, [torch.randn(32, 8)], None).islands == ("2.inner",)
-
-
 def test_what_a_module_does_between_its_modules() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Attends(), nn.Linear(16, 4))
     kinds = [type(module) for module in model.modules()]
@@ -217,6 +212,26 @@ def test_nothing_changes() -> None:
     assert all(map(torch.equal, before, [*tensors, torch.get_rng_state()]))
     assert [type(module) for module in model.modules()] == kinds
     assert model[1].norm.weight.grad is None
+
+
+def pops(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    targets = batch.pop("sample")
+    return (model(targets).float() - 1).square().mean()
+
+
+def sets(model: nn.Module, batch: Sample) -> Tensor:
+    batch.sample = model(batch.sample.mul_(2))
+    return batch.sample.float().square().mean()
+
+
+@pytest.mark.parametrize(("loss_fn", "kind"), [(pops, dict), (sets, Sample)])
+def test_a_batch_that_the_program_changes_is_the_same_in_each_step(loss_fn, kind) -> None:
+    batch, values = kind(sample=torch.randn(32, 8)), torch.randn(32, 8)
+    sample = batch["sample"] if kind is dict else batch.sample
+    sample.copy_(values)
+    assert tune(with_inner(nn.Linear), [batch], loss_fn).is_met
+    assert batch == kind(sample=sample)
+    assert torch.equal(sample, values)
 
 
 def test_costs(found) -> None:
@@ -356,6 +371,17 @@ def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
         each.train("eval" not in message)
         with pytest.raises(RecordError, match=message):
             tune(each, [given], None, path=path, **arguments)
+
+
+def test_a_record_of_other_batches_in_objects_is_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "record.jsonl", nn.Linear(8, 4)
+
+    def loss_fn(model: nn.Module, batch: Sample) -> Tensor:
+        return model(batch.sample).float().square().mean()
+
+    tune(model, [Sample(torch.randn(4, 8))], loss_fn, path=path)
+    with pytest.raises(RecordError, match=r"\(values of the batches: "):
+        tune(model, [Sample(torch.randn(4, 8))], loss_fn, path=path)
 
 
 @pytest.mark.parametrize("text", ["not json\n", '{"event": "run"}\n', "cut", "[]\n"])

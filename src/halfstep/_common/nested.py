@@ -41,15 +41,14 @@ def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, (Tensor, *leave_out)):
-            if isinstance(each, Tensor):
-                yield each
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (*leave_out, type, FunctionType, MethodType, ModuleType)):
+            continue
         elif isinstance(each, Mapping):
             waiting.extend(each.values())
         elif isinstance(each, (list, tuple, set, frozenset, deque)):
             waiting.extend(each)
-        elif isinstance(each, (type, FunctionType, MethodType, ModuleType)):
-            continue
         else:
             yield each
             slots = (name for cls in type(each).__mro__ for name in getattr(cls, "__slots__", ()))
@@ -59,8 +58,6 @@ def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any
 
 def tensors_reached(value: Any) -> list[Tensor]:
     """Return the tensors of :func:`values_reached`, without those that modules hold."""
-    if isinstance(value, Tensor):
-        return [value]
     reached = values_reached(value, leave_out=(torch.nn.Module,))
     return [each for each in reached if isinstance(each, Tensor)]
 

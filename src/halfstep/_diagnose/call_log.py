@@ -24,8 +24,8 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
-from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._diagnose.kept_calls import (
     Given,
     Inside,

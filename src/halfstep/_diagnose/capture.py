@@ -14,8 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, is_grad_enabled, nn
 
-from halfstep._common.patches import Patches
-from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
+from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._diagnose.call_log import CallLog, LoggedCall, unseen
 from halfstep._diagnose.kept_calls import VIEWS, KeptCall, Made, found_bad, is_model, name_of, scale
 from halfstep._diagnose.user_code import is_called_by_a_scaler

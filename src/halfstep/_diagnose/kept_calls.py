@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import Region, Settings
+from halfstep._common.machine import RandomStates
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
-from halfstep._common.random_states import RandomStates
 from halfstep._diagnose.user_code import CALLED_AGAIN, Place
 from halfstep._pytorch import modes
 from halfstep._scaler.rules import Static

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from halfstep._common.random_states import RandomStates, accelerators
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._pytorch import autograd, distributed, storages
 from halfstep._pytorch.storages import ByMemory
 from halfstep._scaler.gradients import parameters

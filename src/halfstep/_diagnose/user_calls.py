@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in
-from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._diagnose.blame import Blame
 from halfstep._diagnose.edits import CALL, USUAL_NAMES, Edit, evaluated, in_place, writes_to_first
 from halfstep._diagnose.source import Placed

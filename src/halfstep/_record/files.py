@@ -7,7 +7,9 @@ a line is a checksum of everything before it. The format is described in docs/re
 from __future__ import annotations
 
 import json
+import os
 import re
+import weakref
 import zlib
 from io import SEEK_END, FileIO
 from pathlib import Path
@@ -29,12 +31,10 @@ _CHECKSUM = b',"crc":"'
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Return the file of a rank."""
     return folder / f"rank{rank}.jsonl"
 
 
 def files_in(folder: Path) -> dict[int, Path]:
-    """Return the files in a folder by rank."""
     numbers = {path: _rank_of(path) for path in folder.glob("rank*.jsonl")}
     found = {number: path for path, number in numbers.items() if number is not None}
     return dict(sorted(found.items()))
@@ -63,15 +63,21 @@ class LineWriter:
         path: The file; its folder is made. A last line that was cut stays a line of its own.
 
     Raises:
-        RecordError: Another process writes the file, or it belongs to another program.
+        RecordError: Another record writes the file, or it belongs to another program.
         OSError: It cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
+        self._key = path.resolve(), os.getpid()
+        if self._key in _WRITERS:
+            raise RecordError(
+                f"{path}: this process is writing it already. Give each record a folder of its own"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._is_cut = path.exists() and path.stat().st_size > 0 and _ends_cut(path)
         self._file = path.open("ab", buffering=0)
         _lock(self._file, path)
+        _WRITERS[self._key] = self
 
     def write(self, event: Event) -> None:
         """Write one event; after an ``OSError`` (a full disk) the next line stays readable."""
@@ -82,8 +88,13 @@ class LineWriter:
         self._is_cut = False
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
+        _WRITERS.pop(self._key, None)
+
+
+# The lock of a file is that of a process: it does not hold off another writer in it, and ends when
+# any of them is closed.
+_WRITERS: weakref.WeakValueDictionary[tuple[Path, int], LineWriter] = weakref.WeakValueDictionary()
 
 
 def _lock(file: FileIO, path: Path) -> None:

@@ -67,7 +67,6 @@ class Models:
 
     @property
     def has_compiled(self) -> bool:
-        """Whether any of their modules is compiled."""
         return any(map(compiler.is_compiled, self._names))
 
     def eager_modules(self) -> Iterator[nn.Module]:
@@ -76,7 +75,6 @@ class Models:
             yield from _eager(model)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters."""
         for known, model in self._present():
             for name, parameter in model.named_parameters():
                 yield _joined(known.prefix, without_wrappers(name)), parameter
@@ -101,7 +99,7 @@ class Models:
             for name, p in model.named_parameters(remove_duplicate=False)
             if id(p) in bad
         }
-        around = {owner for owner in owners if any(_is_in(other, owner) for other in owners)}
+        around = {owner for owner in owners if any(_starts(o, owner) for o in owners - {owner})}
         seen = [owner for owner in owners - around if owner in self._order]
         return names, max(seen, key=self._order.__getitem__, default=None)
 
@@ -133,10 +131,6 @@ class Models:
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def _is_in(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(other + "."))
 
 
 def _starts(name: str, prefix: str) -> bool:

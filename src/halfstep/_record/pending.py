@@ -97,7 +97,6 @@ class PendingSteps:
         self._last_sent = time.monotonic()
 
     def add(self, step: PendingStep) -> None:
-        """Add a step."""
         self._steps.append(step)
 
     def take(self) -> list[Event]:

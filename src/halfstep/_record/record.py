@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -54,8 +53,8 @@ class record:
         TypeError: ``model`` is not a module, or ``scaler`` is not halfstep's.
         ValueError: ``every`` is negative.
         CallOrderError: It is entered twice.
-        RecordError: Another process writes this record, or the folder contains a ``rank0.jsonl`` of
-            another program.
+        RecordError: Another process, or another ``record`` of this one, writes to the folder; or it
+            contains a ``rank0.jsonl`` of another program.
         OSError: The folder is not writable.
 
     Sync: none of its own, except in sampled steps; numbers are read late, many steps at once.
@@ -124,12 +123,7 @@ class record:
         self._recorder, self._model = recorder, None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         assert self._recorder is not None
         self._stack.close()
         self._recorder.close(_text(error))

@@ -111,7 +111,6 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
 
     @classmethod
     def of(cls, kind: Kind, name: str, dtype: str, statistics: Statistics) -> Measured:
-        """Return statistics with the name of their tensor."""
         return cls(kind=kind, name=name, dtype=dtype, **asdict(statistics))
 
     def __post_init__(self) -> None:
@@ -201,10 +200,8 @@ class Run:
 
     @property
     def num_steps(self) -> int:
-        """How many steps were recorded."""
         return len(self.steps)
 
     @property
     def skipped(self) -> tuple[Step, ...]:
-        """The steps that were skipped."""
         return tuple(step for step in self.steps if not step.taken)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -135,26 +136,18 @@ class _Thread(threading.local):
     was_called = False
 
 
+@dataclass
 class ScaledSteps:
     """Wraps ``step`` of every class of optimizers."""
 
-    def __init__(
-        self,
-        scaler: GradScaler,
-        backward: Backward,
-        fresh: FreshGradients,
-        schedules: Schedules,
-        script: ScriptState,
-    ) -> None:
-        self._scaler = scaler
-        self._backward = backward
-        self._fresh = fresh
-        self._schedules = schedules
-        self._script = script
-        self._thread = _Thread()
+    _scaler: GradScaler
+    _backward: Backward
+    _fresh: FreshGradients
+    _schedules: Schedules
+    _script: ScriptState
+    _thread: _Thread = field(default_factory=_Thread, init=False)
 
     def install(self, patches: Patches) -> None:
-        """Wrap the steps of all present and future optimizers."""
         watch_steps(patches, self._step, self._meet)
         patches.wrap(Optimizer, "zero_grad", self._zero_grad)
 
@@ -310,7 +303,6 @@ class Schedules:
         self.note = self._due.note
 
     def install(self, patches: Patches) -> None:
-        """Wrap all present and future schedulers."""
         watched: set[type] = set()
 
         def watch(cls: type) -> None:

@@ -7,10 +7,10 @@ power of two, so this is exact.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,15 +51,15 @@ class ScaledPass:
             self._fresh.unscale_(done, self._scale, self._by)
 
 
+@dataclass
 class Backward:
     """Wraps ``torch.autograd.backward``, which ``Tensor.backward`` calls."""
 
-    def __init__(self, scaler: GradScaler, fresh: FreshGradients, script: ScriptState) -> None:
-        self._scaler = scaler
-        self._fresh = fresh
-        self._script = script
-        self._retained: list[weakref.ref[Tensor]] = []
-        self.running: ScaledPass | None = None
+    _scaler: GradScaler
+    _fresh: FreshGradients
+    _script: ScriptState
+    _retained: list[weakref.ref[Tensor]] = field(default_factory=list, init=False)
+    running: ScaledPass | None = field(default=None, init=False)
 
     def install(self, patches: Patches) -> None:
         """Wrap ``backward``, and ``retain_grad``, by which non-leaf tensors keep gradients."""
@@ -123,14 +123,20 @@ class Backward:
         """
         run(roots)
         if self._fresh.has_optimizers:
-            self._script.note_not_owned()
+            self._script.say_once(
+                "no optimizer has the parameters of a backward pass, so a step with inf or NaN "
+                "could not be skipped: their gradients are not scaled and may underflow (--amp "
+                "bf16 needs no scale)"
+            )
         else:
             self._script.note_by_hand()
         gradients = collect(leaves)
         if any(flag.item() for flag in gradients.check().values()):
             for grad in gradients.grads:
                 grad.zero_()
-            self._script.note_zeroed()
+            self._script.say_once(
+                "gradients that no optimizer has were inf or NaN in float16, and were set to zero"
+            )
 
     def _scaled(
         self, run: Callable[[Any], None], roots: list[Tensor], leaves: list[Tensor]
@@ -140,18 +146,15 @@ class Backward:
         scaled = self._scaler.scale(roots)
         running = ScaledPass(access.unnamed_scale(self._scaler), self._fresh)
         running.include(leaves)
-        running.include(self._retaining())
+        # Gradients of other graphs are multiplied and divided in vain, without harm.
+        self._retained = [ref for ref in self._retained if ref() is not None]
+        running.include(tensor for ref in self._retained if (tensor := ref()) is not None)
         self.running = running
         try:
             run(scaled)
         finally:
             self.running = None
             running.unscale_()
-
-    def _retaining(self) -> list[Tensor]:
-        # Gradients of other graphs are multiplied and divided in vain, without harm.
-        self._retained = [ref for ref in self._retained if ref() is not None]
-        return [tensor for ref in self._retained if (tensor := ref()) is not None]
 
 
 def _reached(roots: Sequence[Tensor], inputs: Any) -> Iterable[Tensor]:
@@ -168,45 +171,24 @@ def _can_be_scaled(root: object) -> bool:
 # --- unscaled gradients, until their optimizer steps ----------------------------------------------
 
 
+@dataclass(frozen=True)
 class UnscaledGradients:
-    """Gradients that were unscaled together, and whether they were finite.
+    """Gradients that were unscaled together, and whether they were finite."""
 
-    Gradients and parameters are weak references: the script may drop them.
-    """
+    scale: LossScale
+    found_inf: dict[torch.device, Tensor]
+    refs: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]]
+    """The parameters and their gradients, which the script may drop."""
 
-    def __init__(
-        self, scale: LossScale, gradients: Gradients, found_inf: dict[torch.device, Tensor]
-    ) -> None:
-        self.scale = scale
-        self.found_inf = found_inf
-        pairs = zip(gradients.params, gradients.grads, strict=True)
-        self._pairs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
+    def present(self) -> dict[int, int]:
+        """Return the ids of the gradients that are still in place, by the ids of parameters."""
+        pairs = ((param(), grad()) for param, grad in self.refs)
+        return {id(p): id(g) for p, g in pairs if p is not None and g is not None and p.grad is g}
 
-    def _present(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters whose gradient is still in place, and the gradient."""
-        for param_ref, grad_ref in self._pairs:
-            param, grad = param_ref(), grad_ref()
-            if param is not None and grad is not None and param.grad is grad:
-                yield param, grad
-
-    def part(self, is_in: Callable[[Tensor], bool]) -> UnscaledGradients:
-        """Return the same for some of the parameters."""
-        part = copy.copy(self)
-        part._pairs = [
-            (weakref.ref(param), weakref.ref(grad))
-            for param, grad in self._present()
-            if is_in(param)
-        ]
-        return part
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether any of the gradients is still in place."""
-        return bool(self.present())
-
-    def present(self) -> set[int]:
-        """Return the ids of the gradients that are still in place."""
-        return {id(grad) for _, grad in self._present()}
+    def part(self, is_in: Callable[[int], bool]) -> UnscaledGradients:
+        """Return the same for the parameters with some ids."""
+        ids = set(filter(is_in, self.present()))
+        return replace(self, refs=[refs for refs in self.refs if id(refs[0]()) in ids])
 
 
 class FreshGradients:
@@ -221,16 +203,13 @@ class FreshGradients:
         self._of_unknown: list[UnscaledGradients] = []
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add an optimizer to the known ones."""
         self._optimizers.add(optimizer)
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether any optimizer is known."""
         return len(self._optimizers) > 0
 
     def owns_any(self, leaves: Iterable[Tensor]) -> bool:
-        """Return whether a known optimizer has any of these parameters."""
         ids = set(map(id, leaves))
         return any(id(p) in ids for optimizer in self._optimizers for p in parameters(optimizer))
 
@@ -250,7 +229,9 @@ class FreshGradients:
             gradients = collect(group)
             if gradients.grads:
                 found = gradients.unscale_(by, can_amplify=scale.can_amplify)
-                unscaled = UnscaledGradients(scale, gradients, found)
+                pairs = zip(gradients.params, gradients.grads, strict=True)
+                refs = [(weakref.ref(param), weakref.ref(grad)) for param, grad in pairs]
+                unscaled = UnscaledGradients(scale, found, refs)
                 for optimizer in owners.get(id(group[0]), ()):
                     earlier = self._unscaled.get(optimizer, [])
                     self._unscaled[optimizer] = [*_alive(earlier), unscaled]
@@ -274,8 +255,9 @@ class FreshGradients:
         gradients = collect(parameters(optimizer))
         if not earlier or not gradients.grads:
             return None
-        found = [unscaled.found_inf for unscaled in earlier if unscaled.is_alive]
-        others = gradients.without(set[int]().union(*(unscaled.present() for unscaled in earlier)))
+        found = [unscaled.found_inf for unscaled in _alive(earlier)]
+        seen = set[int]().union(*(unscaled.present().values() for unscaled in earlier))
+        others = gradients.without(seen)
         if others.grads:
             found.append(others.check())
         device = earlier[0].scale.tensor.device
@@ -294,16 +276,17 @@ class FreshGradients:
 
     def is_waiting(self) -> bool:
         """Return whether any known optimizer has such gradients."""
-        return any(any(each.is_alive for each in of) for of in self._unscaled.values())
+        return any(map(_alive, self._unscaled.values()))
 
     def _taken_from_unknown(self, optimizer: torch.optim.Optimizer) -> list[UnscaledGradients]:
         if not self._of_unknown:
             return []
         own = set(map(id, parameters(optimizer)))
         found = self._of_unknown
-        self._of_unknown = _alive([f.part(lambda p: id(p) not in own) for f in found])
-        return _alive([f.part(lambda p: id(p) in own) for f in found])
+        self._of_unknown = _alive([each.part(lambda param: param not in own) for each in found])
+        return _alive([each.part(own.__contains__) for each in found])
 
 
 def _alive(unscaled: list[UnscaledGradients]) -> list[UnscaledGradients]:
-    return [each for each in unscaled if each.is_alive]
+    """Return those of which any gradient is still in place."""
+    return [each for each in unscaled if each.present()]

@@ -17,7 +17,7 @@ from halfstep._autocast.context import settled_policy
 from halfstep._autocast.modules import name_modules
 from halfstep._autocast.scopes import current as current_scope
 from halfstep._common.nested import map_leaves
-from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
+from halfstep._common.patches import TopLevelCalls, not_compiled
 from halfstep._pytorch import autograd, compiler, modes
 from halfstep._pytorch.amp import Switches
 from halfstep._run.amp_script import ScriptState
@@ -32,40 +32,26 @@ class Forward(TopLevelCalls):
         self, dtype: torch.dtype, policy: Policy | str | None, script: ScriptState
     ) -> None:
         super().__init__()
-        self._dtype = dtype
-        self._policy = policy
+        self._dtype, self._policy, self._script = dtype, policy, script
         self._policy_to_name = None if policy is None else settled_policy(policy)
-        self._script = script
         self._contexts: dict[str, autocast] = {}
         self._checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @property
     def is_on(self) -> bool:
-        """Whether calls run under autocast."""
         return self._script.is_on
 
     @not_compiled
     def call_module(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """Run a module under autocast."""
         context = self._context_of(module)
         if context is None:
             return original(module, *args, **kwargs)
         return in_float32(self._under(context, original, module, *args, **kwargs), self._dtype)
 
     @not_compiled
-    def call_loss(
-        self,
-        name: str,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a loss function under autocast if it receives lower precision."""
         context = self._context_of_loss(name, [*args, *kwargs.values()])
         return self._under(context, original, *args, **kwargs)
@@ -116,7 +102,6 @@ class Forward(TopLevelCalls):
 
     @compiler.do_not_compile_alone
     def _context_of_loss(self, name: str, args: list[Any]) -> AbstractContextManager[object]:
-        """Return the context of a loss function."""
         self._script.losses.setdefault(name)
         # On float32, which models return, autocast changes nothing.
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))

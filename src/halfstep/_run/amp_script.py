@@ -28,8 +28,7 @@ class ScriptState:
         self.schedules: dict[str, None] = {}
         self.has_backward = self.has_scaled = self.has_own_autocast = False
         self.is_by_hand = False  # until there is an optimizer
-        self._option = _OPTION[dtype]
-        self._say = say
+        self._option, self._print = _OPTION[dtype], say
         self._said: set[str] = set()
         self._has_summed_up = False
 
@@ -45,43 +44,32 @@ class ScriptState:
         """Leave the script alone from now on, and print why."""
         if self.is_on:
             self.is_on = False
-            self._say(f"{self._option}: {reason}; it runs unchanged")
+            self._say(f"{reason}; it runs unchanged")
 
     def note_by_hand(self) -> None:
         """Let models run in float32 until there is an optimizer, and print why, once."""
         self.is_by_hand = True
-        self._say_once(
+        self.say_once(
             "no optimizer of torch.optim was made, so a step with inf or NaN could not be skipped: "
             "the loss is not scaled, and models run in float32 from here on, until there is one "
             "(--amp bf16 needs none)"
         )
 
-    def note_not_owned(self) -> None:
-        """Print, once, that gradients are not scaled, as no step with them could be skipped."""
-        self._say_once(
-            "no optimizer has the parameters of a backward pass, so a step with inf or NaN could "
-            "not be skipped: their gradients are not scaled and may underflow (--amp bf16 needs no "
-            "scale)"
-        )
-
-    def note_zeroed(self) -> None:
-        """Print, once, that gradients were set to zero."""
-        self._say_once(
-            "gradients that no optimizer has were inf or NaN in float16, and were set to zero"
-        )
-
-    def _say_once(self, text: str) -> None:
+    def say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            self._say(f"{self._option}: {text}")
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        self._print(f"{self._option}: {text}")
 
     def note_own_autocast(self, dtype: torch.dtype) -> None:
         """Print that the script has its own autocast, which applies inside it."""
         if not self.has_own_autocast:
             self.has_own_autocast = True
             self._say(
-                f"{self._option}: the script has an autocast of its own, to {dtype_name(dtype)}, "
-                "which stays unchanged" + ("; the loss is scaled anyway" if self.is_scaling else "")
+                f"the script has an autocast of its own, to {dtype_name(dtype)}, which stays "
+                f"unchanged{'; the loss is scaled anyway' if self.is_scaling else ''}"
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -99,15 +87,14 @@ class ScriptState:
             self._sum_up()
         elif not self.has_own_autocast:
             self._say(
-                f"{self._option}: found nothing to run in mixed precision: no module with "
-                "parameters was called (calls inside a compiled function are not seen; compile "
-                "the module itself)"
+                "found nothing to run in mixed precision: no module with parameters was called "
+                "(calls inside a compiled function are not seen; compile the module itself)"
             )
 
     def _sum_up(self) -> None:
         if not self._has_summed_up:
             self._has_summed_up = True
-            self._say(f"{self._option}: " + "; ".join(self._sentences()))
+            self._say("; ".join(self._sentences()))
 
     def _sentences(self) -> Iterable[str]:
         if self.modules:

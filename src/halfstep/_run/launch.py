@@ -168,7 +168,7 @@ def show_once(error: BaseException) -> None:
 
 def _is_first(error: BaseException) -> bool:
     """Return whether no other rank has shown the same error."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not distributed.has_process_group():
         return True
     digest = hashlib.sha256(str(error).encode()).hexdigest()[:16]
     try:

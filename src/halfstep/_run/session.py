@@ -91,7 +91,6 @@ class Session:
         atexit.register(self._close)
 
     def run(self) -> None:
-        """Run the program, once; its exceptions pass through."""
         command = self._command
         try:
             self._put_in_place()

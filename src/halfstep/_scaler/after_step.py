@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halfstep._common.random_states import RandomStates
+from halfstep._common.machine import RandomStates
 from halfstep._pytorch.compiler import keep_out_of_graphs
 from halfstep._pytorch.modules import buffers_of
 from halfstep._scaler.engine import Engine

@@ -16,6 +16,7 @@ from halfstep._common.text import aligned
 from halfstep._numerics.formats import Format, dtype_name, rounded
 from halfstep._pytorch import modes, storages
 from halfstep._pytorch.dispatch import schema_of
+from halfstep._pytorch.parts import parts_of
 from halfstep._trace.ops import casts_to, op_name, written_to
 from halfstep._trace.rows import Phase
 
@@ -76,15 +77,18 @@ class RoundingCounts:
         self._lock = threading.Lock()
 
     def add(self, module: str, phase: Phase, values: Tensor) -> None:
-        """Count values before they are rounded. Sync: none."""
-        if not values.numel():
-            return
+        """Count values before they are rounded; there are none while a program is exported.
+
+        Sync: none.
+        """
         with modes.unseen_by_modes():
-            counted = _counted(values, self._format)
-            with self._lock:
-                key = (module, phase, values.device)
-                before = self._sums.get(key)
-                self._sums[key] = counted if before is None else before.joined(counted)
+            # A nested or sparse tensor also has indices.
+            parts = [p for p in parts_of(values) or () if p.is_floating_point() and p.numel()]
+            for counted in [_counted(part, self._format) for part in parts]:
+                with self._lock:
+                    key = (module, phase, values.device)
+                    before = self._sums.get(key)
+                    self._sums[key] = counted if before is None else before.joined(counted)
 
     def rows(self) -> list[RoundingCount]:
         """Return the counts by module and phase. Sync: waits for the devices."""
@@ -305,6 +309,8 @@ def _result_dtypes(func: Any, args: Args, kwargs: Kwargs) -> tuple[torch.dtype, 
     """
 
     def empty(tensor: Tensor) -> Tensor:
+        if tensor.is_nested:
+            raise NotImplementedError("its size is not a tuple of numbers")
         size, stride = tensor.size(), tensor.stride()
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
 
@@ -349,7 +355,9 @@ class Float8Arithmetic:
     def run(self, func: Any, args: Args, kwargs: Kwargs, context: OpContext) -> Any:
         """Run an op below autograd as hardware with the format would, and return its result."""
         places = _OPERANDS.get(op_name(func), ()) if context.is_lowered else ()
-        if not places or any(args[place].dtype is not torch.float32 for place in places):
+        given = [args[place] for place in places]
+        # Matrix units multiply no sparse tensors.
+        if not all(t.dtype is torch.float32 and t.layout is torch.strided for t in given):
             return func(*args, **kwargs)
         operands = list(args)
         for place in places:

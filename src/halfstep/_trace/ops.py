@@ -50,7 +50,6 @@ def op_name(func: Any) -> str:
 
 
 def device_of(given: list[Tensor], kwargs: dict[str, Any]) -> str:
-    """Return the device type that an op runs on."""
     if given:
         return given[0].device.type
     return torch.device(kwargs.get("device") or torch.get_default_device()).type
@@ -75,7 +74,6 @@ def by_name(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an op writes to."""
     names = _names_written(func)
     given = by_name(func, args, kwargs) if names else {}
     return [given[name] for name in names if name in given]
@@ -109,11 +107,6 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
     )
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Return whether the kernels for the device of a tensor are those that run on it."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
 # --- places ---------------------------------------------------------------------------------------
 
 NOT_RUN = "no module of the model ran: is this the model that was called?"
@@ -139,10 +132,10 @@ class RunningModules:
     def __init__(self, model: nn.Module | None) -> None:
         self._names: dict[nn.Module, str] = {}
         self._owners: dict[Tensor, str] = {}
-        if model is not None:
-            self.add(model)
         self._counts: Counter[nn.Module] = Counter()
         self._stack = _Stack()
+        if model is not None:
+            self.add(model)
 
     def add(self, model: nn.Module, name: str = "") -> None:
         """Follow the modules of another model too, whose names begin with ``name``."""
@@ -373,7 +366,9 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
                 return (kernel or func)(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         device = device_of(given, kwargs)
-        if dispatch.is_made_of_others(func, device) and all(map(is_dense, given)):
+        # The kernels for the device of other tensors are not those that run on them.
+        is_dense = all(t.layout is torch.strided and not t.is_nested for t in given)
+        if is_dense and dispatch.is_made_of_others(func, device):
             return self._decompose(func, device, args, kwargs)
         return self.run(func, args, kwargs, given)
 

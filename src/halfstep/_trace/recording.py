@@ -73,7 +73,13 @@ class Recording:
 
     def table(self) -> str:
         """Return the ops by phase and module as text; equal calls share a line."""
-        return trace_text(self.ops, self.environment, self.notes)
+        lines: list[TableLine] = [_TABLE_HEAD]
+        by_phase = grouped(self.ops, lambda row: row.phase)
+        for phase in filter(by_phase.get, PHASES):
+            lines += _phase_lines(phase, by_phase[phase])
+        footer = [f"total: {total_text(self.ops)}", *self.notes]
+        footer.append(", ".join(f"{key} {value}" for key, value in self.environment.items()))
+        return "\n".join([*aligned(lines, indent=4), *footer])
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a dictionary of plain values for each op: ``pandas.DataFrame(t.rows())``.
@@ -152,26 +158,16 @@ _TABLE_HEAD = ("op", "n", "inputs", "compute", "rule", "bytes", "time")
 _LONGEST_RULE = 26
 
 
-def trace_text(ops: Sequence[Row], environment: Mapping[str, str], notes: Sequence[str]) -> str:
-    """Return the ops by phase and module; equal ops share a line, equal modules a block."""
-    lines: list[TableLine] = [_TABLE_HEAD]
-    for phase, of_phase in sorted(grouped(ops, lambda row: row.phase).items(), key=_order):
-        lines.append(f"{phase}: {total_text(of_phase)}")
-        modules = grouped(of_phase, lambda row: row.module)
-        for alike in grouped(modules.items(), _content).values():
-            paths = [path for path, _ in alike]
-            title = ", ".join(folded(paths)) or "(in no submodule)"
-            lines.append(f"  {title}" + (f"  x{len(paths)}" if len(paths) > 1 else ""))
-            rows = [row for _, of_module in alike for row in of_module]
-            for same in grouped(rows, _alike).values():
-                lines += _cells(same)
-    footer = [f"total: {total_text(ops)}", *notes]
-    footer.append(", ".join(f"{key} {value}" for key, value in environment.items()))
-    return "\n".join([*aligned(lines, indent=4), *footer])
-
-
-def _order(group: tuple[Phase, object]) -> int:
-    return PHASES.index(group[0])
+def _phase_lines(phase: Phase, rows: Sequence[Row]) -> Iterator[TableLine]:
+    """Yield the ops of a phase by module; equal ops share a line, equal modules a block."""
+    yield f"{phase}: {total_text(rows)}"
+    modules = grouped(rows, lambda row: row.module)
+    for alike in grouped(modules.items(), _content).values():
+        paths = [path for path, _ in alike]
+        title = ", ".join(folded(paths)) or "(in no submodule)"
+        yield f"  {title}" + (f"  x{len(paths)}" if len(paths) > 1 else "")
+        for same in grouped((row for _, rows in alike for row in rows), _alike).values():
+            yield from _cells(same)
 
 
 def _content(module: tuple[str, list[Row]]) -> Hashable:
@@ -323,30 +319,21 @@ class TraceDiff:
     @property
     def slower_or_faster(self) -> tuple[TraceDifference, ...]:
         """The ops of which only the time differs, by over 1 % of all time, the largest first."""
-        alike = [each for each in self.every if each.only_time]
-        all_time = max(
-            sum(each.before.seconds for each in self.every),
-            sum(each.after.seconds for each in self.every),
-        )
-        found = [each for each in alike if each.seconds_apart > 0.01 * all_time]
+        before = sum(each.before.seconds for each in self.every)
+        least = 0.01 * max(before, sum(each.after.seconds for each in self.every))
+        found = (each for each in self.every if each.only_time and each.seconds_apart > least)
         return tuple(sorted(found, key=lambda each: -each.seconds_apart))
 
     def __bool__(self) -> bool:
         return bool(self.differences)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        lines: list[TableLine] = [_DIFF_HEAD]
-        lines += [each._cells() for each in self.differences]
+        lines: list[TableLine] = [each._cells() for each in self.differences]
         if self.slower_or_faster:
             lines.append("only the time differs:")
             lines += [each._cells() for each in self.slower_or_faster]
-        if len(lines) > 1:
-            yield from aligned(lines, right=())
-        yield f"before: {self.totals[0]}"
-        yield f"after:  {self.totals[1]}"
+        table = aligned([_DIFF_HEAD, *lines], right=()) if lines else []
+        return "\n".join([*table, f"before: {self.totals[0]}", f"after:  {self.totals[1]}"])
 
 
 def _totals(rows: Sequence[Row]) -> dict[tuple[Phase, str, str], OpTotal]:

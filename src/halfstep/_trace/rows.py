@@ -250,10 +250,8 @@ def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
 
 # --- text of cells --------------------------------------------------------------------------------
 
-_LONGEST_OP = 32
 
-
-def cut(name: str, longest: int = _LONGEST_OP) -> str:
+def cut(name: str, longest: int = 32) -> str:
     """Return the name of an op or rule; a long one without its middle."""
     half = longest // 2 - 1
     return name if len(name) <= longest else f"{name[:half]}..{name[-half:]}"

@@ -60,7 +60,6 @@ class Dataflow:
             self._made |= {value.storage for value in row.outputs}
 
     def readers(self, row: Row) -> list[Row]:
-        """Return the ops that read the outputs of an op."""
         return [reader for value in row.outputs for reader in self._readers[value.storage]]
 
     def is_lowered(self, row: Row, by: Callable[[Iterable[bool]], bool] = any) -> bool:
@@ -269,7 +268,8 @@ class Savings:
         buffers = {
             value.storage: value.name
             for value in values
-            if is_mixed and value.storage not in casts and _is_buffer(value.name, value.is_weight)
+            if is_mixed and value.storage not in casts
+            if value.name and not (value.is_weight or value.name.startswith("output of"))
         }
         if not casts and not buffers:
             return None
@@ -344,10 +344,6 @@ class Savings:
         }
         meant = {row.number for part in parts.values() for row in part}
         return [str(rule) for rule in rules] if held == meant else []
-
-
-def _is_buffer(name: str, is_weight: bool) -> bool:
-    return bool(name) and not is_weight and not name.startswith("output of")
 
 
 def _is_policy(text: str) -> bool:

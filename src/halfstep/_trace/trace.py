@@ -187,11 +187,13 @@ class StorageIds:
 
     def value(self, tensor: Tensor) -> Value:
         number = self.number(tensor)
+        # Nested tensors have no sizes, or symbolic ones; what they are made of has.
+        whole = tensor.detach().values() if tensor.is_nested else tensor
         return Value(
             storage=number,
             version=autograd.version_of(tensor),
-            offset=int(tensor.storage_offset()) if tensor.layout is torch.strided else 0,
-            shape=tuple(tensor.shape),
+            offset=int(whole.storage_offset()) if whole.layout is torch.strided else 0,
+            shape=tuple(whole.shape),
             dtype=dtype_name(tensor.dtype),
             name=self._names.get(number, ""),
             requires_grad=tensor.requires_grad and torch.is_grad_enabled(),

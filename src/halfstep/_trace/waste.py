@@ -166,7 +166,7 @@ class _Search:
             what += f", {len(groups)} tensors"
         producer = self._flow.writers.get(first.source.storage)
         op = producer.name if producer and cure.policy else ""
-        return _finding("repeated", [row for row, _ in pairs], op, what, len(pairs), cure)
+        return _finding("repeated", [row for row, _ in pairs], op, what, cure)
 
     def _of_weight(self, row: Row, groups: list[list[tuple[Row, Cast]]]) -> Saving:
         cast = groups[0][0][1]
@@ -207,7 +207,7 @@ class _Search:
             )
             best = self._savings.best(rows, ("leave", "lower"))
             if best is not None:
-                yield _finding("chain", rows, row.name, what, len(rows), best)
+                yield _finding("chain", rows, row.name, what, best)
 
     def _is_in_chain(self, row: Row) -> bool:
         is_raised = row.action in ("fp32", "fp32-dtype") and row.compute == "float32"
@@ -224,7 +224,7 @@ class _Search:
             )
             best = self._savings.best(rows, ("lower",)) or self._savings.with_neighbour(rows)
             if best is not None:
-                yield _finding("straggler", rows, row.name, what, len(rows), best)
+                yield _finding("straggler", rows, row.name, what, best)
 
     def _is_straggler(self, row: Row) -> bool:
         is_wide = row.action in (None, "leave", "promote") and row.compute == "float32"
@@ -246,7 +246,7 @@ class _Search:
                 )
                 policy = f"{self._policy}; {name}:leave"
                 cure = Saving(size, f"measure whether it is faster without: {use(policy)}", policy)
-                yield _finding("costly", rows, name, what, len(rows), cure)
+                yield _finding("costly", rows, name, what, cure)
 
 
 def _is_again(pairs: list[tuple[Row, Cast]]) -> bool:
@@ -262,11 +262,9 @@ def _pattern(name: str) -> str:
     return " ".join(map(pattern, name.split(" ")))
 
 
-def _finding(
-    kind: Kind, rows: list[Row], op: str, what: str, count: int, cure: Saving
-) -> WasteFinding:
+def _finding(kind: Kind, rows: list[Row], op: str, what: str, cure: Saving) -> WasteFinding:
     modules = tuple(dict.fromkeys(row.module for row in rows))
-    return WasteFinding(kind, modules, op, what, count, cure.bytes, 0.0, cure.text, cure.policy)
+    return WasteFinding(kind, modules, op, what, len(rows), cure.bytes, 0.0, cure.text, cure.policy)
 
 
 def _times(num: int) -> str:

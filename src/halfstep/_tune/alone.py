@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.region import Region, Settings, current_settings
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_tensors, tensors_in
-from halfstep._common.random_states import RandomStates, accelerators
 from halfstep._pytorch import modes
 from halfstep._tune.passes import StepRunner, TensorPlace, module_hooks, tensor_hooks
 from halfstep._tune.tolerances import SPREAD, Depths

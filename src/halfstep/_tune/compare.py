@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from halfstep._autocast.modules import replicated, without_wrappers
+from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import tensors_in
 from halfstep._common.numbers import listed, things
-from halfstep._common.patches import Patches
-from halfstep._common.random_states import RandomStates, accelerators
-from halfstep._common.top_level_calls import TopLevelCalls, not_compiled
+from halfstep._common.patches import Patches, TopLevelCalls, not_compiled
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch import modes
 from halfstep._pytorch.compiler import eager

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from halfstep._autocast import Policy, keep
 from halfstep._autocast.modules import Wrapped, unwrap
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
-from halfstep._common.nested import tensors_in
+from halfstep._common.nested import tensors_reached
 from halfstep._numerics.formats import dtype_name
 from halfstep._record.files import has_checksum, line_of
 from halfstep._trace.rows import Row
@@ -46,19 +47,14 @@ from halfstep.errors import RecordError
 # --- measurements in a file -----------------------------------------------------------------------
 
 
-SCHEMA = 1
-
-Fingerprint: TypeAlias = dict[str, str]
-
-
-def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Fingerprint:
+def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> dict[str, str]:
     """Return all that must stay the same for measurements to be valid, as short texts by name."""
     modules = [(name, type(module).__name__) for name, module in task.named_modules()]
     state = [*task.model.parameters(), *task.model.buffers()]
-    shapes = [[_described(tensor) for tensor in tensors_in([batch])] for batch in batches]
+    tensors = [tensors_reached(batch) for batch in batches]
     device = task.device(batches[0])
     return {
-        "schema": str(SCHEMA),
+        "schema": "1",
         "halfstep": __version__,
         "torch": torch.__version__,
         "machine": device_name(device),
@@ -69,8 +65,8 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> Finge
         "mode": "train" if task.model.training else "eval",
         "weights": _hash(*state),
         "loss": getattr(task.loss_fn, "__qualname__", type(task.loss_fn).__name__),
-        "batches": "; ".join(", ".join(each) for each in shapes),
-        "values of the batches": _hash(*tensors_in(batches)),
+        "batches": "; ".join(", ".join(map(_described, each)) for each in tensors),
+        "values of the batches": _hash(*chain.from_iterable(tensors)),
     }
 
 
@@ -89,7 +85,7 @@ class Measurements:
         OSError: The file cannot be read or written.
     """
 
-    def __init__(self, path: Path | None, fingerprint: Fingerprint) -> None:
+    def __init__(self, path: Path | None, fingerprint: Mapping[str, str]) -> None:
         self._known: dict[Hashable, Any] = {}
         self._path = path
         if path is None:
@@ -105,7 +101,6 @@ class Measurements:
         return self._known.get(json.dumps(key))
 
     def add(self, key: list[Any], value: Any) -> None:
-        """Add a measurement of plain values, and write it."""
         plain = to_plain(value)
         self._known[json.dumps(key)] = plain
         if self._path is not None:
@@ -119,7 +114,7 @@ class Measurements:
         with self._path.open("ab") as file:
             file.write(line_of(dict(event)))
 
-    def _read(self, path: Path, fingerprint: Fingerprint) -> None:
+    def _read(self, path: Path, fingerprint: Mapping[str, str]) -> None:
         data = path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         first, *lines = whole.split(b"\n")
@@ -139,7 +134,7 @@ class Measurements:
                 self._known[json.dumps(event.key)] = event.value
 
 
-def _require_same(path: Path, header: Mapping[str, str], fingerprint: Fingerprint) -> None:
+def _require_same(path: Path, header: Mapping[str, str], fingerprint: Mapping[str, str]) -> None:
     differs = [
         f"{name}: {header.get(name)!r} there, {value!r} here"
         for name, value in fingerprint.items()
@@ -229,8 +224,6 @@ def timed_step(runner: StepRunner, scale: float, *, lowered: bool) -> dict[str, 
 
 
 def ops_of(runner: StepRunner, scale: float) -> tuple[Row, ...]:
-    """Run a step in lower precision and return its ops."""
-
     def pass_by(name: str, call: int, _: Any) -> None:
         pass  # some modules run other ops with hooks, as they have when they are compared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import sys
@@ -17,8 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from halfstep._autocast import Policy, autocast
 from halfstep._autocast.modules import replicated, without_wrappers
-from halfstep._common.nested import tensors_in, values_reached
-from halfstep._common.random_states import RandomStates, accelerators
+from halfstep._common.machine import RandomStates, accelerators
+from halfstep._common.nested import tensors_in, tensors_reached, values_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.modules import registers_of
@@ -74,7 +75,7 @@ class Task:
 
     def device(self, batch: Any) -> str:
         """Return the device type that the model computes on."""
-        tensors = [*self.model.parameters(), *tensors_in([batch])]
+        tensors = [*self.model.parameters(), *tensors_reached(batch)]
         return tensors[0].device.type if tensors else "cpu"
 
     def loss(self, batch: Any) -> Tensor:
@@ -330,10 +331,18 @@ class StepRunner:
         self.reset()
         with watch:
             with self.region if lowered else nullcontext():
-                loss = self.task.loss(self.batch)
+                loss = self.task.loss(_copied(self.batch))
             if loss.requires_grad:
                 torch.autograd.backward(loss.float() * scale)
         return loss
+
+
+def _copied(batch: Any) -> Any:
+    """Return a copy with the same tensors: a program may take items out, or set attributes."""
+    try:
+        return batch if isinstance(batch, Tensor) else copy.copy(batch)
+    except TypeError:  # it cannot be copied
+        return batch
 
 
 @contextmanager
@@ -343,7 +352,7 @@ def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunn
     with eager(has_global_hooks=False), ExitStack() as stack:
         # Made first, since it may name modules, and the names are to stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
-        reset = stack.enter_context(restored(task.model, tensors_in([batch]), device))
+        reset = stack.enter_context(restored(task.model, tensors_reached(batch), device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(autocast(device, enabled=False))
