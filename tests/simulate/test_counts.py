@@ -145,6 +145,16 @@ def test_what_runs_without_values_is_not_counted(format: str) -> None:
     assert s.rows() == []
 
 
+def test_an_op_that_failed_is_counted_when_it_runs() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    with simulate(nn.Module(), "fp16") as s:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            a @ b.T
+        casts = s.rows()[0]["values"]
+        a @ b
+    assert s.rows()[0]["values"] == 2 * casts + 15
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_products_of_sparse_tensors_stay_in_float32() -> None:
     sparse, x = torch.eye(4).mul(0.3), torch.randn(4, 4)

@@ -227,9 +227,9 @@ class HalfArithmetic:
             return self._run_in_place(func, args, kwargs, context)
         elif self._computes(func, args, kwargs):
             key = (func, _kind(args), _kind(kwargs))
-            if key not in self._dtypes:
-                self._dtypes[key] = _result_dtypes(func, args, kwargs)
-            dtypes = self._dtypes[key]
+            dtypes = self._dtypes.get(key) or _result_dtypes(func, args, kwargs)
+            if dtypes:  # without any it may have been called wrongly, and is asked again
+                self._dtypes[key] = dtypes
             if self._low in dtypes:
                 return self._run_wide(func, args, kwargs, dtypes, context)
         return func(*args, **kwargs)

@@ -24,7 +24,6 @@ from halfstep._autocast import Policy, keep
 from halfstep._autocast.modules import Wrapped, unwrap
 from halfstep._common.json import decoded, to_plain
 from halfstep._common.machine import device_name
-from halfstep._common.nested import tensors_reached
 from halfstep._numerics.formats import dtype_name
 from halfstep._record.files import has_checksum, line_of
 from halfstep._trace.rows import Row
@@ -35,6 +34,7 @@ from halfstep._tune.passes import (
     Reference,
     StepRunner,
     Task,
+    batch_tensors,
     compare_step,
     module_hooks,
     reference_of,
@@ -51,7 +51,7 @@ def fingerprint(task: Task, batches: Sequence[Any], lowering: Lowering) -> dict[
     """Return all that must stay the same for measurements to be valid, as short texts by name."""
     modules = [(name, type(module).__name__) for name, module in task.named_modules()]
     state = [*task.model.parameters(), *task.model.buffers()]
-    tensors = [tensors_reached(batch) for batch in batches]
+    tensors = list(map(batch_tensors, batches))
     device = task.device(batches[0])
     return {
         "schema": "1",

@@ -75,7 +75,7 @@ class Task:
 
     def device(self, batch: Any) -> str:
         """Return the device type that the model computes on."""
-        tensors = [*self.model.parameters(), *tensors_reached(batch)]
+        tensors = [*self.model.parameters(), *batch_tensors(batch)]
         return tensors[0].device.type if tensors else "cpu"
 
     def loss(self, batch: Any) -> Tensor:
@@ -87,6 +87,13 @@ class Task:
         if self.loss_fn is None:
             return _loss_of(called_with(self.model, batch), "the model")
         return _loss_of(self.loss_fn(self.model, batch), "loss_fn(model, batch)")
+
+
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """Return the tensors in the containers of a batch, then others in attributes of its objects."""
+    found = list(tensors_in([batch]))
+    ids = set(map(id, found))
+    return [*found, *(each for each in tensors_reached(batch) if id(each) not in ids)]
 
 
 def called_with(function: Callable[..., Any], batch: Any) -> Any:
@@ -341,7 +348,7 @@ def _copied(batch: Any) -> Any:
     """Return a copy with the same tensors: a program may take items out, or set attributes."""
     try:
         return batch if isinstance(batch, Tensor) else copy.copy(batch)
-    except TypeError:  # it cannot be copied
+    except Exception:  # it cannot be copied, whatever it is
         return batch
 
 
@@ -352,7 +359,7 @@ def step_runner(task: Task, batch: Any, lowering: Lowering) -> Iterator[StepRunn
     with eager(has_global_hooks=False), ExitStack() as stack:
         # Made first, since it may name modules, and the names are to stay.
         region = autocast(device, lowering.dtype, policy=lowering.policy, module=task.model)
-        reset = stack.enter_context(restored(task.model, tensors_reached(batch), device))
+        reset = stack.enter_context(restored(task.model, batch_tensors(batch), device))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(autocast(device, enabled=False))
