@@ -58,6 +58,8 @@ def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any
 
 def tensors_reached(value: Any) -> list[Tensor]:
     """Return the tensors of :func:`values_reached`, without those that modules hold."""
+    if isinstance(value, Tensor):  # as most results of calls are
+        return [value]
     reached = values_reached(value, leave_out=(torch.nn.Module,))
     return [each for each in reached if isinstance(each, Tensor)]
 
