@@ -44,6 +44,7 @@ def test_all_of_this_process_are_put_back() -> None:
     def numbers() -> tuple[float, float, float]:
         return torch.rand(1).item(), random.random(), float(np.random.rand())
 
+    numbers()  # numpy imports numpy.random when it is first used
     states = RandomStates([])
     first = numbers()
     assert numbers() != first
