@@ -151,6 +151,17 @@ WRONG = [
         "update-missing:5",
         body(SCALED + "scaler.step(optimizer)\nif i % 9 == 0:\n    scaler.update()\n"),
     ),
+    ("update-twice:7", body(SCALED + STEP + "scaler.update()\n")),
+    ("update-twice:8", body(SCALED + STEP + "if i % 9 == 0:\n    scaler.update()\n")),
+    (
+        "update-missing:10",
+        own("keeper.add_recoverable('scaler', scaler)\n" + SCALED + "scaler.step(optimizer)\n"),
+    ),
+    (
+        "scaler-bypassed:4",
+        "def closure():\n    scaler.scale(model(x)).backward()\nfor x in batches:\n"
+        "    optimizer.step(closure)\n",
+    ),
     ("scaler-in-loop:4", body("scaler = GradScaler()\n" + SCALED + STEP)),
     ("scaler-in-loop:8", own("scaler = GradScaler()\n" + SCALED + STEP)),
     (

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from halfstep._doctor.finding import Finding
 from halfstep._doctor.follow_iterations import IterationWalk, optimizer_of
 from halfstep._doctor.iteration import Iteration, finding, next_iteration
 from halfstep._doctor.read_names import dotted
-from halfstep._doctor.read_program import Program, Root, is_inherited
+from halfstep._doctor.read_program import Program, Root
 from halfstep._doctor.read_sites import Site
+
+_STORES = re.compile(r"save|load|checkpoint|recover|print|isinstance", re.I)
+"""Matches calls that take a scaler and do not update it."""
 
 
 def findings(program: Program) -> Iterator[Finding]:
@@ -109,7 +113,7 @@ def _never_updated(program: Program) -> Iterator[Finding]:
         if made is None or not made.line or not program.is_scaler_step(site):
             continue
         scales = any(program.scaled_by(each) for each in program.sites if _are_near(each, site))
-        is_elsewhere = is_inherited(program.tree, site) and not scales
+        is_elsewhere = site.scope.class_name in program.meaning.names.inheriting and not scales
         if not is_elsewhere and not _is_handed_on(program, name):
             yield finding("update-missing", site.line, scaler=name, optimizer=optimizer_of(site))
 
@@ -123,7 +127,7 @@ def _is_handed_on(program: Program, name: str) -> bool:
             case ast.Attribute(value=owner, attr="update"):
                 if dotted(owner).rpartition(".")[2] == last:
                     return True
-            case ast.Call(args=args, keywords=keywords) if node not in program.meaning.names.calls:
+            case ast.Call(args=args, keywords=keywords) if _may_update(program, node):
                 parts = [*args, *(keyword.value for keyword in keywords)]
             case ast.Return(value=value) | ast.Assign(value=value):
                 parts = [value]
@@ -136,8 +140,20 @@ def _is_handed_on(program: Program, name: str) -> bool:
     return False
 
 
+def _may_update(program: Program, call: ast.Call) -> bool:
+    """Return whether a call may update what it gets: one of other files that does not store it."""
+    return call not in program.meaning.names.calls and not _STORES.search(ast.unparse(call.func))
+
+
 def _closures(program: Program) -> Iterator[Finding]:
     for site in program.sites:
+        if program.is_optimizer_step(site) and site.call.args:
+            function = site.scope.function(dotted(site.call.args[0]))
+            inner = (each for each in program.sites if each.scope.node is function)
+            scales = next(filter(None, map(program.scaled_by, inner)), "")
+            if scales:
+                stepped = dotted(site.owner)
+                yield finding("scaler-bypassed", site.line, scaler=scales, optimizer=stepped)
         if not program.is_scaler_step(site) or len(site.call.args) < 2:
             continue
         scaler = program.meaning.scaler(site.owner, site.scope)

@@ -24,6 +24,7 @@ CATALOG: dict[str, Severity] = {
     "scaler-bypassed": "bad",
     "step-twice": "bad",
     "update-before-step": "bad",
+    "update-twice": "bad",
     "update-missing": "bad",
     "scaler-in-loop": "bad",
     "closure-not-unscaled": "bad",

@@ -13,7 +13,7 @@ from halfstep._doctor.finding import Finding
 from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, finding, is_optimizer_name
 from halfstep._doctor.read_names import Function, NameScope, arguments, dotted
 from halfstep._doctor.read_paths import Walk, call_key
-from halfstep._doctor.read_program import Program, Root, is_inherited
+from halfstep._doctor.read_program import Program, Root
 from halfstep._doctor.read_sites import Names, Path, Site, condition_of
 from halfstep._doctor.read_values import argument
 
@@ -285,7 +285,7 @@ class IterationWalk(LossWalk):
         return (
             made is not None
             and bool(made.line)
-            and not is_inherited(self._program.tree, site)
+            and site.scope.class_name not in self._names.inheriting
             and not any(
                 each.method == "scale" and self.meaning.is_scaler(each.owner, each.scope)
                 for each in self._program.sites

@@ -161,6 +161,9 @@ def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
     stepped = {optimizer for scaler, optimizer, _ in now.stepped if scaler == call.scaler}
     left, others = unscaled - stepped, stepped - unscaled
     name = call.names["scaler"]
+    first = [line for key, line in now.updated if key == call.scaler]
+    if now.is_used and first and call.line not in first and not unscaled and not stepped:
+        report("update-twice", call.line, scaler=name, first=min(first))
     if now.is_scaled and not now.is_used and not unscaled and not stepped:
         report("update-before-step", call.line, scaler=name, optimizer="optimizer")
     if now.has_clip and left and others and not any("[*]" in key for key in unscaled | stepped):
@@ -285,6 +288,12 @@ _TEXTS = {
         "their loss was multiplied by",
         "update once, after all steps of the iteration",
         "{scaler}.step({optimizer})\n{scaler}.update()",
+    ),
+    "update-twice": (
+        "`{scaler}.update()` comes a second time (first in line {first}) with no step between: "
+        "PyTorch's raises, as nothing was checked since",
+        "update once, after all steps of the iteration",
+        "",
     ),
     "update-missing": (
         "`{scaler}.step` without `{scaler}.update()` before the next one: the scale never moves, "

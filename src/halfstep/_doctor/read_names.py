@@ -60,6 +60,7 @@ class FileNames:
         self.parts: dict[ast.AST, list[ast.AST]] = {}
         self.calls: dict[ast.Call, Function] = {}  # of functions of the file
         self.bases: dict[str, list[str]] = {}  # of each class
+        self.inheriting: set[str] = set()  # classes with bases of any file
         self._scope = self.scopes[tree] = NameScope(tree, None)
         self._class = ""
         for statement in tree.body:
@@ -94,6 +95,7 @@ class FileNames:
             case ast.ClassDef():
                 outer, self._class = self._class, node.name
                 names = [dotted(each) for each in node.bases]
+                self.inheriting |= {node.name} if names else set()
                 # Only a class that was read before: no class is its own base.
                 self.bases[node.name] = [each for each in names if each in self.bases]
                 self._children(node)

@@ -187,11 +187,3 @@ class Program:
 
 def _first(site: Site) -> str:
     return dotted(site.call.args[0]) if site.call.args else ""
-
-
-def is_inherited(tree: ast.Module, site: Site) -> bool:
-    """Return whether the class has bases, which may use an attribute of ``self`` elsewhere."""
-    return any(
-        isinstance(node, ast.ClassDef) and node.name == site.scope.class_name and node.bases
-        for node in ast.walk(tree)
-    )
