@@ -261,6 +261,8 @@ class Copying(lightning.Callback):
         trainer_of, module._trainer = module._trainer, None
         try:
             self.copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+            plugin = trainer.precision_plugin
+            self.plugins = [copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))]
         finally:
             module._trainer = trainer_of
 
@@ -273,6 +275,9 @@ def test_a_copy_made_in_training_is_on_its_own(tmp_path: Path) -> None:
         module.rates = []
         fit(tmp_path, module, batches(None))
         assert module.rates == [0.01 * 0.5**n for n in range(NUM_STEPS)]
+    for plugin in copying.plugins:
+        fit(tmp_path, Module(), batches(None), plugins=[plugin])
+        assert plugin.scaler.counts().taken == 2 * NUM_STEPS
 
 
 class OwnSchedule(Module):
@@ -458,6 +463,40 @@ def test_a_checkpoint_of_lightnings_own_plugin(tmp_path: Path) -> None:
         Module(), DataLoader(TensorDataset(batches(bad=None)), batch_size=4), ckpt_path=file
     )
     assert ours.scaler.get_scale() == 128.0
+
+
+def test_lightnings_own_plugin_loads_a_checkpoint(tmp_path: Path) -> None:
+    ours = HalfstepPrecision(scaler=halfstep.GradScaler(init_scale=128.0))
+    trainer = fit(tmp_path, Module(), batches(bad=None), plugins=[ours])
+    file = tmp_path / "last.ckpt"
+    trainer.save_checkpoint(file)
+    own = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    quiet_trainer(tmp_path, plugins=[own], max_epochs=2).fit(
+        Module(), DataLoader(TensorDataset(batches(bad=None)), batch_size=4), ckpt_path=file
+    )
+    assert own.scaler.state_dict()["_growth_tracker"] == 2 * NUM_STEPS
+    assert own.scaler.get_scale() == 128.0
+
+
+class Normed(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.net.parameters())
+
+
+def test_an_epoch_that_only_measures_batch_norm_takes_no_step(tmp_path: Path) -> None:
+    """The last one of this callback, in which Lightning asks for a step without backward."""
+    module, plugin = Normed(), HalfstepPrecision()
+    averaging = lightning.pytorch.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    fit(tmp_path, module, batches(None), plugins=[plugin], callbacks=[averaging], max_epochs=3)
+    assert plugin.scaler.counts().taken == 3 * NUM_STEPS
+    for mine, average in zip(
+        module.parameters(), averaging._average_model.parameters(), strict=True
+    ):
+        assert torch.equal(mine, average)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ class HalfstepPrecision(MixedPrecision):
             LightningModule. Left out, that of :class:`halfstep.use_policy` around ``fit``, or else
             ``"standard"``.
         scaler: The scaler for float16; left out, a new one. Its state is in Lightning's
-            checkpoints, and one that Lightning's own plugin wrote can be loaded.
+            checkpoints; each of this plugin and Lightning's own reads those of the other.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -141,6 +141,10 @@ class HalfstepPrecision(MixedPrecision):
     def _forget_contexts(self, *_: object) -> None:
         self._contexts.clear()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made in a training has to be connected to a module of its own.
+        return vars(self) | {"_contexts": {}, "_changes": None, "_due": None}
+
     def optimizer_step(
         self,
         optimizer: Optimizer,
@@ -164,7 +168,9 @@ class HalfstepPrecision(MixedPrecision):
 
         def evaluate() -> Any:
             loss = closure()
-            if loss is None and model.automatic_optimization:  # training_step returned None
+            # training_step returned None, or StochasticWeightAveraging only measures batch norm.
+            is_forward_only = loss is None or model.trainer.fit_loop._skip_backward
+            if is_forward_only and model.automatic_optimization:
                 return None
             if are_seen:
                 _unscale(scaler, optimizer)
@@ -205,11 +211,16 @@ class HalfstepPrecision(MixedPrecision):
         else:
             self.scaler.clip_grad_norm_(optimizer, clip_val)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let Lightning's own plugin load the scaler too."""
+        if self.scaler is not None:
+            checkpoint[MixedPrecision.__qualname__] = checkpoint[type(self).__qualname__]
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the state of the scaler that Lightning's own plugin saved."""
         state = checkpoint.get(MixedPrecision.__qualname__)
-        if state and self.scaler is not None and type(self).__qualname__ not in checkpoint:
-            self.scaler.load_state_dict(state)
+        if state:
+            self.load_state_dict(state)
 
 
 def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
