@@ -20,6 +20,7 @@ SRC = Path(halfstep.__file__).parent
 
 ALLOWED = {
     "_growth_tracker": "a key of what state_dict() returns, in PyTorch's format",
+    "_skip_backward": "of a loop of Lightning, whose own callbacks set it",
     "_version": "steps read it of many tensors, and a call of a function would cost more than it",
 }
 
