@@ -6,6 +6,7 @@ and the watch names the line that is marked with ``# bad`` and the step.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep._diagnose.diagnosis import Diagnosis
@@ -454,6 +456,73 @@ def one_of_two_views_in_place(run: Run) -> None:
         run.take(left.square().mean() + right.mean())
 
 
+@loop()
+def left_out_before_a_checkpoint(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(checkpoint(run.model, x, use_reentrant=False), y)
+        if loss.isinf():
+            continue
+        run.take(loss)
+
+
+@loop()
+def read_after_a_step_with_a_checkpoint(run: Run) -> None:
+    for x, y in run.batches:
+        loss = log_ratio(checkpoint(run.model, x, use_reentrant=False), y)
+        run.take_scaled(loss)
+        run.losses[-1] += loss.item()
+
+
+@loop()
+def left_out_before_autocast(run: Run) -> None:
+    for x, y in run.batches:
+        with halfstep.autocast("cpu", torch.float16):
+            out = run.model(x)
+        large = (out.float() * 1e4) @ torch.full((3, 3), 1e4)
+        loss = (large * 1e-8 - torch.log(y)).square().mean()  # bad
+        if loss.isinf():
+            continue
+        run.take(loss)
+
+
+@loop()
+def a_buffer_that_is_set(run: Run) -> None:
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(3))
+
+        def forward(self, out: Tensor, y: Tensor) -> Tensor:
+            ratio = torch.log(y - self.center * 0)  # bad
+            self.center = 0.9 * self.center + 0.1 * ratio.mean(0)
+            return (out - ratio).square().mean()
+
+    loss_of = Centered()
+    for x, y in run.batches:
+        run.take(loss_of(run.model(x), y))
+    run.losses += [loss_of.center.sum()]
+
+
+@loop("sqrt")
+def a_leaf_without_a_module(run: Run) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    run.optimizer = torch.optim.SGD([leaf], lr=1e-2)
+    for _, y in run.batches:
+        run.take(torch.sqrt(leaf * y).mean())  # bad
+    run.losses += [leaf.detach()]
+
+
+@loop()
+def with_a_teacher(run: Run) -> None:
+    teacher = copy.deepcopy(run.model).requires_grad_(requires_grad=False)
+    for x, y in run.batches:
+        out = run.model(x)
+        run.take((out - teacher(x)).square().mean() + log_ratio(out, y))
+        with torch.no_grad():
+            for ours, other in zip(run.model.parameters(), teacher.parameters(), strict=True):
+                other.lerp_(ours, 0.1)
+
+
 # --- the test -------------------------------------------------------------------------------------
 
 
@@ -487,8 +556,7 @@ def test_the_line_and_the_step_are_named_and_nothing_changes(function: Loop, op:
     told: list[tuple[Diagnosis, int]] = []
     watched = train(function, told)
     assert bits(watched) == bits(train(function, None))
-    assert told
-    found, step = told[0]
+    ((found, step),) = told  # and nothing of what the bad step has left
     bad = found.bad
     assert bad is not None, str(found)
     assert step == BAD_STEP, str(found)
@@ -536,3 +604,32 @@ def test_a_batch_that_the_loop_makes_bad_is_told_with_the_line() -> None:
     found = told[0]
     assert (found.verdict, (found.tensor or "")[:5]) == ("data", "x in ")
     assert any(note.endswith("x[0, 0] = math.nan") for note in found.notes)
+
+
+def test_no_model_stays_in_float32_after_a_replay_in_it() -> None:
+    model, head, told = nn.Linear(4, 8).half(), nn.Linear(8, 2).half(), list[Diagnosis]()
+    with Watch(model=model, tell=lambda found, step: told.append(found)):
+        hidden = model(torch.ones(2, 4).half())
+        loss = head(hidden / (hidden - hidden)).float().mean()
+        loss.backward()
+    parameters = [*model.parameters(), *head.parameters()]
+    assert {param.dtype for param in parameters} == {torch.float16}
+    assert all(p.grad is not None and p.grad.dtype is torch.float16 for p in parameters)
+    assert told[0].verdict == "maths"
+    assert told[0].cure is not None
+    assert told[0].cure.is_finite, told[0]
+
+
+def test_a_skip_of_dynamic_scaling_has_left_a_gradient_in_the_batch() -> None:
+    run, told, num_bad = Run(), list[Diagnosis](), 0
+    scaler = halfstep.GradScaler(init_scale=2.0**24, on_skips=lambda report: None)
+    with Watch(tell=lambda found, step: told.append(found)):
+        for x, _ in run.batches:
+            with halfstep.autocast("cpu", torch.float16):
+                out = run.model(x.requires_grad_())
+            scaler.scale(out.float().square().sum()).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            num_bad += int(x.grad is not None and bool(x.grad.isnan().any()))
+    assert num_bad
+    assert not told

@@ -279,3 +279,35 @@ def test_sparse_gradients_are_as_before() -> None:
     assert not before.is_coalesced()
     EMBEDDING.zero_grad()
     MODEL.zero_grad()
+
+
+def test_numbers_that_are_made_a_tensor_again_have_their_origin() -> None:
+    def step() -> None:
+        returns = torch.ones(1)
+        returns = returns / (returns - returns.mean())  # 1 / 0
+        returns = returns - returns
+        target = torch.tensor([returns[0]])
+        (MODEL(X[:1])[0] - target).square().sum().backward()
+
+    found = halfstep.diagnose(step)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.op) == ("maths", "div")
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_what_is_made_of_the_gradients_of_a_function_is_an_end(is_bad: bool) -> None:
+    params = {name: param.detach() for name, param in MODEL.named_parameters()}
+
+    def loss_of(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(MODEL, params, (x,)).square().mean() * (0 if is_bad else 1)
+
+    def step() -> object:
+        gradients = vmap(grad(loss_of), (None, 0))(params, X)
+        return {
+            name: g.flatten(1) / g.flatten(1).norm(dim=1, keepdim=True)
+            for name, g in gradients.items()
+        }
+
+    found = halfstep.diagnose(step)
+    assert found.verdict == ("maths" if is_bad else "none")
+    assert not is_bad or (found.bad is not None and found.bad.op == "div")

@@ -26,6 +26,7 @@ from halfstep._diagnose.observer import OpCall, OpKey, OpObserver
 from halfstep._diagnose.replay import Replayer, StepRun
 from halfstep._diagnose.variant import Variant
 from halfstep._numerics.measure import MINUS_INF, NAN, badness, extremes, is_finite, is_mask
+from halfstep._pytorch import modes
 from halfstep._pytorch.dispatch import overload_of
 from halfstep._pytorch.parts import is_made_of_others, parts_of
 from halfstep._pytorch.storages import ByMemory
@@ -124,6 +125,8 @@ class BlameTracker(OpObserver):
 
     def after(self, call: OpCall, outputs: list[Tensor]) -> None:
         """Blame the outputs of an op on the op, or on its inputs."""
+        if call.name == "lift_fresh" and self.first and badness(outputs[0]) == NAN:
+            self._put(outputs[0], self.first)  # torch.tensor of numbers that were read before
         if makes_no_values(call.func):
             return
         bad = [tensor for tensor in outputs if not self._check(tensor, call)]
@@ -156,7 +159,8 @@ class BlameTracker(OpObserver):
 
     def see_loss(self, loss: Tensor) -> None:
         parts = self._seen(loss, "a loss")
-        self._has_loss |= parts is not None
+        # That of torch.func.grad is no end: what is made of its gradients is.
+        self._has_loss |= parts is not None and not modes.is_inside_functorch(loss)
         self._losses += self._blames_of(parts or [])
 
     def see_output(self, output: Tensor) -> None:

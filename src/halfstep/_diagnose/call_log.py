@@ -16,11 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch import Tensor, is_grad_enabled, nn
 
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import current_settings
@@ -31,6 +30,7 @@ from halfstep._diagnose.kept_calls import (
     Inside,
     KeptCall,
     Made,
+    devices_of_autocast,
     is_model,
     parts_of,
     set_part,
@@ -148,9 +148,8 @@ class CallLog:
             return self._kept(value, call, arguments)
 
         call.args, call.kwargs = map_plain(kept, args), map_plain(kept, kwargs) if kwargs else None
-        for device in _devices():
-            if is_autocast_enabled(device):
-                call.settings += (current_settings(device),)
+        for device in devices_of_autocast():
+            call.settings += (current_settings(device),)
         return LoggedCall(call, arguments)
 
     def _note_module(self, call: KeptCall, module: nn.Module) -> None:
@@ -378,14 +377,6 @@ def _detaches(call: KeptCall) -> bool:
     return call.name in ("detach", ".data")
 
 
-@cache
-def _devices() -> tuple[str, ...]:
-    """Return the device types of this machine that have autocast."""
-    kind = torch.accelerator.current_accelerator()
-    found = ("cpu",) if kind is None or kind.type == "cpu" else ("cpu", kind.type)
-    return tuple(filter(torch.amp.is_autocast_available, found))
-
-
 class BufferCopies:
     """The latest copies of the buffers of models."""
 
@@ -395,12 +386,11 @@ class BufferCopies:
             weakref.WeakKeyDictionary()
         )
 
-    def of(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Return the present buffers of a model, each with a copy of its values."""
-        return [(buffer, self._copy_of(buffer)) for buffer in self._buffers_of(model)]
+    def of(self, model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+        """Return the present buffers of a model, each with a copy of its values.
 
-    def _buffers_of(self, model: nn.Module) -> list[Tensor]:
-        """Return the present buffers of a model; the modules that have some are looked up once."""
+        The modules that have some are looked up once.
+        """
         if model not in self._owners:
             # Not `_buffers`: in a module of torch.jit it is not a dictionary.
             self._owners[model] = [
@@ -408,8 +398,12 @@ class BufferCopies:
                 for module in model.modules()
                 for name, _ in module.named_buffers(recurse=False)
             ]
-        found = (getattr(module, name, None) for module, name in self._owners[model])
-        return [buffer for buffer in found if isinstance(buffer, Tensor)]
+        found = []
+        for owner, name in self._owners[model]:
+            buffer = getattr(owner, name, None)
+            if isinstance(buffer, Tensor):
+                found.append((owner, name, buffer, self._copy_of(buffer)))
+        return found
 
     def _copy_of(self, buffer: Tensor) -> Tensor:
         """Return a copy of a buffer; a new one only if the buffer was written to."""

@@ -114,7 +114,7 @@ class CureTrial:
 
     def edited(self, edits: Edits, scale: float | None) -> Tried:
         replayer = self.replayer
-        calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.may_end_early)
+        calls = UserCalls(replayer.num_ops, edits, may_end_early=replayer.is_kept)
         blame = self.blame(calls.active(), scale=scale)
         if not calls.do_fit:
             return Tried(_OUTSIDE, calls)

@@ -25,7 +25,14 @@ from halfstep._diagnose.inspect_op import (
     inspect,
     names_in,
 )
-from halfstep._diagnose.kept_calls import KeptCall, Made, gap_in, step_of, why_not_again
+from halfstep._diagnose.kept_calls import (
+    KeptCall,
+    Made,
+    gap_in,
+    outside_of_contexts,
+    step_of,
+    why_not_again,
+)
 from halfstep._diagnose.observer import waits_for_others, why_together
 from halfstep._diagnose.replay import Replayer, replaying
 from halfstep._diagnose.rounding import find_underflow
@@ -103,10 +110,10 @@ def diagnosis_of(
 ) -> Diagnosis:
     """Replay a step until its cause and cure are known.
 
-    ``is_kept`` is for one that repeats kept calls: nothing of the user's is left open where a
-    replay ends early, and a finite step is not replayed again to find underflow.
+    ``is_kept`` is for one that repeats kept calls: a finite step is not replayed again to find
+    underflow.
     """
-    replayer = Replayer(step, model, may_end_early=is_kept)
+    replayer = Replayer(step, model, is_kept=is_kept)
     with observed_by(replayer.observe):
         found = _found(replayer, with_underflow=not is_kept)
     model = replayer.model
@@ -133,7 +140,7 @@ def diagnosis_of_calls(
     if why_not is not None:
         return None, why_not
     try:
-        with replaying():  # hides its own scaler too
+        with replaying(), outside_of_contexts():  # hides its own scaler too
             found = diagnosis_of(step_of(calls, root, scale), model, is_kept=True)
     except RanksError:
         return None, "the model or the loss waits for other ranks"
@@ -156,10 +163,15 @@ def why_not_replayed(calls: Sequence[KeptCall], model: nn.Module | None) -> str 
     return together or why_not_again(calls)
 
 
-def is_bad_in_float32(step: Callable[[], object], model: nn.Module) -> bool:
-    """Return whether a replay of a step in float32, at scale 1, is not finite."""
-    with replaying(), suppress(Exception):  # of the user's code; another replay tells
-        return scan(Replayer(step, model), Variant(torch.float32, scale=1.0)).blame is not None
+def is_bad_in_float32(calls: Sequence[KeptCall], model: nn.Module) -> bool:
+    """Return whether a replay of kept calls in float32, at scale 1, is not finite."""
+    replayer = Replayer(step_of(calls, None, 1.0), model, is_kept=True)
+    with (
+        replaying(),
+        outside_of_contexts(),
+        suppress(Exception),
+    ):  # of the user's code; another replay tells
+        return scan(replayer, Variant(torch.float32, scale=1.0)).blame is not None
     return False
 
 

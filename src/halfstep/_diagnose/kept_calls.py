@@ -10,19 +10,21 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, nn
 
+from halfstep._autocast.context import autocast
 from halfstep._autocast.modules import replicated
 from halfstep._autocast.region import Region, Settings
 from halfstep._common.machine import RandomStates
 from halfstep._common.nested import map_plain, tensors_in, tensors_reached
 from halfstep._diagnose.user_code import CALLED_AGAIN, Place
-from halfstep._pytorch import modes
+from halfstep._pytorch import autograd, modes
 from halfstep._scaler.rules import Static
 from halfstep._scaler.scaler import GradScaler
 
@@ -101,7 +103,7 @@ class KeptCall:
         settings: The settings of autocast around it.
         random: The states of random generators, if it draws numbers.
         generators: The generators among its arguments, with their states.
-        buffers: The buffers of the model, with their values.
+        buffers: The buffers of the model: their modules, names, and tensors with their values.
         forward: What was put in place of the model's own ``forward``, for this call or for good.
         writes: The positions among the tensors of its arguments that it wrote to.
         gap: Why it cannot be repeated as it was; None if it can.
@@ -119,7 +121,7 @@ class KeptCall:
     has_grad: bool = True
     random: RandomStates | None = None
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
-    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]] = ()
     forward: Callable[..., Any] | None = None
     is_training: bool = True
     writes: tuple[int, ...] = ()
@@ -260,29 +262,61 @@ def _asked(call: KeptCall) -> list[Made]:
 # --- repetition -----------------------------------------------------------------------------------
 
 
+@cache
+def _devices() -> tuple[str, ...]:
+    """Return the device types of this machine that have autocast."""
+    kind = torch.accelerator.current_accelerator()
+    found = ("cpu",) if kind is None or kind.type == "cpu" else ("cpu", kind.type)
+    return tuple(filter(torch.amp.is_autocast_available, found))
+
+
+def devices_of_autocast() -> list[str]:
+    """Return the device types for which autocast is on now."""
+    return [device for device in _devices() if is_autocast_enabled(device)]
+
+
+@contextmanager
+def outside_of_contexts() -> Iterator[None]:
+    """Run a block as if the loop were in no autocast and no checkpoint now.
+
+    Each call has its own, and a step that was left out is replayed in the middle of the next one.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(autograd.saving_as_always())
+        for device in devices_of_autocast():
+            stack.enter_context(autocast(device, enabled=False))
+        yield
+
+
 def step_of(
     calls: Sequence[KeptCall], root: Made | None, scale: float | None
 ) -> Callable[[], object]:
     """Return a function that does :func:`call_again` at a scale, with a scaler of its own."""
+    called = dict.fromkeys(c.function for c in calls if isinstance(c.function, nn.Module))
 
-    def step() -> object:
+    def step(*modules: nn.Module) -> object:
         # Made here, in the replay: made before it, it would be one of the script's.
         ours = GradScaler(init_scale=scale, rule=Static(), process_group="local") if scale else None
-        return call_again(calls, root, ours)
+        return call_again(calls, root, ours, modules)
 
-    return step
+    return partial(step, *called)  # a replay keeps the state of modules among the arguments
 
 
-def call_again(calls: Sequence[KeptCall], root: Made | None, scaler: GradScaler | None) -> object:
+def call_again(
+    calls: Sequence[KeptCall],
+    root: Made | None,
+    scaler: GradScaler | None,
+    modules: Sequence[nn.Module],
+) -> object:
     """Repeat calls, in order, and return what the last one has made, or ``root``.
 
     If ``root`` is a loss, backward is called for it. The scaler multiplies losses as that of the
-    run does; None for losses without a scale.
+    run does; None for losses without a scale. The modules begin without gradients.
     """
     made: dict[KeptCall, list[Tensor]] = {}
-    is_scaled = any(call.function is scale for call in calls)
-    for module in {call.function for call in calls if is_model(call.function)}:
+    for module in modules:
         module.zero_grad()
+    is_scaled = any(call.function is scale for call in calls)
     for call in calls:
         by_run = scaler if call.function is scale else None
         if by_run is None and call.name == "backward" and not is_scaled:
@@ -303,9 +337,11 @@ def _again(
     at = call.at  # noqa: F841 - read from here, see CALLED_AGAIN
     if call.random is not None:
         call.random.restore()
-    for buffer, values in call.buffers:
+    for module, name, buffer, values in call.buffers:
         with torch.no_grad():
             buffer.copy_(values)
+        if getattr(module, name) is not buffer:  # the call has set another one
+            setattr(module, name, buffer)
     function: Callable[..., Any] = call.function
     if isinstance(function, nn.Module) and function.training != call.is_training:
         function.train(call.is_training)

@@ -101,6 +101,7 @@ class FoundModules(RunningModules):
 
     Attributes:
         outermost: The model as it is called, None before its first call.
+        others: The other modules that were called outside of modules.
         on_output: Called with what a module returns that no other module has called.
         model: The same without its wrapper for replication; its names are used.
     """
@@ -110,6 +111,7 @@ class FoundModules(RunningModules):
     ) -> None:
         super().__init__(None)
         self._known = list(known)
+        self.others: list[nn.Module] = []
         self.model: nn.Module | None = None
         self.outermost: nn.Module | None = None
         self._undo, self._thread = undo, threading.get_ident()
@@ -126,6 +128,7 @@ class FoundModules(RunningModules):
                 self._take(next(whole, module))
             else:
                 self._undo.note_model(module)
+                self.others.append(module)
                 self.add(module, type(module).__name__)
         super()._enter(module, given)
 

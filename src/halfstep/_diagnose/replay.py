@@ -58,8 +58,9 @@ class Replayer:
     Args:
         step: Runs the step.
         model: The model, if it is known.
-        may_end_early: Whether a replay may end before the backward pass of a loss that is bad by
-            itself. Not in a function of the user's: it may have a hook or a flag to put back.
+        is_kept: Whether the step repeats kept calls, after they ran: it begins without gradients,
+            and may end before the backward pass of a loss that is bad by itself. A function of the
+            user's may not: it may have a hook or a flag to put back.
 
     Attributes:
         model: The model whose names are used; known after the first replay at the latest.
@@ -67,9 +68,9 @@ class Replayer:
     """
 
     def __init__(
-        self, step: Callable[[], object], model: nn.Module | None, *, may_end_early: bool = False
+        self, step: Callable[[], object], model: nn.Module | None, *, is_kept: bool = False
     ) -> None:
-        self.may_end_early = may_end_early
+        self.is_kept = is_kept
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
@@ -122,11 +123,11 @@ class Replayer:
             mode = self._mode = ObserverMode(modules, undo, observer, is_alone=True)
             with ExitStack() as stack:
                 stack.callback(patches.undo)
-                if self.may_end_early:
+                if self.is_kept:
                     _stop_when_settled(patches, observer, run)
-                watch_backward(patches, observer)
+                watch_backward(patches, observer, begins_without=self.is_kept)
                 _suspend_optimizers(patches, observer)
-                scaled = _scaled(patches, mode, run, variant.scale, self.may_end_early)
+                scaled = _scaled(patches, mode, run, variant.scale, self.is_kept)
                 stack.enter_context(scaled)
                 run.entered = stack.enter_context(autocast_as(variant, self.model, patches))
                 stack.enter_context(mode.active())
@@ -139,6 +140,7 @@ class Replayer:
                 except Exception as error:  # of the step; the caller decides
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
+            self._owners += [each for each in modules.others if each not in self._owners]
             self._mode = None
             yield run
 
@@ -208,12 +210,19 @@ def _stop_when_settled(patches: Patches, observer: OpObserver, run: StepRun) -> 
     patches.wrap(torch.autograd, "backward", _here(backward))
 
 
-def watch_backward(patches: Patches, observer: OpObserver) -> None:
-    """Show an observer the losses that start backward passes, and the gradients at their end."""
+def watch_backward(patches: Patches, observer: OpObserver, *, begins_without: bool = False) -> None:
+    """Show an observer the losses that start backward passes, and the gradients at their end.
+
+    If it ``begins_without``, the first pass that reaches a leaf finds no gradient there.
+    """
+    reached: dict[int, Tensor] = {}
 
     def backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         leaves = autograd.leaves_of(list(tensors_in([tensors])))
         observer.undo.note_grads(leaves)
+        for leaf in leaves:
+            if begins_without and id(leaf) not in reached:
+                reached[id(leaf)], leaf.grad = leaf, None
         _see_losses(observer, [tensors])
         with _seen_before_hooks(observer, leaves):
             original(tensors, *args, **kwargs)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfstep._common.machine import RandomStates, accelerators
-from halfstep._pytorch import autograd, distributed, storages
+from halfstep._pytorch import autograd, distributed, modes, storages
 from halfstep._pytorch.storages import ByMemory
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.optimizers import members
@@ -92,8 +92,9 @@ class UndoLog:
 
     def note_grads(self, leaves: Iterable[Tensor]) -> None:
         """Keep the ``grad`` of leaves, which may be set."""
-        for leaf in leaves:
-            self._grads.setdefault(id(leaf), (leaf, leaf.grad))
+        with modes.no_function_modes():  # one that casts would show those of a copy
+            for leaf in leaves:
+                self._grads.setdefault(id(leaf), (leaf, leaf.grad))
 
     def note_model(self, model: nn.Module) -> None:
         """Keep the attributes of the modules of a model, and the ``grad`` of its parameters."""
@@ -107,7 +108,8 @@ class UndoLog:
                 distributed.keep_buckets(module)
             self.note_grads(module.parameters(recurse=False))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-                self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
+                with modes.no_function_modes():  # as above
+                    self._data.setdefault(id(tensor), (tensor, tensor.data, tensor.requires_grad))
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Keep the groups and the state of an optimizer, and the ``grad`` of its parameters."""

@@ -214,12 +214,8 @@ def _is_finite_with(
     def changed(number: int, edit: Edit, slot: int | str, value: Any) -> Any:
         return evaluated(_text(edit, name, slot, value), value)
 
-    def same(saved: Tensor) -> Tensor:
-        return saved
-
     random = RandomStates(accelerators())
-    # Hooks of its own keep it from those around it: a checkpoint counts what is saved.
-    hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
+    hooks = autograd.saving_as_always()  # a checkpoint counts what is saved
     try:
         with modes.no_function_modes(), modes.unseen_by_modes(), hooks:
             args, kwargs = map_plain(alone, (args, kwargs))

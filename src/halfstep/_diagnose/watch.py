@@ -33,7 +33,6 @@ from halfstep._diagnose.kept_calls import (
     copied_from,
     is_model,
     needed_for,
-    step_of,
     weights_of,
 )
 from halfstep._diagnose.live import LiveTrace
@@ -122,6 +121,7 @@ class Watch:
         self._num_steps = self._num_by_hand = 0
         self._is_scaled = self._was_finite = self._came_from_elsewhere = False
         self._is_bad = self._is_trial = self._is_leaving = self._is_stopping = False
+        self._is_spoiled = False  # a step was taken with bad gradients
         self.is_ending = False
         self._loss_scaler: GradScaler | None = None
         self._losses: list[Tensor] = []
@@ -217,8 +217,10 @@ class Watch:
         calls = [] if made is None else needed_for([made.call])
         if made is None or not any(each.has_grad and is_model(each.function) for each in calls):
             return
-        self._is_leaving = True
         was_taken = self._capture.log.is_old(made.call)  # it was read after the step
+        if was_taken and not self._was_finite:
+            return  # of a step that was diagnosed when it went bad
+        self._is_leaving = True
         self._num_steps -= was_taken
         self._look([made.call], None, root=made)
         self._was_finite = self._is_leaving = False
@@ -285,6 +287,7 @@ class Watch:
         if self._capture.ends:
             if optimizer is not None:
                 self._count(optimizer)
+            self._is_spoiled |= self._is_bad
             self._end_step(None, is_bad=False)
 
     def _count(self, optimizer: Optimizer) -> None:
@@ -330,6 +333,7 @@ class Watch:
             elif is_bad:
                 self._look(self._capture.ends, scale)
             self._was_finite = not (is_bad or self._is_bad)
+            self._is_spoiled &= not self._was_finite
         finally:
             self._num_steps += 1
             self._is_bad, self._left_out = False, None
@@ -382,7 +386,7 @@ class Watch:
         if why_not_replayed(calls, model) is not None or not has_nan(model):
             return False
         self._num_checked += 1
-        return is_bad_in_float32(step_of(calls, None, 1.0), model)
+        return is_bad_in_float32(calls, model)
 
     @property
     def _step(self) -> int:
@@ -436,7 +440,8 @@ class Watch:
             notes = (*notes, f"the loop itself wrote a number that is not finite: {line}")
         found = replace(found, notes=(*found.notes, *notes))
         self.notes.clear()
-        if self.found and not self._was_finite and _is_of_the_model(found):
+        is_left = self._is_spoiled or (not self._was_finite and _is_of_the_model(found))
+        if self.found and is_left and found.verdict == "data":
             return  # a bad step, whose cause was told, has left it
         if all(_place(found) != _place(known) for known in self.found):
             self.found.append(found)
@@ -446,7 +451,7 @@ class Watch:
 def _is_of_the_model(found: Diagnosis) -> bool:
     """Return whether a parameter or a buffer was bad before the step."""
     inputs = () if found.bad is None else found.bad.inputs
-    return found.verdict == "data" and any(operand.name == found.tensor for operand in inputs)
+    return any(operand.name == found.tensor for operand in inputs)
 
 
 def _place(found: Diagnosis) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -101,6 +101,17 @@ def saves_as_always() -> bool:
     autograd: Any = torch._C._autograd
     has_hooks = autograd._top_saved_tensors_default_hooks(True) is not None
     return not has_hooks and bool(autograd._saved_tensors_hooks_is_enabled())
+
+
+def saving_as_always() -> AbstractContextManager[object]:
+    """Keep hooks around a block, such as those of a checkpoint, from what is saved in it."""
+
+    def same(saved: torch.Tensor) -> torch.Tensor:
+        return saved
+
+    # torch.func knows no hooks.
+    is_free = saves_as_always()
+    return nullcontext() if is_free else torch.autograd.graph.saved_tensors_hooks(same, same)
 
 
 # Where ``apply`` of every class of torch.autograd.Function ends up. Up to 2.13 that of the class

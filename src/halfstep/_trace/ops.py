@@ -57,7 +57,7 @@ def device_of(given: list[Tensor], kwargs: dict[str, Any]) -> str:
 
 def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return the dtype if an op casts from a floating dtype to another, else None."""
-    if func is torch.ops.aten._to_copy.default:
+    if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):  # or a number
         source, to = args[0].dtype, kwargs.get("dtype") or args[0].dtype
     elif func is torch.ops.aten.copy_.default:
         source, to = args[1].dtype, args[0].dtype
