@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfstep._master_weights import stores
 from halfstep._master_weights.stores import (
     KEEPING,
     PIECE,
@@ -165,6 +166,23 @@ def test_chance_is_right_on_average(dtype: torch.dtype, number: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_chance_is_that_of_every_distance(dtype: torch.dtype) -> None:
+    """All distances from the number below, each as often; and the bits of neighbours differ."""
+    lost = 16 if dtype is BF16 else 13
+    distances = torch.arange(1 << lost, dtype=torch.int32)
+    weight = (distances + 0x3F800000).view(torch.float32).repeat((1 << 22) >> lost)
+    param, _ = narrowed(Stochastic(5), weight, dtype)
+    up = (param > 1.0).view(-1, 1 << lost).double().mean(0)
+    for lane in range(4):  # four numbers are drawn at a time
+        shares = up[lane::4].view(64, -1).mean(1)
+        expected = (torch.arange(64) + 0.5) / 64
+        assert (shares - expected).abs().max() < 0.02
+    half = torch.full((1 << 18,), 1.0 + torch.finfo(dtype).eps / 2)
+    ups = (narrowed(Stochastic(6), half, dtype)[0] > 1.0).double().view(-1, 4).T - 0.5
+    assert ((4 * ups @ ups.T / ups.shape[1]) - torch.eye(4)).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_chance_leaves_what_the_dtype_has(dtype: torch.dtype) -> None:
     numbers = all_numbers(dtype)
     param, _ = narrowed(Stochastic(), numbers.float(), dtype)
@@ -176,10 +194,12 @@ def test_chance_keeps_finite_weights_finite(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
     weight = torch.tensor([3.4e38, -3.4e38, largest * 1.0001, math.inf, -math.inf, math.nan])
     for seed in range(50):
-        param, _ = narrowed(Stochastic(seed), weight, dtype)
-        assert param[:3].tolist() == [largest, -largest, largest]
-        assert param[3:5].tolist() == [math.inf, -math.inf]
-        assert param[5].isnan()
+        together, _ = narrowed(Stochastic(seed), weight, dtype)
+        alone = [narrowed(Stochastic(seed), each, dtype)[0] for each in weight.split(1)]
+        for param in (together, torch.cat(alone)):
+            assert param[:3].tolist() == [largest, -largest, largest]
+            assert param[3:5].tolist() == [math.inf, -math.inf]
+            assert param[5].isnan()
 
 
 def test_bits_of_chance_depend_on_seed_step_and_shard() -> None:
@@ -208,6 +228,43 @@ def test_chance_goes_on_within_a_step() -> None:
     assert not torch.equal(first, second)
     store.begin(7, 0)
     assert torch.equal(narrowed(store, weight, BF16)[0], first)
+
+
+@pytest.mark.parametrize("kind", STORES.values(), ids=STORES)
+@pytest.mark.parametrize("is_special", [False, True])
+def test_looking_for_special_numbers_changes_nothing(
+    kind: type[Store], is_special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left out where a look finds none is done on devices, which are not looked at."""
+    weight = weights(1 << 18) if is_special else torch.randn(3 * PIECE // 2)
+    for dtype in kind.dtypes:
+        found = []
+        for looks in (True, False):
+            with monkeypatch.context() as patch:
+                if not looks:
+                    for name in ("_may_hold_nan", "_may_exceed", "_may_differ"):
+                        patch.setattr(stores, name, lambda *_: True)
+                store = kind()
+                param, kept = narrowed(store, weight, dtype)
+                param[::7] *= 2  # somebody writes to it
+                found.append((param, widened(store, param, kept)))
+        for one, other in zip(*found, strict=True):
+            assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_kahan_drops_the_rest_of_another_number(dtype: torch.dtype) -> None:
+    """Against a sum one by one."""
+    weight = torch.cat([weights(2000), torch.randn(2000)])
+    param, kept = narrowed(Kahan(), weight, dtype)
+    assert kept is not None
+    assert kept.isfinite().all()
+    param[::3] = all_numbers(dtype)[torch.randint(1 << 16, param[::3].shape)]
+    found = widened(Kahan(), param, kept)
+    for number, rest, weight in zip(param.float(), kept.float(), found, strict=True):
+        is_rest = (number + 0.99 * rest).to(dtype) == number.to(dtype)
+        expected = number + (rest if is_rest else 0.0)
+        assert same_bits(weight, expected)
 
 
 @pytest.mark.parametrize("store", [kind() for kind in STORES.values()], ids=STORES)

@@ -99,7 +99,9 @@ class Float32(Store):
         """Return what is kept, with the parameter where it is not what that rounds to."""
         assert kept is not None
         for low, wide in _pieces(param, kept):
-            torch.where(wide.to(low.dtype) == low, wide, low.float(), out=wide)
+            rounded = wide.to(low.dtype)
+            if _may_differ(rounded, low):
+                torch.where(rounded == low, wide, low.float(), out=wide)
         return kept
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
@@ -127,17 +129,20 @@ class Kahan(Store):
         """Add the two, where the sum rounds to the parameter."""
         assert kept is not None
         for low, left, wide in _pieces(param, kept, weight):
+            number, rest = low.float(), left.float()
             # Half a unit, to which the rest may have been rounded, may round to the next number.
-            is_rest = torch.add(low.float(), left.float(), alpha=0.99).to(low.dtype) == low
-            torch.add(low.float(), torch.where(is_rest, left.float(), 0.0), out=wide)
+            near = torch.add(number, rest, alpha=0.99).to(low.dtype).float()
+            is_rest = torch.eq(near, number, out=near)  # 0 and 1: four times as fast as booleans
+            torch.addcmul(number, rest, is_rest, out=wide)
         return weight
 
     def narrow_(self, weight: Tensor, param: Tensor, kept: Tensor | None, shard: str) -> None:
         assert kept is not None
         for wide, low, left in _pieces(weight, param, kept):
             low.copy_(wide)
-            left.copy_(wide - low)
-            left.nan_to_num_(nan=0.0)  # inf less inf
+            number = low.float()
+            rest = torch.sub(wide, number, out=number)
+            left.copy_(rest.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))  # beside inf
 
 
 class Stochastic(Store):
@@ -200,21 +205,33 @@ def _rounded_by_chance(weight: Tensor, dtype: torch.dtype, generator: torch.Gene
     weights become that one.
     """
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
-    finite = weight.clamp(-largest, largest)
-    _settle_nan_(finite)
+    has_larger = _may_exceed(weight, largest)
+    finite = weight
+    if has_larger:
+        finite = weight.clamp(-largest, largest)
+        _settle_nan_(finite)
     num_lost = 16 if dtype is torch.bfloat16 else 13
-    noise = torch.randint(
-        1 << num_lost, weight.shape, generator=generator, device=weight.device, dtype=torch.int32
-    )
+    noise = _noise(weight, num_lost, generator)
     # Adding to the bits carries to the next number with the chance that it is nearer by.
-    rounded = (finite.view(torch.int32) + noise).bitwise_and_(-(1 << num_lost)).view(torch.float32)
+    bits = noise + finite.view(torch.int32)
+    rounded = bits.bitwise_and_(-(1 << num_lost)).view(torch.float32)
     if dtype is torch.float16:
         # Below its smallest normal number float16 goes in steps of equal size.
         step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-        chance = noise.float() / (1 << num_lost)
-        counted = ((finite / step + chance).floor_() * step).copysign_(finite)
+        counted = ((finite / step + noise / (1 << num_lost)).floor_() * step).copysign_(finite)
         rounded = torch.where(finite.abs() < smallest, counted, rounded)
-    return torch.where(weight.isinf(), weight, rounded)
+    return torch.where(weight.isinf(), weight, rounded) if has_larger else rounded
+
+
+def _noise(like: Tensor, num_bits: int, generator: torch.Generator) -> Tensor:
+    """Return random numbers of up to 16 bits, in int32."""
+    size, top, device = like.numel(), 1 << num_bits, like.device
+    if device.type != "cpu":
+        return torch.randint(top, (size,), generator=generator, device=device, dtype=torch.int32)
+    # To draw takes longer than all the rest: 64 bits at a time are four numbers.
+    drawn = torch.empty(-(-size // 4), dtype=torch.int64)
+    drawn.random_(-(1 << 63), None, generator=generator)
+    return drawn.view(torch.int16)[:size].int().bitwise_and_(top - 1)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -228,6 +245,22 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _may_hold_nan(wide: Tensor) -> bool:
     """Return whether there may be a NaN: always, where looking would wait for the device."""
     return wide.device.type != "cpu" or math.isnan(wide.sum().item())
+
+
+def _may_exceed(wide: Tensor, largest: float) -> bool:
+    """Return whether a number may be larger, inf or NaN: always, where looking would wait."""
+    if wide.device.type != "cpu" or wide.numel() == 0:
+        return True
+    low, high = wide.aminmax()
+    return not (low.item() >= -largest and high.item() <= largest)
+
+
+def _may_differ(one: Tensor, other: Tensor) -> bool:
+    """Return whether a number of 16 bits may differ: always, where looking would wait."""
+    if one.device.type != "cpu" or one.numel() == 0:
+        return True
+    low, high = (one.view(torch.int16) - other.view(torch.int16)).aminmax()
+    return low.item() != 0 or high.item() != 0
 
 
 def _settle_nan_(wide: Tensor) -> None:
