@@ -3,10 +3,12 @@
 import copy
 import gc
 import io
+import pickle
 import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -900,6 +902,52 @@ def test_chance_goes_on_after_loading() -> None:
     assert torch.equal(whole.weight, second.weight)
 
 
+def test_state_is_loaded_while_a_model_is_float32() -> None:
+    """What was kept would be cast to float32 then, where nothing can be made of it later."""
+    model = linear()
+    optimizer = master_weights(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for dtype in (BF16, torch.float32, BF16):
+        model.to(dtype)
+        optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.state[model.weight]["master_remainder"].dtype is torch.int16
+
+
+def pickled(values: Any) -> Any:
+    return pickle.loads(pickle.dumps(values))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, LowMomentum])
+def test_a_copy_goes_on(kind: Any, store: Any, copied: Callable[[Any], Any]) -> None:
+    """As the original does, which does not notice."""
+    generator = torch.Generator().manual_seed(5) if store == "stochastic" else None
+    model = linear()
+    optimizer = master_weights(kind(model.parameters()), store, "float32", generator)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    again, other = copied((model, optimizer))
+    assert type(other) is kind
+    for each, stepped in ((model, optimizer), (again, other)):
+        for seed in (1, 2):
+            stepped.zero_grad()
+            loss_of(each, seed).backward()
+            assert each.weight.grad is not None
+            assert each.weight.grad.dtype is torch.float32
+            stepped.step()
+    assert_same(list(model.parameters()), list(again.parameters()))
+    assert optimizer.state_dict().keys() == other.state_dict().keys()
+    kept = (each.state[param] for each, param in ((optimizer, model.weight), (other, again.weight)))
+    for one, two in zip(*map(dict.values, kept), strict=True):
+        assert torch.equal(one, two)
+        assert one.dtype is two.dtype
+    with pytest.raises(ValueError, match="has master weights already"):
+        master_weights(other)
+
+
 def test_a_state_that_was_loaded_too_early_is_refused() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -915,23 +963,22 @@ def test_a_state_that_was_loaded_too_early_is_refused() -> None:
 
 
 @pytest.fixture
-def many() -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[int]]:
+def many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[int]]:
     """Forty parameters of an SGD, and how many entries were float32 at each call of its kernel."""
     params = [nn.Parameter(torch.ones(100, dtype=BF16)) for _ in range(40)]
     sizes: list[int] = []
 
-    class Seen(torch.optim.SGD):
-        pass
+    kernels = sys.modules[torch.optim.SGD.__module__]
+    original = kernels.sgd
 
-    Seen.__module__, Seen.__name__ = torch.optim.SGD.__module__, "SGD"
-    original = Seen.step.__wrapped__  # type: ignore[attr-defined]
-
-    def step(self: Any, closure: Any = None) -> Any:
+    def sgd(*args: Any, **kwargs: Any) -> None:
         sizes.append(sum(param.numel() for param in params if param.dtype is torch.float32))
-        return original(self, closure)
+        original(*args, **kwargs)
 
-    Seen.step = step  # type: ignore[method-assign, assignment]
-    return params, Seen(params[:20], lr=0.1), sizes
+    monkeypatch.setattr(kernels, "sgd", sgd)
+    return params, torch.optim.SGD(params[:20], lr=0.1), sizes
 
 
 def test_a_tenth_is_float32_at_a_time(many: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -941,7 +988,7 @@ def test_a_tenth_is_float32_at_a_time(many: Any, monkeypatch: pytest.MonkeyPatch
     master_weights(optimizer)
     give_gradients(params, 0, share=1.0)
     optimizer.step()
-    assert sizes == [400] * 10
+    assert sizes == [400] * 20  # each time for both groups
     assert all((param != 1.0).any() for param in params)
     assert [len(group["params"]) for group in optimizer.param_groups] == [20, 20]
 
@@ -1023,6 +1070,27 @@ def test_all_are_float32_where_another_step_was_put(many: Any) -> None:
     give_gradients(params, 0, share=1.0)
     optimizer.step()
     assert sizes == [2000]
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_all_are_float32_where_another_step_is_that_of_the_class(
+    many: Any, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAST", 1)
+    params, optimizer, sizes = many
+    original, calls = torch.optim.SGD.step, []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+
+    def step(*args: Any) -> Any:
+        calls.append("step")
+        return (original if is_wrapped else original.__wrapped__)(*args)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch.optim.SGD, "step", wraps(original)(step) if is_wrapped else step)
+    master_weights(optimizer)
+    give_gradients(params, 0, share=1.0)
+    optimizer.step()
+    assert sizes == [2000]
+    assert sorted(calls) == ["hook", "step"]
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from functools import wraps
 from itertools import chain, groupby
 from operator import methodcaller
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -142,9 +142,7 @@ def master_weights(
         raise ValueError(f"store={store!r}: one of {', '.join(map(repr, STORES))}")
     seed = 0 if generator is None else generator.initial_seed()
     made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
-    masters = MasterWeights(made, float32_gradients=gradients == "float32")
-    masters.take(optimizer)
-    _MASTERS[optimizer] = masters
+    MasterWeights(made, float32_gradients=gradients == "float32").take(optimizer)
     return optimizer
 
 
@@ -180,15 +178,16 @@ class MasterWeights:
                     "had master weights, and PyTorch has rounded what was kept of them. Call "
                     "master_weights() first, and then load_state_dict()"
                 )
-        for param in parameters(optimizer):
-            self._widen_state(optimizer, param)
+        self._widen_states(optimizer)
         self._take_step(optimizer)
         self._take_methods(optimizer)
         self._take_groups(optimizer)
+        self._take_copies(optimizer)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
         self._number_step(optimizer, 0)
+        _MASTERS[optimizer] = self
 
     # Calls are replaced on the instance, as schedulers and accelerate do it. Hooks of the step are
     # not enough: nothing would put the parameters back after one that raises, for want of memory.
@@ -230,6 +229,16 @@ class MasterWeights:
                 raise
 
         _replace(optimizer, "add_param_group", add_param_group)
+
+    def _take_copies(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let copies, by ``copy`` and ``pickle``, have master weights too."""
+
+        def reduce(optimizer: torch.optim.Optimizer, protocol: SupportsIndex) -> tuple[Any, ...]:
+            # What one without master weights returns: none of its attributes is saved.
+            parts = type(optimizer).__reduce_ex__(optimizer, protocol)
+            return _copied, (self.store.name, self._float32_gradients, parts)
+
+        _replace(optimizer, "__reduce_ex__", reduce)
 
     def _served(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
@@ -306,7 +315,7 @@ class MasterWeights:
     ) -> Any:
         """Step in chunks, if that is the same."""
         has_closure = any(map(callable, (*args[:1], kwargs.get("closure"))))
-        if has_closure or not _steps_one_at_a_time(optimizer):
+        if has_closure or not _steps_one_at_a_time(optimizer, step):
             return self._step_at_once(optimizer, step, *args, **kwargs)
         groups = optimizer.param_groups
         before = [group["params"] for group in groups]
@@ -356,7 +365,7 @@ class MasterWeights:
     def _before_load(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Note the state of lower parameters, which PyTorch casts to their dtype.
+        """Note the state of lower parameters: PyTorch casts all state to the parameter's dtype.
 
         It gets what the optimizer has made, which ``__setstate__`` may ask for, and nothing else.
         """
@@ -364,8 +373,9 @@ class MasterWeights:
         saved = dict(state_dict["state"])
         self._loaded = {}
         for id, param in zip(ids, parameters(optimizer), strict=False):
-            if param.dtype in self.store.dtypes and id in saved:
-                self._loaded[builtins.id(param)] = saved[id]
+            if id in saved:
+                if param.dtype in self.store.dtypes:
+                    self._loaded[builtins.id(param)] = saved[id]
                 saved[id] = {key: each for key, each in saved[id].items() if key not in _KEYS}
         return state_dict | {"state": saved}
 
@@ -381,20 +391,29 @@ class MasterWeights:
                 if key == Split.key:
                     state[key] = state[key].short()
         self._loaded = {}
+        self._widen_states(optimizer)
+
+    def _widen_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make state float32 that was made without master weights.
+
+        With them, what is of lower precision is so by the optimizer's choice.
+        """
         for group in optimizer.param_groups:
             for param in group["params"]:
-                # With master weights, what is of lower precision is so by the optimizer's choice.
-                has_masters = STEPS in group or not _KEYS.isdisjoint(optimizer.state.get(param, {}))
-                if not has_masters:
-                    self._widen_state(optimizer, param)
+                state = optimizer.state.get(param, {})
+                has_masters = STEPS in group or not _KEYS.isdisjoint(state)
+                if param.dtype in self.store.dtypes and not has_masters:
+                    for key, value in state.items():
+                        state[key] = _map_state(_widened, value)
 
-    def _widen_state(self, optimizer: torch.optim.Optimizer, param: Tensor) -> None:
-        """Make state float32 that was made without master weights."""
-        if param.dtype in self.store.dtypes and param in optimizer.state:
-            state = optimizer.state[param]
-            for key, value in state.items():
-                if key not in _KEYS:
-                    state[key] = _map_state(_widened, value)
+
+def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer with master weights; the seed of chance is in its groups."""
+    make, args, state, *_ = parts
+    optimizer: torch.optim.Optimizer = make(*args)
+    optimizer.__setstate__(state)
+    MasterWeights(STORES[store](), float32_gradients=float32_gradients).take(optimizer)
+    return optimizer
 
 
 def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -522,9 +541,12 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOWER else tensor
 
 
-def _steps_one_at_a_time(optimizer: torch.optim.Optimizer) -> bool:
+def _steps_one_at_a_time(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim.") and kind.__name__ in ONE_AT_A_TIME
+    # A program may have put a function of its own into the class.
+    modules = kind.__module__, getattr(step, "__globals__", {}).get("__name__", "")
+    is_pytorch = all(module.startswith("torch.optim.") for module in modules)
+    return is_pytorch and kind.__name__ in ONE_AT_A_TIME
 
 
 def _chunks(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:

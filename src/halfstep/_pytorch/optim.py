@@ -54,7 +54,11 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] |
     there: Any = vars(optimizer).get("step")
     if there is not None and not (_is_schedulers(there) and there.__wrapped__ is own):
         return None
-    return MethodType(own.__wrapped__ if is_hooked(type(optimizer)) else own, optimizer)
+    if is_hooked(type(optimizer)):
+        if getattr(own, "__code__", None) is not _STEP_CODE:
+            return None  # put there since, with functools.wraps: it calls the hooked one
+        own = own.__wrapped__
+    return MethodType(own, optimizer)
 
 
 def tell_scheduler(optimizer: torch.optim.Optimizer) -> None:
