@@ -133,6 +133,28 @@ def test_a_parameter_that_was_bad_before() -> None:
     assert "layers.2.bias" in found.cure.text
 
 
+def test_gradients_left_of_a_bad_step_hide_no_cure() -> None:
+    model, x = Tower(1e6), torch.randn(4, 8)
+
+    def step() -> Tensor:
+        with halfstep.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    step()
+    left = [param.grad for param in model.parameters()]
+    found = halfstep.diagnose(step, model=model)
+    assert any("gradients of an earlier step" in note for note in found.notes)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), left, strict=True))
+    model.zero_grad()
+    fresh = halfstep.diagnose(step, model=model)
+    assert fresh.notes == ()
+    assert (found.verdict, found.bad, found.cure) == (fresh.verdict, fresh.bad, fresh.cure)
+    assert found.cure is not None
+    assert found.cure.is_finite
+
+
 def test_plain_torch_autocast_and_its_scaler() -> None:
     model, x = Tower(), torch.randn(4, 8)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)

@@ -252,6 +252,7 @@ def judge(
     replayer: Replayer, found: Scan, blame: Blame, bad: BadOp, call: UserCall | None
 ) -> Judgement:
     """Return the verdict on a step, and its cure, from replays of it."""
+    replayer.drop_bad_gradients()
     run, trial = found.run, CureTrial(replayer, found.run)
     wide: Scan | None = None
     is_half = not run.entered and half_of(replayer.modules) is not None

@@ -26,6 +26,7 @@ from halfstep._diagnose.observer import FoundModules, ObserverMode, OpObserver
 from halfstep._diagnose.undo import UndoLog
 from halfstep._diagnose.user_code import owners_in
 from halfstep._diagnose.variant import EnteredAutocast, Variant, autocast_as
+from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import amp, autograd, modes
 from halfstep._scaler import GradScaler
 from halfstep._scaler.access import begin_anew, unobserved
@@ -46,6 +47,11 @@ class StepRun:
     entered: list[EnteredAutocast] = field(default_factory=list)
     error: Exception | None = None
     scaling: list[range] = field(default_factory=list)
+
+
+LEFT_GRADIENTS = (
+    "gradients of an earlier step were inf or NaN: cures were tried without them; call zero_grad()"
+)
 
 
 class Replayer:
@@ -74,6 +80,7 @@ class Replayer:
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
+        self._drops_bad_gradients = False
         self.num_replays = 0
         self.notes: list[str] = []
         self._begun = time.perf_counter()
@@ -87,6 +94,16 @@ class Replayer:
         """The modules whose state is kept from the beginning of a replay."""
         found = [self._outermost, *(o for o in self._owners if isinstance(o, nn.Module))]
         return [module for module in found if module is not None]
+
+    def drop_bad_gradients(self) -> None:
+        """Begin the replays from here on without gradients from before that are not finite.
+
+        They are left of an earlier bad step, and no cure of this one would make them finite.
+        """
+        gradients = (p.grad for module in self.modules for p in module.parameters())
+        if any(grad is not None and not is_finite(grad) for grad in gradients):
+            self._drops_bad_gradients = True
+            self.notes.append(LEFT_GRADIENTS)
 
     def num_ops(self) -> int:
         return 0 if self._mode is None else self._mode.num_ops
@@ -117,6 +134,12 @@ class Replayer:
                     undo.note_optimizer(owner)
                 else:
                     undo.note_model(owner)
+            if self._drops_bad_gradients:
+                for module in self.modules:
+                    undo.note_model(module)
+                for leaf, grad in undo.grads():
+                    if grad is not None and not is_finite(grad):
+                        leaf.grad = None
             outer.enter_context(replaying())
             owners = (owner for owner in self._owners if isinstance(owner, nn.Module))
             modules = FoundModules(self._outermost, undo, owners)
