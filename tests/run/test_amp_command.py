@@ -396,6 +396,29 @@ def test_torch_func() -> None:
     assert "Linear.forward runs under autocast" in run(script)[0]
 
 
+def test_gradients_that_no_scaled_pass_has_made_are_stepped_if_they_are_finite() -> None:
+    model, seen = nn.Linear(4, 1), []
+    params = dict(model.named_parameters())
+
+    def script() -> None:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return torch.func.functional_call(model, params, x).sum()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for value in (1.0, float("nan"), 2.0):
+            for name, grad in torch.func.grad(loss)(params, torch.full((3, 4), value)).items():
+                params[name].grad = grad
+            optimizer.step()
+            seen.append(model.weight.detach().clone())
+
+    said = run(script)
+    assert torch.equal(seen[0], seen[1])
+    assert seen[2].isfinite().all()
+    assert not torch.equal(seen[1], seen[2])
+    assert sum("SGD.step takes gradients that no scaled backward pass has made" in s for s in said)
+    assert any(s.endswith("Linear.forward runs under autocast; no loss is scaled") for s in said)
+
+
 # --- what is said ---------------------------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ from halfstep._run.amp_script import ScriptState
 from halfstep._scaler import GradScaler, access
 from halfstep._scaler.after_step import DueSchedules, snapshot_of
 from halfstep._scaler.closures import UnusableEvaluationError, split_closure
-from halfstep._scaler.gradients import NONE, parameters
+from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.guard import GuardScaler
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
 
@@ -189,8 +189,7 @@ class ScaledSteps:
             running.unscale_(parameters(optimizer))
         found = self._fresh.take(optimizer)
         if found is None:
-            # The script made the gradients itself, or there are none.
-            return original(optimizer, *args, **kwargs)
+            return self._take_unscaled(original, optimizer, args, kwargs)
         self._script.note_step(optimizer)
         if access.has_stepped(self._scaler, optimizer):
             self._scaler.update()
@@ -201,6 +200,21 @@ class ScaledSteps:
         check.gradients = NONE  # the script owns their memory
         self._finish(optimizer, was_called)
         return result
+
+    def _take_unscaled(
+        self, original: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> Any:
+        """Step without gradients, or with such as no scaled pass has made, if they are finite.
+
+        Sync: one, with gradients.
+        """
+        gradients = collect(parameters(optimizer))
+        if gradients.grads:
+            self._script.note_unscaled(optimizer)
+            if any(flag.item() for flag in gradients.check().values()):
+                self._schedules.note(optimizer, False)
+                return None
+        return original(optimizer, *args, **kwargs)
 
     def _take_with(
         self, closure: StepFunction, optimizer: Optimizer, args: Any, kwargs: Any

@@ -27,6 +27,7 @@ class ScriptState:
         self.optimizers: dict[str, int] = {}
         self.schedules: dict[str, None] = {}
         self.has_backward = self.has_scaled = self.has_own_autocast = False
+        self.has_unscaled = False
         self.is_by_hand = False  # until there is an optimizer
         self._option, self._print = _OPTION[dtype], say
         self._said: set[str] = set()
@@ -79,6 +80,16 @@ class ScriptState:
         if steps and self.modules:
             self._sum_up()
 
+    def note_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step with gradients that are not of a scaled backward pass."""
+        if not self.has_scaled:
+            self.has_unscaled = True
+            self.say_once(
+                f"{name(optimizer)}.step takes gradients that no scaled backward pass has made "
+                "(torch.func, create_graph=True or by hand): small ones may be zero, and it leaves "
+                "out those with inf or NaN; --amp bf16 needs no scale"
+            )
+
     def end(self) -> None:
         """Print the remaining messages at the end of the script."""
         if not self.is_on or self.is_by_hand:
@@ -103,6 +114,9 @@ class ScriptState:
         if not self.is_scaling:
             if not self.optimizers:
                 yield "no optimizer step was seen"
+            return
+        if self.has_unscaled and not self.has_scaled:
+            yield "no loss is scaled"
             return
         if not self.has_backward and not self.optimizers:
             yield "no backward pass and no optimizer step were seen"
