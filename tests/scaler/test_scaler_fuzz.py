@@ -29,6 +29,7 @@ import torch
 from tests.scaler.saved import opened
 from torch import Tensor
 
+from halfstep._common.numbers import power
 from halfstep._scaler import GradScaler
 from halfstep._scaler.earlier_norms import NUM_STEPS
 from halfstep._scaler.rules import Dynamic, LogMax, Static
@@ -1152,7 +1153,7 @@ class World:
         counts = scaler.counts()
         assert (counts.taken, counts.skipped) == (state.num_taken, state.num_skipped)
         assert counts.skipped_in_a_row == state.skipped_in_a_row
-        assert f"scale={state.scale:g}" in repr(scaler)
+        assert f"scale={power(state.scale)}, " in repr(scaler)
         assert scaler.get_growth_interval() == self.rule.growth_interval
         assert scaler.get_growth_factor() == self.rule.growth_factor
         assert scaler.get_backoff_factor() == self.rule.backoff_factor
