@@ -228,7 +228,7 @@ def finding(id: str, line: int, **values: object) -> Finding:
 
 _TEXTS = {
     "clip-before-unscale": (
-        "gradients are clipped while they are still multiplied by the scale (65536 at first) of "
+        "gradients are clipped while they are still multiplied by the scale (2^16 at first) of "
         "`{scaler}`: after unscaling they are almost zero, and training looks stuck",
         "unscale before you clip, or let halfstep's `{scaler}` clip, in one pass less",
         "{scaler}.unscale_({optimizer})  # before clipping\n"
@@ -241,7 +241,7 @@ _TEXTS = {
         "",
     ),
     "loss-not-scaled": (
-        "`{scaler}.step({optimizer})` divides gradients by the scale (65536 at first), but the "
+        "`{scaler}.step({optimizer})` divides gradients by the scale (2^16 at first), but the "
         "loss of this `backward` was not multiplied by it: the updates are almost zero",
         "scale the loss whose gradients this step uses",
         "{scaler}.scale({loss}).backward()",
@@ -259,7 +259,7 @@ _TEXTS = {
         "{scaler}.step({optimizer})\n{scaler}.update()",
     ),
     "scaler-in-loop": (
-        "a new `{scaler}` is made for each step: the scale starts at 65536 every time, never "
+        "a new `{scaler}` is made for each step: the scale starts at 2^16 every time, never "
         "learns from an overflow, and the same steps are skipped again and again",
         "make one scaler before the loop, beside the optimizer",
         "",
