@@ -147,8 +147,12 @@ def test_gradients_left_of_a_bad_step_hide_no_cure() -> None:
     found = halfstep.diagnose(step, model=model)
     assert any("gradients of an earlier step" in note for note in found.notes)
     assert all(p.grad is grad for p, grad in zip(model.parameters(), left, strict=True))
-    model.zero_grad()
-    fresh = halfstep.diagnose(step, model=model)
+
+    def fresh_step() -> Tensor:
+        model.zero_grad()
+        return step()
+
+    fresh = halfstep.diagnose(fresh_step, model=model)
     assert fresh.notes == ()
     assert (found.verdict, found.bad, found.cure) == (fresh.verdict, fresh.bad, fresh.cure)
     assert found.cure is not None

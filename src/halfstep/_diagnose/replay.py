@@ -81,6 +81,7 @@ class Replayer:
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
         self._drops_bad_gradients = False
+        self._left_gradients: list[Tensor] = []  # that the step does not set to None
         self.num_replays = 0
         self.notes: list[str] = []
         self._begun = time.perf_counter()
@@ -100,8 +101,7 @@ class Replayer:
 
         They are left of an earlier bad step, and no cure of this one would make them finite.
         """
-        gradients = (p.grad for module in self.modules for p in module.parameters())
-        if any(grad is not None and not is_finite(grad) for grad in gradients):
+        if not all(map(is_finite, self._left_gradients)):
             self._drops_bad_gradients = True
             self.notes.append(LEFT_GRADIENTS)
 
@@ -164,6 +164,7 @@ class Replayer:
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
             self._owners += [each for each in modules.others if each not in self._owners]
+            self._left_gradients = [g for p, g in undo.grads() if g is not None and p.grad is g]
             self._mode = None
             yield run
 
