@@ -78,6 +78,7 @@ bench: $(READY)  ## the published figures (benchmarks/README.md)
 	$(BIN)/python benchmarks/ranks_counts.py
 	$(BIN)/python benchmarks/ranks_cost.py
 	$(BIN)/python benchmarks/half_parameters.py
+	$(BIN)/python benchmarks/architectures.py
 
 docs: $(READY)  ## the site, docs/_build/html/index.html; a warning or a failing example is an error
 	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs docs/_build/html
