@@ -80,8 +80,8 @@ class Replayer:
         self._step, self._outermost, self.model = step, model, model
         self._owners = owners_in(step)
         self._mode: ObserverMode | None = None
-        self._drops_bad_gradients = False
-        self._left_gradients: list[Tensor] = []  # that the step does not set to None
+        self._left: list[tuple[Tensor, Tensor]] = []  # gradients that the step does not take away
+        self._without_gradient: list[Tensor] = []
         self.num_replays = 0
         self.notes: list[str] = []
         self._begun = time.perf_counter()
@@ -101,8 +101,8 @@ class Replayer:
 
         They are left of an earlier bad step, and no cure of this one would make them finite.
         """
-        if not all(map(is_finite, self._left_gradients)):
-            self._drops_bad_gradients = True
+        self._without_gradient = [leaf for leaf, grad in self._left if not is_finite(grad)]
+        if self._without_gradient:
             self.notes.append(LEFT_GRADIENTS)
 
     def num_ops(self) -> int:
@@ -134,12 +134,9 @@ class Replayer:
                     undo.note_optimizer(owner)
                 else:
                     undo.note_model(owner)
-            if self._drops_bad_gradients:
-                for module in self.modules:
-                    undo.note_model(module)
-                for leaf, grad in undo.grads():
-                    if grad is not None and not is_finite(grad):
-                        leaf.grad = None
+            undo.note_grads(self._without_gradient)
+            for leaf in self._without_gradient:
+                leaf.grad = None
             outer.enter_context(replaying())
             owners = (owner for owner in self._owners if isinstance(owner, nn.Module))
             modules = FoundModules(self._outermost, undo, owners)
@@ -164,7 +161,7 @@ class Replayer:
                     run.error = error
             self._outermost, self.model = modules.outermost, modules.model
             self._owners += [each for each in modules.others if each not in self._owners]
-            self._left_gradients = [g for p, g in undo.grads() if g is not None and p.grad is g]
+            self._left = [(p, g) for p, g in undo.grads() if g is not None and p.grad is g]
             self._mode = None
             yield run
 

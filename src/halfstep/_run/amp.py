@@ -31,6 +31,8 @@ from halfstep._scaler.closures import UnusableEvaluationError, split_closure
 from halfstep._scaler.gradients import NONE, collect, parameters
 from halfstep._scaler.guard import GuardScaler
 from halfstep._scaler.optimizers import evaluates_first, handles_scale
+from halfstep._scaler.scalars import combine
+from halfstep._scaler.transition import CPU
 
 StepFunction = Callable[..., Any]
 
@@ -211,7 +213,7 @@ class ScaledSteps:
         gradients = collect(parameters(optimizer))
         if gradients.grads:
             self._script.note_unscaled(optimizer)
-            if any(flag.item() for flag in gradients.check().values()):
+            if combine(gradients.check().values(), CPU):
                 self._schedules.note(optimizer, False)
                 return None
         return original(optimizer, *args, **kwargs)
@@ -258,7 +260,7 @@ class ScaledSteps:
             found = self._fresh.take(optimizer)
             if found is not None:
                 check = access.add_check(self._scaler, optimizer, *found)
-                if any(flag.item() for flag in check.found_inf.values()):
+                if combine(check.found_inf.values(), CPU):
                     raise UnusableEvaluationError
 
         def evaluate() -> Any:

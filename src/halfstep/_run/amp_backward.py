@@ -24,6 +24,7 @@ from halfstep._scaler.gradients import Gradients, collect, parameters
 from halfstep._scaler.loss_scale import LossScale
 from halfstep._scaler.optimizers import members
 from halfstep._scaler.scalars import as_tensor, combine
+from halfstep._scaler.transition import CPU
 
 
 class ScaledPass:
@@ -131,7 +132,7 @@ class Backward:
         else:
             self._script.note_by_hand()
         gradients = collect(leaves)
-        if any(flag.item() for flag in gradients.check().values()):
+        if combine(gradients.check().values(), CPU):
             for grad in gradients.grads:
                 grad.zero_()
             self._script.say_once(
