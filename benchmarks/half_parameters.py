@@ -29,6 +29,7 @@ import torch.nn.functional as F
 import halfstep
 from halfstep._common.machine import device_name
 from halfstep._demo.gpt import GPT, SIZES, GPTConfig
+from halfstep._master_weights.chunks import chunks_of
 from halfstep._master_weights.exchange import Exchange, Scratch
 from halfstep._master_weights.stores import STORES
 
@@ -144,6 +145,7 @@ def exchange_ratio(store: str, args: argparse.Namespace) -> float:
     training = Training(store, args)
     training.step()
     params = list(training.model.parameters())
+    chunks = [chunk for (chunk,) in chunks_of([params])]
     for param in params:
         param.grad = None  # their conversion is not the store's
     some, other = (torch.zeros(sum(p.numel() for p in params), device=args.device) for _ in "ab")
@@ -152,11 +154,8 @@ def exchange_ratio(store: str, args: argparse.Namespace) -> float:
         synchronize(args.device)
         start = time.perf_counter()
         scratch = Scratch()
-        for index in range(0, len(params), 4):
-            exchange = Exchange(
-                training.optimizer, STORES[store](), params[index : index + 4], scratch
-            )
-            exchange.around(lambda: None)
+        for chunk in chunks:
+            Exchange(training.optimizer, STORES[store](), chunk, scratch).around(lambda: None)
         synchronize(args.device)
         middle = time.perf_counter()
         some.copy_(other)

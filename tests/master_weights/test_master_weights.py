@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import master_weights
-from halfstep._master_weights import exchange
+from halfstep._master_weights import chunks, exchange
 from halfstep._master_weights import master_weights as module
 from halfstep._master_weights.stores import Split
 from halfstep._pytorch import distributed
@@ -962,45 +962,6 @@ def test_a_state_that_was_loaded_too_early_is_refused() -> None:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> tuple[list[nn.Parameter], torch.optim.Optimizer, list[int]]:
-    """Forty parameters of an SGD, and how many entries were float32 at each call of its kernel."""
-    params = [nn.Parameter(torch.ones(100, dtype=BF16)) for _ in range(40)]
-    sizes: list[int] = []
-
-    kernels = sys.modules[torch.optim.SGD.__module__]
-    original = kernels.sgd
-
-    def sgd(*args: Any, **kwargs: Any) -> None:
-        sizes.append(sum(param.numel() for param in params if param.dtype is torch.float32))
-        original(*args, **kwargs)
-
-    monkeypatch.setattr(kernels, "sgd", sgd)
-    return params, torch.optim.SGD(params[:20], lr=0.1), sizes
-
-
-def test_a_tenth_is_float32_at_a_time(many: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAST", 1)
-    params, optimizer, sizes = many
-    optimizer.add_param_group({"params": params[20:]})
-    master_weights(optimizer)
-    give_gradients(params, 0, share=1.0)
-    optimizer.step()
-    assert sizes == [400] * 20  # each time for both groups
-    assert all((param != 1.0).any() for param in params)
-    assert [len(group["params"]) for group in optimizer.param_groups] == [20, 20]
-
-
-def test_a_small_model_is_float32_at_once(many: Any) -> None:
-    params, optimizer, sizes = many
-    master_weights(optimizer)
-    give_gradients(params[:20], 0, share=1.0)
-    optimizer.step()
-    assert sizes == [2000]
-
-
 class Elsewhere(torch.optim.AdamW):
     """An optimizer of another library: it steps all parameters at once."""
 
@@ -1076,7 +1037,7 @@ def test_all_are_float32_where_another_step_was_put(many: Any) -> None:
 def test_all_are_float32_where_another_step_is_that_of_the_class(
     many: Any, is_wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEAST", 1)
+    monkeypatch.setattr(chunks, "CACHED", 1)
     params, optimizer, sizes = many
     original, calls = torch.optim.SGD.step, []
     optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import halfstep
 from halfstep import master_weights
-from halfstep._master_weights.master_weights import _chunks
+from halfstep._master_weights.chunks import chunks_of
 from halfstep._master_weights.stores import STORES
 from halfstep._pytorch.distributed import is_dtensor, local_part, placed_like
 
@@ -303,8 +303,8 @@ def chunks(rank: int) -> list[list[int]]:
     for param in params:
         param.grad = torch.zeros_like(param)
     numbers = {id(param): number for number, param in enumerate(params)}
-    with patch("halfstep._master_weights.master_weights.LEAST", 1):
-        return [[numbers[id(param)] for param in chunk] for (chunk,) in _chunks([params])]
+    with patch("halfstep._master_weights.chunks.CACHED", 8):
+        return [[numbers[id(param)] for param in chunk] for (chunk,) in chunks_of([params])]
 
 
 # --- gradients in float32 -------------------------------------------------------------------------

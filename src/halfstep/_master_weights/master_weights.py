@@ -5,9 +5,9 @@ from __future__ import annotations
 import builtins
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
-from itertools import chain, groupby
+from itertools import chain
 from operator import methodcaller
 from types import MethodType
 from typing import Any, Literal, SupportsIndex, TypeVar
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import like
-from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight, in_any_case
+from halfstep._master_weights.chunks import step_in_chunks, steps_one_at_a_time
+from halfstep._master_weights.exchange import Exchange, Scratch, float32_weight
 from halfstep._master_weights.stores import STORES, Float32, Split, Stochastic, Store
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
@@ -37,20 +38,11 @@ LOWER = (torch.bfloat16, torch.float16)
 UNTOUCHED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """The dtypes whose parameters are left alone."""
 
-ONE_AT_A_TIME = (
-    *("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD"),
-    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
-"""The optimizers of PyTorch whose step of a parameter needs no other one: they step in chunks."""
-
 BESIDE_STEP = ("train", "eval", "first_step", "second_step")
 """Methods by which optimizers of other libraries change parameters outside of ``step``.
 
 Schedule-free ones swap weights and their average, sharpness-aware ones go to a neighbour and
 back."""
-
-CHUNK, LEAST = 0.1, 1 << 20
-"""The share of all parameters that is in float32 at a time, and at least so many entries."""
 
 SEED, STEPS = "master_seed", "master_steps"
 """The keys, in groups of parameters, of what random bits depend on: these are saved everywhere."""
@@ -65,6 +57,8 @@ def master_weights(
     store: StoreName = "split",
     gradients: Literal["float32"] | None = None,
     generator: torch.Generator | None = None,
+    *,
+    chunked: bool = False,
 ) -> _Optimizer:
     """Let an optimizer step its bfloat16 and float16 parameters as float32 ones.
 
@@ -96,6 +90,10 @@ def master_weights(
             float32, as a GradScaler needs it. Not with DTensors. DistributedDataParallel adds up
             such gradients in float32, if it has wrapped the model before.
         generator: Gives ``"stochastic"`` its seed. Left out, all ranks have the same one.
+        chunked: Call the step of an optimizer that is not PyTorch's with a few parameters at a
+            time, as PyTorch's are called. You promise that its step of one needs no other: no norm
+            or estimate over all. A step that counts is followed; one that leaves other values in
+            its groups for each chunk raises a ValueError.
 
     Returns:
         The optimizer.
@@ -105,9 +103,9 @@ def master_weights(
         ValueError: It has master weights already, none of its parameters is bfloat16 or float16,
             one of them is of a dtype that the store cannot serve, or gradients cannot be float32.
 
-    Memory: while it steps, float32 weights and gradients of a tenth of the parameters at a time,
-    at least of a million entries; of all of them with a closure, or an optimizer that is not
-    PyTorch's. Sync: none.
+    Memory: while it steps, float32 weights and gradients of a million entries at a time on a CPU,
+    elsewhere of a tenth of the parameters; of all of them with a closure, or an optimizer that is
+    not PyTorch's without ``chunked``. Sync: none.
 
     Example:
         >>> import halfstep
@@ -142,7 +140,7 @@ def master_weights(
         raise ValueError(f"store={store!r}: one of {', '.join(map(repr, STORES))}")
     seed = 0 if generator is None else generator.initial_seed()
     made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
-    MasterWeights(made, float32_gradients=gradients == "float32").take(optimizer)
+    MasterWeights(made, float32_gradients=gradients == "float32", chunked=chunked).take(optimizer)
     return optimizer
 
 
@@ -155,11 +153,15 @@ _ROUNDED_BY_LOADING = {Split.key, Float32.key}
 
 
 class MasterWeights:
-    """The master weights of one optimizer; ``float32_gradients``: of bfloat16 parameters too."""
+    """The master weights of one optimizer.
 
-    def __init__(self, store: Store, *, float32_gradients: bool) -> None:
+    ``float32_gradients``: of bfloat16 parameters too. ``chunked``: it steps in chunks, whoever
+    wrote it.
+    """
+
+    def __init__(self, store: Store, *, float32_gradients: bool, chunked: bool) -> None:
         self.store = store
-        self._float32_gradients = float32_gradients
+        self._float32_gradients, self._chunked = float32_gradients, chunked
         self._loaded: dict[int, dict[str, Any]] = {}
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
@@ -236,7 +238,7 @@ class MasterWeights:
         def reduce(optimizer: torch.optim.Optimizer, protocol: SupportsIndex) -> tuple[Any, ...]:
             # What one without master weights returns: none of its attributes is saved.
             parts = type(optimizer).__reduce_ex__(optimizer, protocol)
-            return _copied, (self.store.name, self._float32_gradients, parts)
+            return _copied, (self.store.name, self._float32_gradients, self._chunked, parts)
 
         _replace(optimizer, "__reduce_ex__", reduce)
 
@@ -315,26 +317,16 @@ class MasterWeights:
     ) -> Any:
         """Step in chunks, if that is the same."""
         has_closure = any(map(callable, (*args[:1], kwargs.get("closure"))))
-        if has_closure or not _steps_one_at_a_time(optimizer, step):
+        is_known = steps_one_at_a_time(optimizer, step)
+        if has_closure or not (is_known or self._chunked):
             return self._step_at_once(optimizer, step, *args, **kwargs)
-        groups = optimizer.param_groups
-        before = [group["params"] for group in groups]
-        scratch = Scratch()
+        scratch = Scratch() if is_known else None
 
-        def step_all() -> Any:
-            result = None
-            for chunk in _chunks(before):
-                for group, params in zip(groups, chunk, strict=True):
-                    group["params"] = params
-                exchange = Exchange(optimizer, self.store, parameters(optimizer), scratch)
-                result = exchange.around(step, *args, **kwargs)
-            return result
+        def step_chunk() -> Any:
+            exchange = Exchange(optimizer, self.store, parameters(optimizer), scratch)
+            return exchange.around(step, *args, **kwargs)
 
-        def put_back() -> None:
-            for group, params in zip(groups, before, strict=True):
-                group["params"] = params
-
-        return in_any_case(step_all, put_back)
+        return step_in_chunks(optimizer, step_chunk, is_known=is_known)
 
     def _step_at_once(
         self,
@@ -407,12 +399,16 @@ class MasterWeights:
                         state[key] = _map_state(_widened, value)
 
 
-def _copied(store: str, float32_gradients: bool, parts: tuple[Any, ...]) -> torch.optim.Optimizer:
+def _copied(
+    store: str, float32_gradients: bool, chunked: bool, parts: tuple[Any, ...]
+) -> torch.optim.Optimizer:
     """Return a copy of an optimizer with master weights; the seed of chance is in its groups."""
     make, args, state, *_ = parts
     optimizer: torch.optim.Optimizer = make(*args)
     optimizer.__setstate__(state)
-    MasterWeights(STORES[store](), float32_gradients=float32_gradients).take(optimizer)
+    MasterWeights(STORES[store](), float32_gradients=float32_gradients, chunked=chunked).take(
+        optimizer
+    )
     return optimizer
 
 
@@ -539,35 +535,3 @@ def _map_state(function: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOWER else tensor
-
-
-def _steps_one_at_a_time(optimizer: torch.optim.Optimizer, step: Callable[..., Any]) -> bool:
-    kind = type(optimizer)
-    # A program may have put a function of its own into the class.
-    modules = kind.__module__, getattr(step, "__globals__", {}).get("__name__", "")
-    is_pytorch = all(module.startswith("torch.optim.") for module in modules)
-    return is_pytorch and kind.__name__ in ONE_AT_A_TIME
-
-
-def _chunks(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the parameters with a gradient, by group, so many at a time as are to be float32.
-
-    DTensors count as a whole: a step may ask other ranks, which need the same parameters then. And
-    they are apart from others: fused steps take no mixture.
-    """
-    params = [(n, p) for n, group in enumerate(groups) for p in group if p.grad is not None]
-    limit = max(CHUNK * sum(param.numel() for _, param in params), LEAST)
-    for _, alike in groupby(sorted(params, key=_kind), key=_kind):
-        chunk: list[list[Tensor]] = [[] for _ in groups]
-        size = 0
-        for index, param in alike:
-            if size > 0 and size + param.numel() > limit:
-                yield chunk
-                chunk, size = [[] for _ in groups], 0
-            chunk[index].append(param)
-            size += param.numel()
-        yield chunk
-
-
-def _kind(member: tuple[int, Tensor]) -> bool:
-    return is_dtensor(member[1])

@@ -15,8 +15,10 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
-PIECE = 1 << 17
-"""So many entries are converted at a time: they stay in the cache between two ops."""
+PIECE, LARGE_PIECE = 1 << 19, 1 << 24
+"""So many entries are converted at a time: on a CPU they stay in the cache between two ops.
+
+Elsewhere to start an op takes longer, and what is in between is to take little memory."""
 
 _HALF = 1 << 15
 """Half a unit in the last place of bfloat16, as float32 counts its bits."""
@@ -236,10 +238,11 @@ def _noise(like: Tensor, num_bits: int, generator: torch.Generator) -> Tensor:
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the same part of each, one part after the other."""
-    if tensors[0].numel() <= PIECE:
+    size = PIECE if tensors[0].device.type == "cpu" else LARGE_PIECE
+    if tensors[0].numel() <= size:
         yield tensors
     else:
-        yield from zip(*(torch.split(tensor, PIECE) for tensor in tensors), strict=True)
+        yield from zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
 def _may_hold_nan(wide: Tensor) -> bool:
