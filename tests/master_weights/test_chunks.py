@@ -65,10 +65,10 @@ def test_a_chunk_fits_the_cache_of_a_cpu_and_is_a_tenth_elsewhere(
 
 
 class Counts(torch.optim.Optimizer):
-    """Counts steps in its group, as an attribute and in its state; each changes the step."""
+    """Counts steps in its groups, as an attribute and in its state; each changes the step."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.1})
+        super().__init__(params, {"lr": 0.1, "number": torch.tensor(0.0)})
         self.num_steps = 0
         self.sizes: list[int] = []
 
@@ -78,7 +78,11 @@ class Counts(torch.optim.Optimizer):
         self.state["all"] = self.state.get("all", 0) + 1
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
-            rate = group["lr"] / (group["k"] + self.num_steps + self.state["all"])
+            group["number"] = (
+                group["number"].clone() if group["k"] == 1 else group["number"].add_(1)
+            )
+            counts = group["k"] + group["number"].item() + self.num_steps + self.state["all"]
+            rate = group["lr"] / counts
             self.sizes.append(len(group["params"]))
             for param in group["params"]:
                 before = self.state[param].get("before", 0.0)
@@ -103,7 +107,7 @@ class Norm(Counts):
 
 class NormOfTensors(Norm):
     def left(self, norm: Tensor) -> Any:
-        return norm
+        return norm.reshape(1)
 
 
 def test_an_optimizer_that_counts_steps_in_chunks_as_at_once(

@@ -68,10 +68,10 @@ def step_in_chunks(
 
 
 class _Common:
-    """What the parameters of an optimizer have in common, such as a count of steps.
+    """Values that the parameters of an optimizer share, such as a count of steps.
 
-    It is in groups, attributes, and state of no parameter. Each chunk begins with the values from
-    before the step, and has to leave the same ones.
+    They are in groups, attributes, and state of no parameter. Each chunk begins with the values
+    from before the step, and has to leave the same ones.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -82,18 +82,26 @@ class _Common:
             "self": vars(optimizer),
             "state": optimizer.state,
         }
-        self._before = {name: _values(place) for name, place in self._places.items()}
+        self._before = {
+            name: {
+                key: (value, value.clone() if _is_number(value) else None)
+                for key, value in _values(place).items()
+            }
+            for name, place in self._places.items()
+        }
         self._after: dict[str, object] | None = None
 
     def put_back(self) -> None:
         for name, place in self._places.items():
-            for key in _values(place).keys() - self._before[name].keys():
+            before = self._before[name]
+            for key in _values(place).keys() - before.keys():
                 del place[key]
-            place.update(self._before[name])
+            for key, (value, number) in before.items():
+                place[key] = value if number is None else value.copy_(number)
 
     def compare(self) -> None:
         now = {
-            f"{name}[{key!r}]": (id(value), value._version) if isinstance(value, Tensor) else value
+            f"{name}[{key!r}]": _comparable(value)
             for name, place in self._places.items()
             for key, value in _values(place).items()
         }
@@ -102,9 +110,9 @@ class _Common:
         if differing:
             raise ValueError(
                 f"master_weights({self._name}, chunked=True): the step leaves another "
-                f"{min(differing)} for each chunk of parameters, so it computes with all of them "
-                "together. Leave chunked=True out. This step was taken with a part of the "
-                "parameters: go back to a checkpoint"
+                f"{min(differing)} for each chunk of parameters, so it may compute with all of "
+                "them together. Leave chunked=True out. This step was taken with a part of the "
+                "parameters: restore an earlier checkpoint"
             )
 
 
@@ -115,6 +123,17 @@ def _values(place: MutableMapping[Any, Any]) -> dict[Any, Any]:
         for key, value in place.items()
         if isinstance(value, kinds) and not isinstance(key, Tensor)
     }
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a tensor that can be read without a wait for a device."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+
+
+def _comparable(value: Any) -> object:
+    if _is_number(value):
+        return value.item()
+    return (id(value), value._version) if isinstance(value, Tensor) else value
 
 
 def chunks_of(groups: list[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
