@@ -1,4 +1,4 @@
-"""The gradient scale: keep small gradients out of the range where float16 flushes them to zero."""
+"""Dynamic loss scaling: keeps small gradients from underflowing in float16."""
 
 from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.rules import Dynamic, LogMax, Static

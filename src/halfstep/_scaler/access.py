@@ -1,7 +1,7 @@
-"""The events of scalers for other rooms, and the verbs that drive one beyond its public calls.
+"""Observers of scalers for other modules, and functions that control a scaler internally.
 
-A recorder and a watch observe losses and iterations. A replay gives a scaler a state of its own. A
-runner, which unscales gradients right after each backward pass, adds what it has found.
+Recorders and diagnoses observe losses and iterations. A replay gives a scaler a temporary state. A
+runner, which unscales gradients right after each backward pass, adds its own checks.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Is told of the losses and iterations of all scalers, and never waits for the device."""
+    """An observer of the losses and iterations of all scalers. It must not wait for the device."""
 
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
-        """Note what the user hands to ``scale``, before it is scaled."""
+        """Handle the argument of ``scale`` before it is scaled."""
 
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
-        """Note that ``update`` has ended an iteration with these steps."""
+        """Handle the end of an iteration, with the outcomes of its steps."""
 
 
 OBSERVERS: list[Observer] = []
-"""The observers, in the order in which they came."""
+"""The active observers, oldest first."""
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Tell an observer of what happens in a block."""
+    """Notify an observer while the block runs."""
     OBSERVERS.append(observer)
     try:
         yield
     finally:
-        with suppress(ValueError):  # a replay hides all of them
+        with suppress(ValueError):  # a replay removes all observers
             OBSERVERS.remove(observer)
 
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Tell no observer of what happens in a block."""
+    """Suspend all observers while the block runs."""
     observers = OBSERVERS[:]
     OBSERVERS.clear()
     try:
@@ -66,13 +66,13 @@ class _Thread(threading.local):
 
 
 THIS_THREAD = _Thread()
-"""The state of the present thread: the scaler, of a guard too, that steps an optimizer in it."""
+"""State of the current thread: the scaler (or that of a guard) that is stepping an optimizer."""
 
 
 def is_in_step() -> bool:
-    """Return whether a scaler makes the step of an optimizer that runs in this thread.
+    """Return whether a scaler is making a step in this thread.
 
-    A stage of a pipeline scales no loss: nothing else tells its steps from plain ones.
+    A pipeline stage scales no loss, so nothing else distinguishes its steps from plain ones.
     """
     return THIS_THREAD.stepping is not None
 
@@ -81,31 +81,31 @@ def is_in_step() -> bool:
 
 
 def begin_anew(scaler: GradScaler, scale: float | None) -> None:
-    """Give a scaler a new state for a replay; keep ``vars(scaler)`` to bring its own back.
+    """Give a scaler a new state for a replay; restore ``vars(scaler)`` afterwards.
 
-    It decides alone from now on: other ranks do not replay its step. ``scale``: that of all losses;
-    None for the scales that they have.
+    It decides alone from then on, since other ranks do not replay its step. ``scale``: the scale of
+    all losses; None keeps their scales.
     """
     scaler._engine = scaler._engine.copy_alone(scale)
 
 
 def watch_names(scaler: GradScaler, model: torch.nn.Module) -> None:
-    """Call ``GradScaler.watch``, whatever a subclass means by that name."""
+    """Call ``GradScaler.watch``, even if a subclass uses that name differently."""
     scaler._engine.names.watch(model)
 
 
 def unnamed_scale(scaler: GradScaler) -> LossScale:
-    """Return the scale of losses without a name."""
+    """Return the scale of unnamed losses."""
     return scaler._engine.scales[None]
 
 
 def has_stepped(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has stepped, or was unscaled, since the last ``update``."""
+    """Return whether an optimizer was stepped or unscaled since the last ``update``."""
     return scaler._engine.iteration.step_of(optimizer) is not None
 
 
 def is_unscaled(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the gradients of an optimizer were divided by the scale, or used."""
+    """Return whether the gradients of an optimizer were unscaled or used by a step."""
     step = scaler._engine.iteration.step_of(optimizer)
     return step is not None and step.stage is not Stage.SCALED
 
@@ -118,7 +118,7 @@ def add_check(
 ) -> GradientCheck:
     """Add a check of all gradients of an optimizer that were unscaled elsewhere, and return it.
 
-    ``found_inf`` is for each device a float32 scalar, 1 if some gradient there is inf or NaN.
+    ``found_inf``: device to float32 scalar, 1 if a gradient on the device is inf or NaN.
     """
     engine = scaler._engine
     check = GradientCheck(engine.scales[None], gradients, found_inf)

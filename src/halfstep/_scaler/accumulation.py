@@ -1,4 +1,4 @@
-"""Accumulation of the gradients of several losses, each judged before it is added to the others."""
+"""Accumulation of the gradients of several losses, with a check of each before it is added."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from halfstep._scaler.step import gather, refuse_half, unscale_
 from halfstep.errors import CallOrderError
 
 Stash: TypeAlias = list[tuple[Tensor, Tensor | None]]
-"""Parameters and the gradients they had."""
+"""Parameters and their previous gradients."""
 
 
 @contextmanager
 def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Add the gradients of this block to the earlier ones, unscaled, unless they are not finite.
+    """Add the unscaled gradients of this block to the earlier ones, unless they are not finite.
 
-    As long as all blocks so far were bad, the gradients of the last one stay: they show where it
-    was bad. See :meth:`halfstep.GradScaler.accumulate`.
+    While all blocks so far are bad, the gradients of the last one are kept, to show the cause. See
+    :meth:`halfstep.GradScaler.accumulate`.
     """
     block = _Block(engine.iteration, optimizer)
     blocks = block.root.blocks.get(id(optimizer))
@@ -71,16 +71,16 @@ def accumulate(engine: Engine, optimizer: torch.optim.Optimizer) -> Iterator[Non
 
 
 class _Block(Iteration):
-    """The iteration as it is while a block is open: losses are scaled, and the rest has to wait.
+    """The iteration while a block is open: losses can be scaled, but steps must wait.
 
-    ``around`` is the iteration, or another open block; the gradients of ``optimizer`` are judged.
+    ``around`` is the surrounding iteration or block; ``optimizer`` owns the checked gradients.
     """
 
     def __init__(self, around: Iteration, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.around = around
         self.root: Iteration = around.root if isinstance(around, _Block) else around
-        self.hooks = self.root.hooks  # removed by whichever ends
+        self.hooks = self.root.hooks  # removed by whichever ends first
         self.optimizer = optimizer
         while isinstance(around, _Block):
             open_one = around.optimizer
@@ -91,7 +91,7 @@ class _Block(Iteration):
             around = around.around
 
     def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
-        """Raise: whatever asks for a step would take the gradients of the block for all."""
+        """Raise: a step would mistake the gradients of the block for those of the iteration."""
         raise CallOrderError(
             f"a block of accumulate({name(self.optimizer)}) is open: its gradients are only a part "
             f"of those of this iteration. Leave the block before unscale_(), clip_grad_norm_() or "
@@ -99,10 +99,10 @@ class _Block(Iteration):
         )
 
     def join(self) -> None:
-        """Tell the block or iteration around it which losses were scaled."""
+        """Add the losses to those of the surrounding block or iteration."""
         self.around.count_losses_of(self)
         if isinstance(self.around, _Block):
-            # A parameter that both optimizers have is unscaled once.
+            # A parameter of both optimizers is unscaled only once.
             for check in self.checks:
                 self.around.add(check)
             self.around.watch()
@@ -124,7 +124,7 @@ def _require_untouched(iteration: Iteration, optimizer: torch.optim.Optimizer) -
 
 
 def _take_bad_losses(engine: Engine) -> list[tuple[LossScale, Tensor]]:
-    """Forget which losses were bad before the block, so that those in it show; return them."""
+    """Return and clear the flags of bad losses, so that those of the block can be told apart."""
     scales = engine.scales.values()
     return [(scale, scale.take_bad_loss()) for scale in scales if scale.live is not None]
 
@@ -158,11 +158,11 @@ def _judge(engine: Engine, block: _Block, blocks: Blocks) -> bool:
         block.add(step.own_check)
     is_bad, loss_is_bad = step.read([step.decide(), scale.take_bad_loss()])
     if loss_is_bad and block.around is not block.root:
-        scale.mark_loss_bad()  # the block around sees it
+        scale.mark_loss_bad()  # for the surrounding block
     overflowed = bool(is_bad and not loss_is_bad)
     blocks.count_block(scale, bool(is_bad), overflowed)
-    # The scale is to move by an overflow, though the step may be taken without this block; and not
-    # by a loss that no scale can help.
+    # An overflow must reduce the scale even if the step is taken without this block; a bad loss
+    # must not, since no scale can help.
     amax = None if is_bad or step.own_check is None else step.own_check.amax
     block.root.add(GradientCheck(scale, NONE, _flag(scale, overflowed), amax))
     return not is_bad
@@ -181,7 +181,7 @@ def _add(earlier: list[tuple[Any, Any]]) -> None:
         if grad is None:
             continue
         if new is not None and grad.is_sparse:
-            # A sparse tensor can be added to a dense one, not the other way round.
+            # A sparse tensor can be added to a dense one, but not vice versa.
             param.grad = new + grad
             continue
         param.grad = grad
@@ -194,7 +194,7 @@ def _add(earlier: list[tuple[Any, Any]]) -> None:
 
 
 def _flag(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
-    """Return what a check has found, where the scale is."""
+    """Return a ``found_inf`` dict on the device of the scale."""
     device = scale.tensor.device
     return {device: torch.full((), float(is_bad), dtype=torch.float32, device=device)}
 
@@ -204,15 +204,15 @@ def _flag(scale: LossScale, is_bad: bool) -> dict[torch.device, Tensor]:
 
 @dataclass(eq=False)
 class Blocks:
-    """How many blocks of an optimizer there were, and how many were dropped.
+    """The blocks of one optimizer in an iteration.
 
     Attributes:
-        bad: Blocks that were dropped.
-        overflowed: Those of them whose loss was finite.
-        scale: The scale of the last block whose overflow moves a scale, else of the last one.
-        has_several_losses: Whether they had different scales: then there is no average over them.
-        num_losses: Number of losses scaled in the iteration when the last one ended.
-        versions: How often each gradient had been written to then.
+        bad: Number of dropped blocks.
+        overflowed: Number of dropped blocks whose loss was finite.
+        scale: The scale of the last block that overflowed, else of the last block.
+        has_several_losses: Whether the blocks had different scales, so that there is no average.
+        num_losses: Number of losses scaled in the iteration when the last block ended.
+        versions: The version counters of the gradients at that time.
     """
 
     optimizer: torch.optim.Optimizer
@@ -236,7 +236,7 @@ class Blocks:
         self.num_losses, self.versions = iteration.num_losses, self._versions()
 
     def put_together(self, iteration: Iteration, ranks: Alone | Together) -> None:
-        """Make the sum over the good blocks an average over as many as there were. Sync: none.
+        """Turn the sum over the good blocks into an average over all blocks. Sync: none.
 
         Raises:
             CallOrderError: There was a ``backward`` after the last block.
@@ -252,13 +252,13 @@ class Blocks:
         optimizer, device = self.optimizer, self.scale.tensor.device
         is_lost = self.bad == self.count
         gradients = collect(parameters(optimizer))
-        rest, _ = iteration.split(gradients)  # a parameter may be in the blocks of another one
+        rest, _ = iteration.split(gradients)  # another optimizer's blocks may share parameters
         if self.bad and not is_lost and not self.has_several_losses:
             rest.multiply_(self.count / (self.count - self.bad))
         if is_lost and not self.overflowed:
             self.scale.mark_loss_bad()
         found = _flag(self.scale, is_lost)
-        if gradients.grads and not is_lost:  # each block was finite, and their sum may not be
+        if gradients.grads and not is_lost:  # each block is finite, but their sum may not be
             norm = norms_of(gradients, None).total(device)
             found = {device: scalars.flag_nonfinite(norm, device)}
         asked = set(map(id, parameters(optimizer))) if ranks.is_together else ()

@@ -1,4 +1,4 @@
-"""What follows a step: calls and schedules that wait for one that was taken, or its undoing."""
+"""Actions after a step: callbacks and schedules that depend on its outcome, and its undoing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from halfstep.errors import CallOrderError
 Count = Literal["updates", "attempts"]
 
 NUM_UNREAD = 64
-"""At most this many outcomes stay on the device before they are read."""
+"""Maximum number of outcomes that stay on the device unread."""
 
 
 def check_count(count: str) -> None:
-    """Raise ``ValueError`` if ``count`` is none of the choices."""
+    """Raise ``ValueError`` if ``count`` is invalid."""
     if count not in ("updates", "attempts"):
         raise ValueError(
             f"count is {count!r}: pass 'updates' (steps that were taken) or 'attempts' (all steps)"
@@ -55,8 +55,8 @@ def step_scheduler(journal: Journal, scheduler: Any, count: Count, args: tuple[A
 
     def step() -> None:
         with warnings.catch_warnings():
-            # PyTorch's schedulers count calls of optimizer.step and take a first step that a scaler
-            # skipped for one that was forgotten.
+            # PyTorch's schedulers count calls of optimizer.step and mistake a skipped first step
+            # for a forgotten call.
             for message in ("Detected call of `lr_scheduler", "Seems like `optimizer"):
                 warnings.filterwarnings("ignore", message, UserWarning)
             scheduler.step(*args)
@@ -65,7 +65,7 @@ def step_scheduler(journal: Journal, scheduler: Any, count: Count, args: tuple[A
 
 
 class _TakenSteps:
-    """The number of steps of an optimizer, and which was the last one that was taken."""
+    """The number of steps of an optimizer, and the number of the last taken one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -82,7 +82,7 @@ class _TakenSteps:
             self._last_taken = self.count
 
     def last_taken(self) -> int:
-        """Return the number of the last step that was taken. Sync: one if it is not known yet."""
+        """Return the number of the last taken step. Sync: one if it is not known yet."""
         for number, outcome in reversed(self._unread):
             if outcome.taken:
                 self._last_taken = number
@@ -92,16 +92,16 @@ class _TakenSteps:
 
 
 class DueSchedules:
-    """Decides which schedules move on: not where all steps since the last move were skipped."""
+    """The schedules that may advance: not if all steps since their last move were skipped."""
 
     def __init__(self) -> None:
         self._steps: weakref.WeakKeyDictionary[Any, _TakenSteps] = weakref.WeakKeyDictionary()
         self._moved: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: Any, taken: bool | Outcome) -> None:
-        """Note a step; an outcome is read only when a schedule needs it. Sync: none.
+        """Record a step; an outcome is read only when a schedule needs it. Sync: none.
 
-        One of a container is one of all that it holds.
+        A step of a container counts for all its members.
         """
         for each in members(optimizer):
             self._steps.setdefault(each, _TakenSteps()).add(taken)
@@ -110,7 +110,7 @@ class DueSchedules:
         self._moved[scheduler] = self._count(scheduler)
 
     def may_move(self, scheduler: Any) -> bool:
-        """Return whether a schedule moves on now; then that is noted.
+        """Return whether a schedule may advance now; if so, record that it does.
 
         Sync: one if the outcome of a step is not known yet.
         """
@@ -130,7 +130,7 @@ class DueSchedules:
 
 
 class Snapshot:
-    """Copies of the values of tensors, and dictionaries with what they held. Sync: none."""
+    """Copies of tensor values and of the contents of dicts. Sync: none."""
 
     def __init__(
         self, tensors: Iterable[Tensor], dicts: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]
@@ -150,15 +150,15 @@ class Snapshot:
 def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
     """Return a snapshot of parameters, state and groups, to be restored once.
 
-    Takes their memory once more; nothing for an optimizer that evaluates its closure before it
-    changes something.
+    It copies all of them; nothing for an optimizer that evaluates its closure before it changes
+    anything.
     """
     if evaluates_first(optimizer):
         return Snapshot([], [])
     params, each_of = parameters(optimizer), members(optimizer)
     groups = [group for each in each_of for group in each.param_groups]
     states = [getattr(each, "state", None) for each in each_of]
-    # A wrapper may have no state, and that of a container may be a view of others.
+    # A wrapper may have no state, and a container's state may be a view of other states.
     held = [*(state for state in states if isinstance(state, dict)), *groups]
     memo = {id(each): each for each in [*params, *(group["params"] for group in groups)]}
     return Snapshot(
@@ -168,12 +168,12 @@ def snapshot_of(optimizer: torch.optim.Optimizer) -> Snapshot:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    # An expanded tensor cannot be written to, and so nobody has.
+    # An expanded tensor cannot be written to, so it has not changed.
     return tensor.layout is not torch.strided or 0 not in tensor.stride() or tensor.numel() < 2
 
 
 def retry(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> Iterator[int]:
-    """Return the numbers of the attempts: 0, and more as long as a smaller scale may help.
+    """Return an iterator over the attempts: 0, and more while a smaller scale may help.
 
     See :meth:`halfstep.GradScaler.retry`.
     """
@@ -185,7 +185,7 @@ def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> I
     modules = engine.names.modules()
     params = [*parameters(optimizer), *(p for module in modules for p in module.parameters())]
     randomness = RandomStates({p.device for p in params})
-    # As dictionaries: a module may put another tensor, or None, in the place of a buffer.
+    # As dicts: a module may replace a buffer by another tensor or None.
     held = [buffers_of(part) for module in modules for part in module.modules()]
     tensors = [buffer for each in held for buffer in each.values() if buffer is not None]
     buffers = Snapshot(tensors, [(each, dict(each)) for each in held])
@@ -201,7 +201,7 @@ def _attempts(engine: Engine, optimizer: torch.optim.Optimizer, times: int) -> I
         if attempt == times or outcome.reason is not Reason.OVERFLOW:
             return
         if outcome.scale_after == outcome.scale:
-            return  # a static scale, or one that forgives: the same would happen again
+            return  # a static or tolerant scale: a repetition would overflow too
         randomness.restore()
         buffers.restore()
         optimizer.zero_grad()

@@ -1,8 +1,8 @@
-"""Agreement of several ranks on a step: what each has found, put together in one small vector.
+"""Agreement of several ranks on a step: one max-reduction of a small vector of findings.
 
-The vector is int32, and the ranks take its maximum. What is float32 travels as its bits, which are
-in the same order as long as it is not negative. What has to be the same on all ranks travels twice,
-once negative: the two maxima are then each other's opposite.
+The vector is int32. A float32 number is sent as its bits, which have the same order for
+non-negative numbers. A number that must be equal on all ranks is sent twice, once negated: if it is
+equal, the two maxima are opposites.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 CHECK_EVERY = 100
-"""Ranks compare every so many times what would cost a wait or a request if compared each time."""
+"""Interval, in steps or updates, of comparisons that would cost a sync or a request each time."""
 
 FOUND, BAD_LOSS, AMAX, HAS_GRADIENTS, HAS_SCALE, NAME, MINUS_NAME = range(7)
 OWN_NORM, *STATE = range(5)
-"""Behind the first seven: what has to be the same on all ranks, except ``OWN_NORM``, which shows
-gradients that are copies of each other."""
+"""After the first seven: the numbers that must be equal on all ranks, except ``OWN_NORM``, whose
+equality reveals gradients that are copies of each other."""
 
 NO_NAME = -(1 << 31)
-"""Of a rank without a loss: no maximum is changed by it."""
+"""The name of a rank without a loss, which changes no maximum."""
 
 NUM_FIRST, NUM_SAME = 7, 5
 NUM_NUMBERS = NUM_FIRST + 2 * NUM_SAME
 
 LARGEST_BITS = 0x7F7FFFFF
-"""The bits of the largest float32 number: those of smaller ones are smaller, of inf and NaN not."""
+"""The bits of the largest finite float32 number; inf and NaN have larger bits."""
 
 
 # --- who decides ----------------------------------------------------------------------------------
@@ -66,17 +66,17 @@ LARGEST_BITS = 0x7F7FFFFF
 
 @dataclass(eq=False)
 class Alone:
-    """This rank decides: there is no other one, or the others have the same gradients."""
+    """The decision of one rank: it is the only one, or the other ranks have the same gradients."""
 
     sees_all_losses: bool = True
-    """What only some ranks know must not move the scale."""
+    """Whether this rank knows all losses; if not, its bad losses must not affect the scale."""
 
     is_together: ClassVar[Literal[False]] = False
 
     def agree_on(
         self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Leave a check of gradients as it is; this method and the others are those of Together."""
+        """Leave the check unchanged. The methods mirror those of :class:`Together`."""
         if not self.sees_all_losses:
             check.scale.settle_loss(None)
 
@@ -91,11 +91,10 @@ ALONE = Alone()
 
 
 class Together:
-    """Several ranks decide.
+    """The joint decision of several ranks.
 
-    ``losses`` are the names of those of this iteration: a rank without any goes by the others.
-    ``next_number`` returns how many agreements of this scaler there were before, the same on all
-    ranks.
+    ``losses`` are the names of the losses of this iteration; a rank without any follows the others.
+    ``next_number`` returns the number of earlier agreements of this scaler, equal on all ranks.
     """
 
     is_together: Literal[True] = True
@@ -114,9 +113,9 @@ class Together:
     def agree_on(
         self, check: GradientCheck, norms: Norms | None = None, *, has_gradients: bool = True
     ) -> None:
-        """Let a check become what all ranks have found, on its way. Sync: none.
+        """Replace a check by the combined result of all ranks, asynchronously. Sync: none.
 
-        ``has_gradients``: in this check or one before.
+        ``has_gradients``: whether this check or an earlier one has gradients.
         """
         own_norm = None
         if norms is not None and self._layout.owns_all(check.gradients):
@@ -126,9 +125,9 @@ class Together:
     def start_norm(
         self, norms: Norms, gradients: Gradients, device: torch.device
     ) -> Callable[[], Scalar]:
-        """Return a function that returns the norm of the gradients of all ranks, still scaled.
+        """Start the total norm over all ranks; return a function that returns it, still scaled.
 
-        Sync: none; on the CPU the function waits for the other ranks.
+        Sync: none; on the CPU the returned function waits for the other ranks.
         """
         squares = norms.sum_of_squares(device, self._layout.shares(gradients))
         wait = self._sum(squares.reshape(1), self.group)
@@ -143,10 +142,10 @@ class Together:
         return self._sum(power[None], self.group)()[0].pow(1.0 / p)
 
     def norms_of_parts(self, norms: list[Scalar], parts: list[Gradients], p: float) -> list[Scalar]:
-        """Return the norms of parts of the gradients, each over all ranks that have some of it."""
+        """Return the norms of parts of the gradients, each over all ranks that share the part."""
         sharing = self._layout.sharing
         if sharing is None or not norms:
-            return norms  # parameters are whole on each rank, or all that share them have none
+            return norms  # each rank has whole parameters, or all ranks that share them have none
         if not sharing.parts:
             raise RanksError(
                 f"{self.call}: the norms of single layers or parameters are spread over the ranks "
@@ -165,7 +164,7 @@ class Together:
     def _power(
         self, norm: Tensor | None, part: Gradients, p: float, device: torch.device
     ) -> Tensor:
-        """Return the share of this rank in the sum of the p-th powers of all entries."""
+        """Return this rank's contribution to the sum of the p-th powers of all entries."""
         shares = self._layout.shares(part) or [1.0] * len(part.grads)
         distinct = dict.fromkeys(shares)
         if norm is not None and len(distinct) == 1:
@@ -197,10 +196,10 @@ def _zero(device: torch.device) -> Tensor:
 
 
 class Agreement:
-    """What all ranks have found, on its way.
+    """The combined result of all ranks, while it is reduced.
 
-    ``own_norm`` is that of gradients which are this rank's alone, if measured. Sync: none, but for
-    :meth:`verify`; on the CPU the first look waits for the other ranks.
+    ``own_norm``: the norm of gradients that only this rank has, if measured. Sync: none, except
+    :meth:`verify`; on the CPU the first access waits for the other ranks.
     """
 
     def __init__(
@@ -216,7 +215,7 @@ class Agreement:
         self._vector: Tensor
 
     def vector(self) -> Tensor:
-        """Return the maximum over the ranks; the scale takes note of the losses of all of them."""
+        """Return the maximum over the ranks, and pass the loss flag of all ranks to the scale."""
         if self._reduction is not None:
             values = self._reduction.wait()
             self._reduction = None
@@ -231,9 +230,9 @@ class Agreement:
         return self.vector()[AMAX].view(torch.float32)
 
     def first_rank(self) -> int | None:
-        """Return the first rank whose loss was bad, else that found inf or NaN. Sync: one.
+        """Return the first rank whose loss was bad, otherwise the first with inf or NaN. Sync: one.
 
-        The sum of the gradients of all ranks does not tell which of them had it.
+        It cannot be derived from the summed gradients.
         """
         found, bad_loss = self.vector()[[FOUND, BAD_LOSS]].tolist()
         code = found and (bad_loss or found)
@@ -241,13 +240,14 @@ class Agreement:
         return ranks[len(ranks) - code] if code else None
 
     def verify(self) -> None:
-        """Look now and then whether the ranks can go on together. Sync: one, when it looks.
+        """Raise if the ranks cannot continue together; checked only now and then.
 
-        For steps that do not wait for the device: every CHECK_EVERY of them, and those of a rank
-        that cannot be sure that there is work at all.
+        For steps that do not wait for the device: every CHECK_EVERY of them, and each step of a
+        rank that cannot know whether any rank has work. Sync: one, when it checks.
         """
         is_due = self._number % CHECK_EVERY == 0
-        # Who has both knows that somebody does. Who has not asks, and if nobody has, all ask.
+        # A rank that has both knows that there is work. Otherwise it checks; if no rank has, all
+        # check.
         if is_due or not (self._has_gradients and self._ranks.has_scale):
             values = self.vector().tolist()
             self._require_work(values)
@@ -255,7 +255,7 @@ class Agreement:
                 self._require_same(values)
 
     def require(self, values: list[int]) -> None:
-        """Raise on all ranks if they cannot go on together, by :meth:`vector` on the host."""
+        """Raise on all ranks if they cannot continue; ``values`` is :meth:`vector` on the host."""
         self._require_work(values)
         self._require_same(values)
 
@@ -311,7 +311,7 @@ class Agreement:
 def _values(
     ranks: Together, check: GradientCheck, own_norm: Scalar | None, has_gradients: bool
 ) -> Tensor:
-    """Return what this rank has found for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
+    """Return this rank's findings for the others, int32 ``[NUM_NUMBERS]``. Sync: none."""
     live, group = check.scale.live, ranks.group
     assert live is not None
     device = live.scale.device
@@ -321,7 +321,7 @@ def _values(
         zero if value is None else moved(as_float32(value, device).detach().abs(), device)
         for value in (check.amax_here, own_norm)
     ]
-    # The largest of these numbers is that of the first rank that found something.
+    # Earlier ranks send larger numbers, so the maximum identifies the first rank with a finding.
     flags = torch.stack([found, is_nonfinite(live.bad_loss)])
     first, is_bad = (flags * (len(group.ranks) - group.place)).int()
     amax, own = torch.stack(floats).view(torch.int32)
@@ -335,7 +335,7 @@ def _values(
 def _known(
     has_gradients: bool, has_scale: bool, losses: tuple[str | None, ...], device: torch.device
 ) -> Tensor:
-    """Return what the host knows, int32 ``[4]``, on the device: copied there once."""
+    """Return values known on the host, int32 ``[4]``, on the device; cached to copy them once."""
     name = zlib.crc32(repr(sorted(map(repr, losses))).encode()) >> 2
     names = [name, -name] if losses else [NO_NAME, NO_NAME]
     values = [int(has_gradients), int(has_scale), *names]
@@ -345,17 +345,17 @@ def _known(
 # --- groups of ranks ------------------------------------------------------------------------------
 
 NUM_LISTED = 16
-"""A message lists this many ranks and counts the rest."""
+"""Maximum number of ranks listed in a message; the rest are counted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Some ranks."""
+    """A set of ranks."""
 
     parts: tuple[ProcessGroup, ...]
-    """Process groups; to reduce over each in turn is to reduce over all ranks."""
+    """Process groups; reducing over each in turn reduces over all ranks."""
     ranks: tuple[int, ...]
-    """Their numbers in the world, in ascending order."""
+    """The global ranks, in ascending order."""
 
     @classmethod
     def world(cls) -> Group:
@@ -370,7 +370,7 @@ class Group:
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> Group:
-        """Return the ranks of a mesh: one process group if there is one for them."""
+        """Return the ranks of a mesh, as one process group if one exists for them."""
         ranks = ranks_of(mesh)
         if len(ranks) == distributed.get_world_size():
             return cls.world()
@@ -378,18 +378,18 @@ class Group:
 
     @cached_property
     def place(self) -> int:
-        """The place of this rank among the others, from 0."""
+        """The index of this rank in the group."""
         return self.ranks.index(distributed.get_rank())
 
     @property
     def device(self) -> torch.device:
-        """Where the ranks exchange tensors: a device of the same kind on all of them."""
+        """The device for exchanging tensors, of the same type on all ranks."""
         return exchange_device(self.parts[0])
 
     def gather(self, numbers: Sequence[float], purpose: str) -> list[tuple[float, ...]]:
-        """Return the numbers of every rank, as many of each, in their order. Sync: one.
+        """Return the numbers of every rank, in the order of the ranks. Sync: one.
 
-        Whole ones are exact below 2^53.
+        Every rank passes equally many. Integers are exact below 2^53.
         """
         rows = torch.zeros(len(self.ranks), len(numbers), dtype=torch.float64)
         rows[self.place] = torch.tensor(numbers, dtype=torch.float64)
@@ -397,7 +397,7 @@ class Group:
         return [tuple(row) for row in summed.tolist()]
 
     def lines(self, rows: Sequence[_T], describe: Callable[[_T], str]) -> str:
-        """Return a line for each different row, with the ranks that have it."""
+        """Return one line for each distinct row, with the ranks that have it."""
         having: dict[_T, list[int]] = defaultdict(list)
         for rank, row in zip(self.ranks, rows, strict=True):
             having[row].append(rank)
@@ -405,9 +405,9 @@ class Group:
 
 
 class Reduction:
-    """An all-reduce that is under way, in place, of values on the device of a group.
+    """An all-reduce in flight, in place, of values on the device of a group.
 
-    A message says of it ``purpose``: ``step(SGD): found_inf``.
+    ``purpose`` starts error messages, for example ``step(SGD): found_inf``.
     """
 
     def __init__(self, group: Group, values: Tensor, op: ReduceOp.RedOpType, purpose: str) -> None:
@@ -417,7 +417,7 @@ class Reduction:
             self._work = distributed.all_reduce(values, op, group.parts[0], async_op=True)
 
     def wait(self) -> Tensor:
-        """Return the values of all ranks together; call it once. Sync: none, except on the CPU."""
+        """Return the reduced values; call it once. Sync: none, except on the CPU."""
         if self._error is not None:
             raise self._error
         with self._explained():
@@ -452,13 +452,13 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Return ranks for a message: ``0, 1, 2``, or the first of many."""
+    """Format ranks for a message: ``0, 1, 2``, shortened if there are many."""
     shown = ", ".join(map(str, ranks[:NUM_LISTED]))
     return shown if len(ranks) <= NUM_LISTED else f"{shown} and {len(ranks) - NUM_LISTED} more"
 
 
 def describe(row: Sequence[float]) -> str:
-    """Return what ``DeviceState.counters`` holds, for a message."""
+    """Format the result of ``DeviceState.counters`` for a message."""
     scale, tracker, taken, skipped = map(int, row)
     return (
         f"scale {power(float32_from_bits(scale))}, growth tracker {tracker}, {taken} steps taken, "

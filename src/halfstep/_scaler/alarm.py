@@ -1,4 +1,4 @@
-"""Alarm about skipped steps: when, how often, with whose gradients, and what to try."""
+"""Warnings about skipped steps: when to issue them, and their content."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from halfstep._scaler.outcome import Outcome
 
 NUM_NAMED = 5
-"""A message names this many parameters and counts the rest."""
+"""Maximum number of parameters named in a message; the rest are counted."""
 
 NUM_SEARCHED = 16
-"""The skipped step is looked for among this many: those of one iteration, or of some before it."""
+"""Number of recent outcomes that are searched for the skipped step."""
 
 DROPPED = "skipped or taken without some blocks of accumulate()"
 
@@ -57,7 +57,7 @@ UNSCALED = (
     "look at the batch, at the parameters for inf and NaN, and at log(), division and sqrt() at 0; "
     "clip (max_norm), or lower the learning rate. halfstep run --diagnose names the op"
 )
-"""What to try where no loss is scaled."""
+"""Advice where no loss is scaled."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ class Culprit:
     """A parameter whose gradient is inf or NaN.
 
     Attributes:
-        name: Its name in the watched module, else its place in the optimizer.
+        name: Its name in the watched module, else its position in the optimizer.
         num_inf: Number of entries that are inf or -inf.
         num_nan: Number of entries that are NaN.
-        num_entries: Number of all entries.
+        num_entries: Number of entries.
         amax: Largest finite magnitude, multiplied by the scale if the gradient still is.
 
-    The numbers are 0 if the gradient was gone before it could be looked at.
+    The numbers are 0 if the gradient was gone before it could be inspected.
     """
 
     name: str
@@ -92,17 +92,18 @@ class Culprit:
 
 @dataclass(frozen=True)
 class SkipReport:
-    """A run of skipped steps; ``str()`` of it is the message.
+    """A run of skipped steps; ``str()`` formats the message.
 
     Attributes:
-        skipped_in_a_row: How many steps in a row were skipped.
-        since: Number of the first of them, counted from 1 by ``update``.
+        skipped_in_a_row: Number of consecutive skipped steps.
+        since: Number of the first of them; each ``update`` counts one, from 1.
         reason: Why the last one was skipped.
-        scale: The scale from now on; None of a guard, which scales nothing.
+        scale: The scale from now on; None for a guard, which scales nothing.
         culprits: The parameters with inf or NaN in their gradients; empty if these are gone.
         optimizers: Class names of the optimizers whose last step was skipped; empty if it was taken
             without some blocks of ``accumulate``.
-        rank: The first rank that found inf or NaN, None if there is one only or all found it.
+        rank: The first rank that found inf or NaN; None with one rank or if all have the same
+            gradients.
     """
 
     skipped_in_a_row: int
@@ -138,18 +139,18 @@ OnSkips: TypeAlias = Literal["warn", "raise"] | Callable[[SkipReport], object]
 
 @dataclass
 class _Run:
-    next_length: int  # speak when so many were skipped in a row
-    is_counted: bool = False  # whether it is among those at the floor
-    num_at_floor: int = 0  # how many runs came to the floor so far
+    next_length: int  # number of consecutive skips at which to speak next
+    is_counted: bool = False  # whether this run is counted in num_at_floor
+    num_at_floor: int = 0  # number of runs that have reached the floor
 
 
 class Alarm:
-    """Decides when to speak, so that it is never silent and never says the same every step.
+    """The alarm about skipped steps: never silent, and never repeated at every step.
 
-    It speaks when no smaller scale helps (the floor has been reached in vain), and after
-    ``max_consecutive_skips`` in a row; in one run of skips at the first such moment and then each
-    time the run has become twice as long. Single skips at the floor are told by their number: the
-    1st, 2nd, 4th, 8th, ...
+    It is due when no smaller scale helps (the floor was reached in vain), and after
+    ``max_consecutive_skips`` in a row. Within a run of skips it is due at the first of these
+    moments, and again each time the run has doubled in length. Single skips at the floor are
+    reported at the 1st, 2nd, 4th, 8th, ...
     """
 
     _stacklevel = 4  # of the line that called update()
@@ -167,19 +168,19 @@ class Alarm:
         self._runs: weakref.WeakKeyDictionary[object, _Run] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy begins to count anew.
+        # A copy restarts the counts.
         return self.__dict__ | {"_runs": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__ |= state | {"_runs": weakref.WeakKeyDictionary()}
 
     def sound(self, scale: LossScale, journal: Journal) -> None:
-        """Speak if it is time to; call it after an iteration.
+        """Raise the alarm if it is due; call this after an iteration.
 
-        What is known of the state is what has arrived on the host: on the CPU this iteration, on an
-        accelerator it may be an earlier one. Sync: none as long as nothing is said.
+        It uses the newest state that has arrived on the host: on the CPU the one of this iteration,
+        on an accelerator possibly an earlier one. Sync: none unless the alarm is due.
         """
-        # Whoever raises, or saves and asks the others, is to do so in the same iteration on all
+        # "raise", or a callback that saves with collectives, must act in the same iteration on all
         # ranks.
         snapshot = scale.arrived(at_once=self.on_skips != "warn")
         if snapshot is None or not self.is_due(scale, *snapshot.skips()):
@@ -195,7 +196,7 @@ class Alarm:
         self.speak(_report(state, skipped), began_at_floor=began_at_floor)
 
     def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
-        """Return whether to speak now of the steps with a scale; call it once an iteration."""
+        """Return whether the alarm is due for a scale; call this once in an iteration."""
         if skipped_in_a_row == 0 and scale not in self._runs:
             return False
         run = self._runs.setdefault(scale, _Run(self.max_consecutive_skips))
@@ -215,9 +216,9 @@ class Alarm:
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
         """Warn, raise or call, as the user chose.
 
-        A step skipped at a scale that never was above the floor is no proof that something is
-        broken: up to ``max_consecutive_skips`` "raise" only warns then; and for blocks that were
-        dropped from steps that were taken.
+        "raise" only warns in two cases. A run of skips at a scale that never was above the floor is
+        no proof of a defect, up to ``max_consecutive_skips``; and steps may have been taken without
+        some dropped blocks.
         """
         if callable(self.on_skips):
             self.on_skips(report)
@@ -232,7 +233,7 @@ class Alarm:
 
 
 def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
-    # No outcome: steps were taken without blocks of accumulate() that overflowed.
+    # If there is no outcome, steps were taken without overflowed blocks of accumulate().
     reasons = [outcome.reason for outcome in skipped if outcome.reason] or [Reason.OVERFLOW]
     return SkipReport(
         skipped_in_a_row=state.skipped_in_a_row,
@@ -247,7 +248,7 @@ def _report(state: ScaleState, skipped: Sequence[Outcome]) -> SkipReport:
 
 @torch.no_grad()
 def culprits(gradients: Gradients, names: Iterable[str]) -> list[Culprit]:
-    """Count inf and NaN in every gradient. Slow, and waits for the device: only for a message."""
+    """Count inf and NaN in every gradient. Slow and with syncs: only for messages."""
     found = []
     for name, values in zip(names, gradients.values, strict=True):
         finite = values.isfinite()

@@ -1,4 +1,4 @@
-"""Clipping of the norm of gradients: of all together, or of each layer or parameter alone."""
+"""Clipping of gradient norms: of all gradients together, or per layer or parameter."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from halfstep.errors import CallOrderError
 
 Per = Literal["all", "layer", "parameter"]
 LARGEST_P = 8.0
-"""The 8th power of any float32 number is one of float64."""
+"""Largest p: the 8th power of any float32 number fits in float64."""
 
 
 def checked_max_norm(max_norm: object) -> float:
-    """Return ``max_norm`` as a float; inf clips nothing."""
+    """Return ``max_norm`` as a float; inf means no clipping."""
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and max_norm.device.type == "cpu":
         max_norm = max_norm.tolist()
     if max_norm == math.inf:
@@ -38,7 +38,7 @@ def checked_max_norm(max_norm: object) -> float:
 
 
 def checked_kind(norm_type: object, per: Per) -> tuple[float, Per]:
-    """Return ``norm_type`` as a float, and ``per``."""
+    """Return ``norm_type`` as a float, and ``per``, both validated."""
     kind = math.inf if norm_type == math.inf else checked_number("norm_type", norm_type)
     if not (1.0 <= kind <= LARGEST_P or kind == math.inf):
         raise ValueError(f"norm_type is {kind}: pass a number from 1 to {LARGEST_P:g}, or math.inf")
@@ -50,7 +50,7 @@ def checked_kind(norm_type: object, per: Per) -> tuple[float, Per]:
 def target(
     optimizer_or_parameters: torch.optim.Optimizer | Iterable[Tensor] | Tensor,
 ) -> tuple[torch.optim.Optimizer | None, list[Tensor]]:
-    """Return the optimizer, None if there is none, and the parameters."""
+    """Return the optimizer, None for parameters, and the list of parameters."""
     if isinstance(optimizer_or_parameters, Tensor):
         return None, [optimizer_or_parameters]
     # A container may be iterable too.
@@ -75,7 +75,7 @@ def clip_grad_norm_(
     norm_type: float,
     per: Per,
 ) -> Tensor:
-    """Divide gradients by the scale and clip them. Sync: none."""
+    """Unscale and clip gradients. Sync: none."""
     optimizer, params = target(owner)
     earlier = None if optimizer is None else engine.iteration.step_of(optimizer)
     if earlier is not None and earlier.stage is Stage.STEPPED:
@@ -92,11 +92,10 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_(step: Step, max_norm: float, norm_type: float, per: Per, names: Names) -> Tensor:
-    """Divide gradients by the scale and clip them, in place; return the norm of all together.
+    """Unscale and clip gradients in place; return the total norm.
 
-    That is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
-    gradients. ``names`` tells of which module each gradient is. 3 G for the 2-norm of all. Sync:
-    none.
+    The norm is a float32 scalar on the device of the scale, unscaled and before clipping; 0 without
+    gradients. ``names`` assigns gradients to layers. 3 G for the 2-norm of all. Sync: none.
     """
     groups = _groups(step, per, names)
     if not step.has_gradients:
@@ -143,7 +142,7 @@ def _clip_groups_(
 
 
 def _groups(step: Step, per: Per, names: Names) -> list[list[int]]:
-    """Return the positions of the gradients whose norm is one."""
+    """Return the positions of the gradients that share a norm."""
     params = step.gradients.params
     if per == "all":
         return [list(range(len(params)))]

@@ -30,16 +30,16 @@ Closure = Callable[[], Any]
 
 
 class UnusableEvaluationError(Exception):
-    """Leaves ``optimizer.step`` from inside a closure whose gradients are not to be used."""
+    """Raised inside ``optimizer.step`` to leave it when the gradients of a closure are unusable."""
 
 
 def split_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Closure | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the closure among the arguments for ``optimizer.step``, and the other arguments.
+    """Separate the closure from the other arguments of ``optimizer.step``.
 
-    By name, and then ``kwargs`` keeps it; or as the first argument, where every optimizer of
-    PyTorch has it. accelerate passes None there, which is no closure.
+    A closure passed by name also stays in ``kwargs``; otherwise it is the first argument, as in
+    every PyTorch optimizer. accelerate passes None there, which is no closure.
     """
     if callable(kwargs.get("closure")):
         return kwargs["closure"], args, kwargs
@@ -56,11 +56,11 @@ def step_with_closure(
     kwargs: dict[str, Any],
     max_norm: float | None,
 ) -> Any:
-    """Call ``optimizer.step`` with a closure that leaves unscaled, finite gradients.
+    """Call ``optimizer.step`` with a closure that yields unscaled, finite gradients.
 
-    Every evaluation starts without gradients. One whose gradients are not finite ends the step, for
-    which None is returned; parameters and state of the optimizer are then as they were before. So
-    they are if the closure raises. Sync: one for each evaluation.
+    Every evaluation starts without gradients. An evaluation with non-finite gradients ends the step
+    and returns None; the parameters and the state of the optimizer are restored. They are also
+    restored if the closure raises. Sync: one for each evaluation.
     """
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
@@ -93,10 +93,10 @@ def step_with_closure(
 
 
 class _Evaluations:
-    """What the optimizer calls in place of the user's closure.
+    """The callable that replaces the user's closure.
 
-    Each evaluation is an iteration of its own, and joins the one around it when the step is done:
-    a step that raises leaves no trace, and the closure may unscale the gradients every time.
+    Each evaluation is an iteration of its own, and is merged into the surrounding iteration after
+    the step. So a step that raises leaves no trace, and every evaluation may unscale the gradients.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class _Evaluations:
         closure: Closure,
         max_norm: float | None,
     ) -> None:
-        self.last: Step | None = None  # the gradients of the last evaluation
+        self.last: Step | None = None  # with the gradients of the last evaluation
         self._iteration = Iteration()
         self._earlier: list[GradientCheck] = []
         self._engine = engine
@@ -128,10 +128,11 @@ class _Evaluations:
         return loss
 
     def finish(self) -> None:
-        """Remember the step, and what the closure did, until the next ``update``."""
+        """Record the step, and the closure's losses and checks, in the surrounding iteration."""
         assert self.last is not None
         iteration = self._engine.iteration
-        # With its last gradients the closure leaves the scale that other optimizers divide by.
+        # The scale of the closure's losses also applies to other optimizers that use its last
+        # gradients.
         iteration.count_losses_of(self._iteration)
         for check in [*self._earlier, *self._iteration.checks]:
             iteration.add(check)
@@ -140,7 +141,7 @@ class _Evaluations:
         remember(self._engine, self._optimizer, self.last, memory, is_fused=is_fused)
 
     def _forget_last_gradients(self) -> None:
-        """Make room for those of the next evaluation; what was found still moves the scale."""
+        """Drop the gradients before the next evaluation; keep the checks for the scale."""
         checks = self._iteration.checks
         if self.last is not None and self.last.own_check is not None:
             checks.append(self.last.own_check)
@@ -181,7 +182,7 @@ class _Evaluations:
         engine, optimizer = self._engine, self._optimizer
         step = gather(engine, "step", optimizer, self._iteration.step_of(optimizer))
         refuse_half(engine, step)
-        # The norms are those of steps: inside one, a line search may go far away.
+        # The norm limit is based on whole steps: inside a step, a line search may go far away.
         norm_limit = engine.norm_limits.of(optimizer) if is_first else None
         if self._max_norm is None and norm_limit is None:
             unscale_(step)

@@ -1,4 +1,4 @@
-"""The scaler that does not scale."""
+"""The disabled scaler."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from halfstep.errors import RanksError
 
 
 class DisabledGradScaler(GradScaler):
-    """What ``GradScaler(enabled=False)`` returns: every method works, nothing is scaled.
+    """The result of ``GradScaler(enabled=False)``: every method works, and nothing is scaled.
 
-    Nothing is checked either: every step is taken. A guard against inf and NaN without a scale is
+    Gradients are not checked either: every step is taken. To skip inf and NaN without a scale, use
     ``GradScaler(init_scale=1.0, rule=Static())``.
     """
 
     def scale(self, outputs: Any, name: str | None = None) -> Any:
-        """Return ``outputs`` as they are."""
+        """Return ``outputs`` unchanged."""
         return outputs
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -48,13 +48,13 @@ class DisabledGradScaler(GradScaler):
         norm_type: float = 2.0,
         per: clipping.Per = "all",
     ) -> Tensor:
-        """Clip gradients, which are not scaled; see :meth:`GradScaler.clip_grad_norm_`."""
+        """Clip unscaled gradients; see :meth:`GradScaler.clip_grad_norm_`."""
         optimizer, params = clipping.target(optimizer_or_parameters)
         found = collect(params)
         device = found.values[0].device if found.values else torch.device("cpu")
         try:
             ranks = self._engine.ranks.of("clip_grad_norm_", params, [], has_scale=True)
-        except RanksError:  # nobody is asked for more than PyTorch's clipping does
+        except RanksError:  # a disabled scaler needs no more than PyTorch's clipping
             ranks = ALONE
         step = Step(optimizer, _one(device), found, ranks=ranks)
         return clipping.clip_(
@@ -71,7 +71,7 @@ class DisabledGradScaler(GradScaler):
         max_norm: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Clip if asked to, and call ``optimizer.step``, with a closure if there is one."""
+        """Clip if requested, and call ``optimizer.step``, with the closure if there is one."""
         closure, args, kwargs = split_closure(args, kwargs)
         if closure is None:
             if max_norm is not None:
@@ -84,7 +84,7 @@ class DisabledGradScaler(GradScaler):
             drop_gradients(optimizer)
             loss = closure()
             if isinstance(loss, Tensor) and not collect(parameters(optimizer)).grads:
-                # The user's closure leaves it to us.
+                # The user's closure leaves backward() to the scaler.
                 loss.backward()  # type: ignore[no-untyped-call]
             if max_norm is not None:
                 self.clip_grad_norm_(optimizer, max_norm)
@@ -96,17 +96,17 @@ class DisabledGradScaler(GradScaler):
         """Do nothing."""
 
     def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Return a block that does nothing: gradients add up as without it."""
+        """Return a context manager that does nothing: gradients add up as usual."""
         return nullcontext()
 
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
-        """Return 0, the only attempt."""
+        """Return an iterator over 0, the only attempt."""
         checked_count("times", times, at_least=0)
         return iter([0])
 
     @keep_out_of_graphs
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return an outcome that was taken, with the gradients as they are now."""
+        """Return the outcome of a taken step, with the current gradients."""
         step = Step(optimizer, _one(torch.device("cpu")), collect(parameters(optimizer)))
         step.found_inf = 0.0
         outcome = Outcome(optimizer, self._engine.names, step, None, can_measure_late=True)
@@ -140,7 +140,7 @@ class DisabledGradScaler(GradScaler):
         return False
 
     def __repr__(self) -> str:
-        """Return that it is disabled."""
+        """Return ``"GradScaler(enabled=False)"``."""
         return "GradScaler(enabled=False)"
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ class DisabledGradScaler(GradScaler):
         """Do nothing."""
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-        """Look for nothing: there is no iteration that could end."""
+        """Return no flags: nothing is checked."""
         return {}
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:

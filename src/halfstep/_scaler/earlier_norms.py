@@ -1,11 +1,11 @@
-"""Norms of earlier steps, which show outliers, and gradients that were clipped too early.
+"""Norms of earlier steps, to detect outliers and gradients that are clipped too early.
 
-Megatron-LM and others skip a step for a huge norm as they do for inf. What is huge is taken from
-the running median here, which a few such steps do not move.
+Megatron-LM and others skip a step for a huge norm as for inf. Here, huge is relative to the running
+median, which a few such steps do not move.
 
-Gradients that are clipped before they are unscaled have the same small norm in every step, still
-scaled, and so the update is smaller by the scale than it should be: training looks stuck, without
-a word.
+Gradients that are clipped before they are unscaled have the same small, still scaled norm in every
+step. The updates are then too small by a factor of the scale: training looks stuck, without an
+error.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from halfstep._scaler.scalars import checked_count, checked_number, to_float32
 from halfstep.errors import HalfstepWarning
 
 NUM_STEPS = 3
-"""Steps of each optimizer that are compared: clipping is in the loop from the first step on."""
+"""Number of first steps of each optimizer that are compared: clipping happens from the start."""
 
 SMALLEST_MAX_NORM = 1e-3
-"""A constant norm below this times the scale means clipping before unscaling: nobody clips unscaled
-gradients to less, and clipping scaled ones to ``max_norm * scale``, which is right, leaves more."""
+"""A constant norm below this times the scale means clipping before unscaling: unscaled gradients
+are never clipped to less, and correctly clipping scaled ones to ``max_norm * scale`` leaves
+more."""
 
 
 class NormLimit:
     """The norms of the last ``window`` taken steps of one optimizer, on its device.
 
-    One above ``times_median`` times their median is an outlier. Sync: none, but for
+    A norm above ``times_median`` times their median is an outlier. Sync: none, except
     :meth:`to_list`.
     """
 
@@ -48,9 +49,10 @@ class NormLimit:
         self._saved: Sequence[float] = [math.nan] * self.window
 
     def is_exceeded(self, norm: Tensor) -> Tensor:
-        """Return 1.0 if the norm is an outlier, else 0.0, and remember it if it is none.
+        """Return 1.0 if the norm is an outlier, else 0.0; record a norm that is not.
 
-        Nothing is before half of the window was seen, nor inf or NaN: that is for ``found_inf``.
+        No norm is an outlier before half of the window was seen. Neither are inf and NaN, which
+        ``found_inf`` covers.
         """
         norm = to_float32(norm.detach())
         if self._norms is None:
@@ -58,18 +60,18 @@ class NormLimit:
         num_seen = self._norms.isfinite().sum()
         limit = self._norms.nanmedian() * self.times_median
         exceeded = (norm > limit) & (2 * num_seen >= self.window) & norm.isfinite()
-        # Old ones move up; the place of an outlier is taken by nothing.
+        # Older norms move up; an outlier is not recorded.
         kept = torch.cat([self._norms[1:], norm.reshape(1)])
         self._norms.copy_(torch.where(exceeded | ~norm.isfinite(), self._norms, kept))
         return exceeded.float()
 
     def to_list(self) -> list[float | None]:
-        """Return the norms, oldest first, None for a free place. Sync: one."""
+        """Return the norms, oldest first, None for empty slots. Sync: one."""
         norms = self._saved if self._norms is None else self._norms.tolist()
         return [None if math.isnan(norm) else norm for norm in norms]
 
     def load(self, norms: Sequence[Any]) -> None:
-        """Take over what :meth:`to_list` returned."""
+        """Load the result of :meth:`to_list`."""
         values = [math.nan if norm is None else checked_number("norm", norm) for norm in norms]
         if len(values) != self.window:
             raise ValueError(f"{len(values)} norms were saved for a window of {self.window}")
@@ -77,7 +79,7 @@ class NormLimit:
 
 
 class NormLimits:
-    """The limit of every optimizer, in the order in which they came; none until one is set."""
+    """The norm limits of all optimizers, in order of appearance; none until a limit is set."""
 
     def __init__(self) -> None:
         self.settings: tuple[float, int] | None = None  # times the median, and the window
@@ -85,10 +87,10 @@ class NormLimits:
         self._limit_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, NormLimit] = (
             weakref.WeakKeyDictionary()
         )
-        self._num_seen = 0  # of all optimizers, those that are gone too
+        self._num_seen = 0  # optimizers so far, including those that no longer exist
 
     def set(self, times_median: float | None, window: int) -> None:
-        """Set the limit of all optimizers and forget the norms seen; None for no limit."""
+        """Set the limit of all optimizers and forget earlier norms; None for no limit."""
         if times_median is not None:
             NormLimit(times_median, window)
         self.settings = None if times_median is None else (times_median, window)
@@ -116,7 +118,7 @@ class NormLimits:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any] | None) -> NormLimits:
-        """Return what :meth:`to_dict` saved. The first optimizer to step gets the first norms."""
+        """Load the result of :meth:`to_dict`. The first optimizer to step gets the first norms."""
         limits = cls()
         if saved is not None:
             limits.set(saved["times_median"], saved["window"])
@@ -130,12 +132,12 @@ class NormLimits:
 def see_first_norm(
     norms: list[float], optimizer: torch.optim.Optimizer, scaled_norm: float, scale: float
 ) -> None:
-    """Add the finite norm of one of the first steps; warn after the last one if all are the same.
+    """Add the finite norm of one of the first steps; after the last one warn if all are equal.
 
-    Two of them are never the same to four digits unless something made them so.
+    Without clipping, two norms are never equal to four digits.
     """
     norms.append(scaled_norm)
-    # In a warm-up that begins at a learning rate of 0 they are the same for another reason.
+    # In a warm-up that starts at a learning rate of 0 they are equal for another reason.
     groups = [group for each in members(optimizer) for group in each.param_groups]
     has_moved = any(group.get("lr", 1.0) != 0.0 for group in groups)
     same = has_moved and max(norms) - min(norms) <= 1e-4 * max(norms)

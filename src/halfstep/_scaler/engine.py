@@ -1,4 +1,4 @@
-"""The implementation behind the calls of a scaler."""
+"""The implementation behind the methods of a scaler."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Scales of all losses, and what has been done since the last ``update``.
+    """The scales of all losses, and the state of the current iteration.
 
-    ``first`` is the state that the scale of every loss starts from; observers are shown ``scaler``.
+    ``first`` is the initial state of the scale of every loss; observers receive ``scaler``.
     """
 
     def __init__(self, first: ScaleState, ranks: Ranks, scaler: GradScaler) -> None:
@@ -65,7 +65,7 @@ class Engine:
             scaled = scale.multiply(outputs, is_traced=is_traced)
         else:
             scaled = for_each(lambda each: scale.multiply(each, is_traced=is_traced), outputs)
-        self.scales[loss] = scale  # not if that was refused
+        self.scales[loss] = scale  # not reached if the outputs were rejected
         if is_traced:
             unused.has_compiled_losses = True
         elif unused.is_searching or unused.waiting:
@@ -77,7 +77,8 @@ class Engine:
     def scale_of_iteration(self, call: str, owner: object, params: list[Tensor]) -> LossScale:
         """Return the scale of the losses since the last ``update``.
 
-        With losses of several names it is that of ``params``, if all have been unscaled already.
+        With several loss names, return the scale that ``params`` were unscaled by, if all of them
+        were.
         """
         losses = self.iteration.losses
         if len(losses) > 1:
@@ -100,7 +101,7 @@ class Engine:
         return scale
 
     def _known_scale(self, params: list[Tensor]) -> LossScale | None:
-        """Return what the gradients have been divided by (one scale of several), else None."""
+        """Return the one scale that all these gradients were divided by, else None."""
         in_blocks = self.iteration.scales_of_blocks()
         known = []
         for param in params:
@@ -112,9 +113,9 @@ class Engine:
     # --- gradients --------------------------------------------------------------------------------
 
     def ranks_of(self, call: str, owner: object, params: list[Tensor]) -> Alone | Together:
-        """Return who decides what becomes of gradients: this rank or several.
+        """Return who decides about the gradients: this rank alone or several together.
 
-        Where several do, one that has no loss has a scale all the same.
+        If several decide, a rank without a loss still gets a scale.
         """
         has_scale = any(scale.live is not None for scale in self.scales.values())
         call = f"{call}({name(owner)})"
@@ -140,7 +141,7 @@ class Engine:
     # --- the end of an iteration ------------------------------------------------------------------
 
     def update(self) -> list[LossScale]:
-        """Let every scale that was used back off, count or grow; return them. Sync: none."""
+        """Back off, count or grow every scale that was used; return these scales. Sync: none."""
         iteration = self.iteration
         if not iteration.checks:
             raise NothingCheckedError(
@@ -173,7 +174,7 @@ class Engine:
     def set_scale(
         self, scale: LossScale, new_scale: object, *, iteration_ends: bool = True
     ) -> None:
-        """Set a scale by hand, which ends the iteration if not told otherwise. Sync: none."""
+        """Set a scale by hand; this ends the iteration by default. Sync: none."""
         waiting = self.unused.before_change(self.iteration, self.scales)
         scale.set(new_scale)
         self.unused.wait(waiting, iteration_ends=iteration_ends)
@@ -181,18 +182,18 @@ class Engine:
             self.end_iteration()
 
     def load(self, saved: Saved) -> None:
-        """Take over what was saved; the iteration goes on. Sync: none."""
+        """Load a saved state; the iteration continues. Sync: none."""
         waiting = self.unused.before_change(self.iteration, self.scales)
         self.scales.load(saved.scales)
         self.norm_limits = saved.norm_limits
         self.unused.wait(waiting, iteration_ends=False)
 
     def end_iteration(self) -> None:
-        """Forget what was done to gradients."""
+        """Clear the state of the iteration, complete its outcomes and notify the observers."""
         if self.iteration.hooks:
             self.iteration.end()
         self.iteration = Iteration()
-        if len(self.scales) > 1:  # one alone has been asked by update()
+        if len(self.scales) > 1:  # update() has cleared the flag of a single scale.
             for scale in self.scales.values():
                 scale.forget_bad_loss()
         outcomes, self.journal.open = self.journal.open, []
@@ -207,7 +208,7 @@ class Engine:
         return scaler
 
     def copy_alone(self, scale: float | None) -> Engine:
-        """Return an engine that begins anew with these scales, or this one, on this rank alone."""
+        """Return a new engine with these scales, or with ``scale``, for this rank alone."""
         first, states = self.scales.first, self.scales.read()
         if scale is not None:
             first = replace(first, scale=scale)
@@ -217,17 +218,17 @@ class Engine:
         return copied
 
 
-# --- losses in containers ------------------------------------------------------------------------
+# --- losses in containers -------------------------------------------------------------------------
 
 
 def for_each(function: Callable[[Tensor], Tensor], outputs: Any, where: str = "outputs") -> Any:
-    """Return ``outputs`` with every tensor in it replaced by what ``function`` returns.
+    """Return ``outputs`` with ``function`` applied to every tensor in it.
 
-    Lists, tuples and dictionaries of any class keep it; other mappings become dictionaries, other
-    iterables lists.
+    The classes of lists, tuples and dicts are kept; other mappings become dicts, other iterables
+    lists.
 
     Raises:
-        TypeError: Something in it is not a tensor; the message says where it is.
+        TypeError: An element is not a tensor; the message says where it is.
     """
     if isinstance(outputs, Tensor):
         return function(outputs)

@@ -1,4 +1,4 @@
-"""The gradients of some parameters, found in one walk; checked, divided and multiplied in one pass.
+"""Gradients of parameters: collection in one walk, check and multiplication in one pass.
 
 Sync: none, in all of these functions.
 """
@@ -22,11 +22,11 @@ from halfstep._scaler.optimizers import HOLDERS, members
 from halfstep._scaler.scalars import Scalar, describe, moved, reciprocal
 
 NUM_NAMED = 3
-"""An error message names this many parameters and counts the rest."""
+"""Maximum number of parameters named in an error message; the rest are counted."""
 
 NUM_ASKED = 256
 LARGE = 1 << 14
-"""From this mean size on, norms on the CPU cost no more than a finite check."""
+"""From this mean size on, CPU norms cost no more than a finite check."""
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -37,14 +37,15 @@ _STRIDED = {torch.strided}
 
 @dataclass(eq=False, slots=True)
 class Gradients:
-    """The gradients of some parameters, three lists of one length.
+    """The gradients of some parameters, as three lists of the same length.
 
     Attributes:
         params: The parameters that have a gradient.
         grads: Their ``grad``.
-        values: Dense real tensors that share memory with ``grads``: the values of a sparse one, a
-            complex one as real with a last dimension of 2, of a DTensor what this rank holds.
-        by_kind: ``values`` by device and dtype, as the fused kernels want them.
+        values: Dense real tensors that share memory with ``grads``: the values of a sparse
+            gradient, a complex gradient as real with a last dimension of 2, the local part of a
+            DTensor.
+        by_kind: ``values`` by device and dtype, as the fused kernels need them.
         dtypes: The dtypes of ``values``.
     """
 
@@ -76,45 +77,45 @@ class Gradients:
         )
 
     def is_measured_fast(self) -> bool:
-        """Return whether their norms take no longer than a check.
+        """Return whether measuring norms is no slower than a check.
 
-        Not on the CPU if gradients are float16, which is converted first, or many and small: each
-        costs a copy.
+        On the CPU it is slower for float16 gradients, which are converted first, and for many small
+        ones, which are copied.
         """
         for device, dtype in self.by_kind:
             if device.type != "cpu":
                 return True
             if dtype is torch.float16:
                 return False
-        # Some of them tell: to ask thousands takes its time.
+        # A sample is enough: asking thousands of tensors is slow.
         some = self.values[:: len(self.values) // NUM_ASKED + 1]
         return sum(map(Tensor.numel, some)) >= LARGE * len(some)
 
     # One *pass* (G) reads all gradients once or writes them once.
 
     def unscale_(self, scale: Scalar, *, can_amplify: bool) -> dict[torch.device, Tensor]:
-        """Divide all by the scale in place, and look for inf and NaN. One read and write.
+        """Divide all by the scale in place, and check for inf and NaN. One read and write.
 
-        Divided by a scale that may be below 1 (``can_amplify``), a finite gradient may become inf:
-        they are checked once more. Returns what :meth:`multiply_` does.
+        With a scale that may be below 1 (``can_amplify``), a finite gradient may become inf, so the
+        gradients are checked once more. Returns the same as :meth:`multiply_`.
         """
         found_inf = self.multiply_(reciprocal(scale))
-        return self.check() if can_amplify else found_inf  # what was inf or NaN before still is
+        return self.check() if can_amplify else found_inf  # non-finite values stay non-finite
 
     def check(self) -> dict[torch.device, Tensor]:
-        """Look for inf and NaN with the kernel that multiplies: by exactly 1 it only looks."""
+        """Check for inf and NaN with the multiplying kernel and a factor of exactly 1."""
         return self.multiply_(1.0)
 
     def multiply_(self, factor: Scalar) -> dict[torch.device, Tensor]:
         """Multiply all by a float32 number in place. One read and write.
 
         Returns:
-            For each device a float32 scalar, 1 if an inf or NaN was there before, else 0.
+            Device to float32 scalar: 1 if a gradient on it was inf or NaN before, else 0.
         """
         found_inf: dict[torch.device, Tensor] = {}
         factors: dict[torch.device, Tensor] = {}
-        # A kernel for the check; but it is also the fastest of PyTorch's that multiply by a scalar
-        # on the device: 0.8 ms for 4,096 x 256 entries where _foreach_mul_ takes 1.5.
+        # Intended as a check, but also PyTorch's fastest kernel for multiplying by a device scalar:
+        # 0.8 ms for 4,096 x 256 entries, where _foreach_mul_ takes 1.5.
         is_grad_enabled = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
@@ -126,9 +127,11 @@ class Gradients:
                         if isinstance(factor, Tensor)
                         else torch.full((), factor, dtype=torch.float32, device=device)
                     )
-                # Backwards: the ones read last by an earlier pass are still in the cache.
+                # In reverse order: the tensors that an earlier pass read last are still in the
+                # cache.
                 check_and_unscale_(values[::-1], found_inf[device], factors[device])
-                # The kernel does not count as a change. Two that do are enough for who looks.
+                # The kernel does not bump versions. Bumping two is enough for code that checks
+                # them.
                 increment_version((values[0], values[-1]))
         finally:
             set_grad_enabled(is_grad_enabled)
@@ -142,10 +145,10 @@ NONE = Gradients([], [], [], {}, frozenset())
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer in the order of its groups.
 
-    Those of a container and of all that it holds, each once.
+    For a container, the parameters of everything it holds, each once.
     """
     params: list[Tensor] = []
-    # The class first: a property of it may raise. By map(): no further call of Python for one.
+    # Ask the class first: a property of it may raise. map() adds no Python call per holder.
     is_container = any(map(partial(hasattr, type(optimizer)), HOLDERS)) or any(
         map(partial(hasattr, optimizer), HOLDERS)
     )
@@ -157,18 +160,18 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def collect(params: Iterable[Tensor]) -> Gradients:
-    """Find the gradients of parameters; those without one are left out.
+    """Collect the gradients of parameters; parameters without one are left out.
 
-    Sparse COO gradients are coalesced first and ``param.grad`` is replaced by the result: entries
-    that are finite one by one may overflow when they are added, above all in float16. So is one
-    that cannot be written to in place: expanded, or a lazy conjugate or negative. And so is a
-    DTensor whose ranks hold summands, which takes a collective.
+    Some gradients are replaced in ``param.grad`` first. Sparse COO gradients are coalesced: entries
+    that are finite one by one may overflow when they are added, above all in float16. Gradients
+    that cannot be written in place (expanded, lazily conjugated or negated) are copied. DTensors
+    with partial placements are reduced, which takes a collective.
 
     Raises:
-        TypeError: A gradient is in another sparse layout than COO. Nothing was changed.
+        TypeError: A gradient has a sparse layout other than COO. Nothing is changed.
     """
     params = list(params)
-    # Asked once: it adds up for thousands of parameters.
+    # Read once: attribute access adds up for thousands of parameters.
     grads: list[Any] = list(map(attrgetter("grad"), params))
     types = set(map(type, grads))
     if _NONE_TYPE in types:
@@ -180,8 +183,8 @@ def collect(params: Iterable[Tensor]) -> Gradients:
         pairs = zip(params, grads, strict=True)
         grads = [_settled(param, grad) if is_dtensor(grad) else grad for param, grad in pairs]
         values = list(map(local_part, grads))
-    # Thousands of gradients, all alike: asked by map(), one question after the other, they cost
-    # half of a loop that asks each of them everything.
+    # Thousands of similar gradients: one map() per property takes half the time of one loop that
+    # checks all properties of each gradient.
     dtypes = set(map(attrgetter("dtype"), values))
     if (
         not any(map(attrgetter("is_complex"), dtypes))
@@ -211,7 +214,7 @@ def collect(params: Iterable[Tensor]) -> Gradients:
 
 
 def collect_local(params: Iterable[Tensor]) -> Gradients:
-    """Find gradients without a collective: of DTensors what is here. Leaves out other layouts."""
+    """Collect gradients without a collective: DTensors' local parts. Skips other sparse layouts."""
     pairs = [(param, param.grad) for param in params if param.grad is not None]
     spread = [(param, grad) for param, grad in pairs if is_dtensor(grad)]
     layouts = (torch.strided, torch.sparse_coo)
@@ -224,7 +227,7 @@ def collect_local(params: Iterable[Tensor]) -> Gradients:
 
 
 def refuse_float16(gradients: Gradients, owner: str, names: list[str]) -> None:
-    """Raise since a gradient is float16: unscaled in place its small entries would become zero."""
+    """Raise the error for float16 gradients, whose small entries would underflow when unscaled."""
     found = [
         f"{name} ({describe(grad)})"
         for name, grad in zip(names, gradients.grads, strict=True)
@@ -268,8 +271,7 @@ def _writable(grad: Tensor | None) -> Tensor:
         return grad
     if grad.is_sparse:
         return grad.coalesce()
-    # Autograd stores the conjugate of a complex gradient lazily, and such a tensor has no real
-    # view.
+    # Autograd stores the conjugate of a complex gradient lazily; such a tensor has no real view.
     grad = grad.resolve_conj().resolve_neg()
     return grad.clone() if 0 in grad.stride() and grad.numel() > 1 else grad
 

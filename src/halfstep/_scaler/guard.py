@@ -1,4 +1,4 @@
-"""Steps that are skipped where a gradient is inf or NaN, in trainings that scale no loss."""
+"""Skipping of steps with inf or NaN gradients, for trainings without loss scaling."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ def guard(
 ) -> Guard:
     """Skip the steps of an optimizer whose gradients are inf or NaN, without scaling a loss.
 
-    For bfloat16 and float32, which need no scale. ``optimizer.step`` is replaced on the object, so
-    that it works in any framework, and does what :class:`GradScaler` does with a scale of 1: it
-    looks at all gradients in one pass, clips them in the same one, and asks the ranks that train
-    together, so that all step or none. A step that is skipped leaves parameters and state alone.
-    Steps of meta and fake tensors, which have no values, are made as without a guard.
+    This is for bfloat16 and float32, which need no scale. It replaces ``optimizer.step`` on the
+    instance, so it works in any framework, and does the same as :class:`GradScaler` with a scale of
+    1: it checks all gradients in one pass, clips them in the same pass, and synchronizes the
+    decision between the ranks that train together. A skipped step leaves parameters and state
+    unchanged. Steps on meta and fake tensors, which have no values, are made as without a guard.
 
     A closure is evaluated once, before the step.
 
     Args:
-        optimizer: The optimizer. It is changed in place; :meth:`Guard.remove` undoes it.
-        max_norm: Clip the norm of the gradients to this; ``math.inf`` only measures it. None for
-            neither.
-        on_skips: What happens at every skipped step: ``"warn"``, ``"raise"``, or a function of a
-            report, as for :class:`GradScaler`.
-        module: Gives the parameters their names.
+        optimizer: The optimizer. It is changed in place; :meth:`Guard.remove` undoes that.
+        max_norm: Clip the norm of the gradients to this value; ``math.inf`` only measures it. None
+            does neither.
+        on_skips: The action at every skipped step: ``"warn"``, ``"raise"``, or a function that
+            takes a report, as for :class:`GradScaler`.
+        module: The module that supplies the names of the parameters.
         process_group: The ranks that decide together, as for :class:`GradScaler`.
 
     Returns:
-        What tells what became of the steps.
+        The guard, for the outcomes of the steps.
 
     Raises:
-        CallOrderError: It has a guard already. Or, at a step: it evaluates the closure after it has
-            changed parameters, as SAM does.
-        TypeError: It is no optimizer.
+        CallOrderError: The optimizer already has a guard. Or, at a step: it evaluates the closure
+            after it has changed parameters, like SAM.
+        TypeError: The argument is not an optimizer.
         ValueError: It evaluates its closure several times in a step (LBFGS), or ``max_norm`` is
             negative.
 
-    Sync: one for each step; none for an optimizer that skips on the device, as fused ones do.
+    Sync: one for each step; none for an optimizer that skips on the device, such as fused ones.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -94,7 +94,7 @@ def guard(
 
 
 class GuardScaler(GradScaler):
-    """The scaler of a guard: its scale is 1, and no loss is scaled."""
+    """The scaler of a guard: its scale is 1, and it scales no loss."""
 
     def __init__(
         self,
@@ -109,17 +109,17 @@ class GuardScaler(GradScaler):
 
 
 class _Alarm(Alarm):
-    """Speaks of every skipped step, and of no scale."""
+    """An alarm that reports every skipped step and mentions no scale."""
 
     _stacklevel = 7  # of the line that called optimizer.step()
-    _last = 0  # the last step that was spoken of
+    _last = 0  # the last reported step
 
     def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
         return skipped_in_a_row > 0
 
     def speak(self, report: SkipReport, *, began_at_floor: bool) -> None:
         last = report.since + report.skipped_in_a_row - 1
-        if last == self._last:  # on an accelerator nothing newer has arrived
+        if last == self._last:  # no newer state has arrived on the host
             return
         self._last = last
         super().speak(replace(report, scale=None), began_at_floor=False)
@@ -129,7 +129,7 @@ _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 class Guard:
-    """What became of the steps of an optimizer; see :func:`guard`.
+    """The guard of an optimizer, with the outcomes of its steps; see :func:`guard`.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
@@ -151,23 +151,23 @@ class Guard:
 
         @wraps(step)
         def guarded(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._is_removed:  # something else was put on top, and calls it
+            if self._is_removed:  # a later replacement of `step` still calls this one
                 return step(*args, **kwargs)
-            if self._call is not None:  # the scaler's
+            if self._call is not None:  # called by the scaler
                 args, kwargs = self._call
                 return step(*args, **kwargs)
             return self._step(optimizer, args, kwargs)
 
-        self._guarded = weakref.ref(guarded)  # which holds the optimizer
+        self._guarded = weakref.ref(guarded)  # weak, because it references the optimizer
         optimizer.step = MethodType(guarded, optimizer)  # type: ignore[method-assign]
 
     def outcome(self) -> Outcome:
-        """Return what became of the last step.
+        """Return the outcome of the last step.
 
         Raises:
-            CallOrderError: There was none with gradients that have values.
+            CallOrderError: There was no step with gradients that have values.
 
-        Sync: none; reading the outcome waits.
+        Sync: none; reading the outcome syncs.
         """
         optimizer = self._require_optimizer()
         outcome = self._scaler._engine.journal.last(optimizer)
@@ -180,11 +180,11 @@ class Guard:
         return outcome
 
     def counts(self) -> Counts:
-        """Return how many steps were taken and skipped. Sync: one."""
+        """Return the numbers of taken and skipped steps. Sync: one."""
         return self._scaler.counts()
 
     def remove(self) -> None:
-        """Let the optimizer step as it did before; what was put on top of the guard stays."""
+        """Restore the optimizer's original ``step``; later replacements of it stay in place."""
         optimizer = self._require_optimizer()
         if self._is_removed:
             return
@@ -243,7 +243,7 @@ class Guard:
                 return optimizer.step()
             result = scaler.step(optimizer, max_norm=self._max_norm)
         except BaseException:
-            scaler._engine.end_iteration()  # the next step has gradients of its own
+            scaler._engine.end_iteration()  # the next step has its own gradients
             raise
         finally:
             self._call = None
@@ -252,15 +252,15 @@ class Guard:
 
 
 def _has_no_values(param: torch.Tensor) -> bool:
-    """Return whether a model is only tried for its shapes and its memory."""
+    """Return whether a tensor has no data, as when only shapes or memory are computed."""
     return param.is_meta or is_fake(param)
 
 
 def _closure_of(optimizer: torch.optim.Optimizer, loss: Any) -> Callable[[], Any]:
-    """Return what an optimizer may call for a closure that was evaluated, with this loss."""
+    """Return a closure that returns an already computed loss."""
     if evaluates_first(optimizer):
         return lambda: loss
-    # Master weights write to those of 16 bits around the step and around a closure.
+    # Master weights write to 16-bit parameters around the step and around a closure.
     params = [param for param in parameters(optimizer) if param.dtype.itemsize > 2]
     before = [param._version for param in params]
 

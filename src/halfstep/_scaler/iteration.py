@@ -26,7 +26,7 @@ from halfstep._scaler.scalars import Scalar, float32_from_bits, moved
 from halfstep.errors import CallOrderError, NothingCheckedError
 
 HISTORY_LENGTH = 10_000
-"""The number of steps that are kept, some hundred bytes each on the device."""
+"""Maximum number of outcomes in the history; each takes a few hundred bytes on the device."""
 
 if TYPE_CHECKING:
     from halfstep._scaler.accumulation import Blocks
@@ -34,19 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class GradientCheck:
-    """A check of gradients that were multiplied by one scale, which moves by what was found.
+    """A check of gradients that share one scale; the result updates that scale.
 
     Attributes:
-        gradients: Held until the iteration ends, so that no other tensor can take over the ``id``
-            of one of them meanwhile.
-        found_here: For each device a float32 scalar, 1 if some gradient there is inf or NaN, else
-            0.
-        amax_here: The largest unscaled magnitude, on the device of the scale, if its rule wants it.
-        left_scaled: Whether the step that checked was skipped, and what its gradients are still
-            multiplied by in that case.
-        agreement: What all ranks have found, if several decide.
-        asked: In that case the ids of all parameters that were asked for gradients, which some
-            ranks may not have: they are to know of the check all the same.
+        gradients: Referenced until the iteration ends, so that the ``id`` of a gradient is not
+            reused.
+        found_here: Device to float32 scalar: 1 if a gradient on that device is inf or NaN, else 0.
+        amax_here: The largest unscaled magnitude, on the device of the scale, if its rule needs it.
+        left_scaled: Whether the step that made the check was skipped, and the number by which its
+            gradients are still multiplied in that case.
+        agreement: The combined result of all ranks, if several decide.
+        asked: In that case, the ids of all parameters of the check. A rank may have no gradients
+            for them, but must still find the check.
     """
 
     scale: LossScale
@@ -59,7 +58,7 @@ class GradientCheck:
 
     @property
     def found_inf(self) -> dict[torch.device, Tensor]:
-        """For each device a float32 scalar, 1 if some gradient, of any rank, is inf or NaN."""
+        """Device to float32 scalar: 1 if a gradient on any rank is inf or NaN, else 0."""
         if self.agreement is None:
             return self.found_here
         found = self.agreement.found_inf()
@@ -67,12 +66,12 @@ class GradientCheck:
 
     @property
     def amax(self) -> Tensor | None:
-        """The largest unscaled magnitude of all ranks, if the scale's rule wants to know."""
+        """The largest unscaled magnitude over all ranks, if the scale's rule needs it."""
         return self.amax_here if self.agreement is None else self.agreement.amax()
 
 
 class Stage(Enum):
-    """The stage of an optimizer since the last ``update``."""
+    """The stage of an optimizer in the current iteration."""
 
     SCALED = "its gradients are still multiplied by the scale"
     UNSCALED = "its gradients have already been unscaled"
@@ -81,25 +80,25 @@ class Stage(Enum):
 
 @dataclass(eq=False, slots=True)
 class Step:
-    """The gradients of an optimizer on their way through one call, and what is known of them.
+    """The gradients of an optimizer during one call, and what is known about them.
 
-    The last one is kept until the iteration ends; see :attr:`Iteration.steps`.
+    The last step of each optimizer is kept until the iteration ends; see :attr:`Iteration.steps`.
 
     Attributes:
-        optimizer: Whose gradients; None for those of parameters.
-        multiplier: What they are multiplied by, None for nothing.
-        checks: Every check that saw one of them: those of earlier calls, and those of another
-            optimizer or of a wrapper which shares parameters with it.
-        ranks: Who decides what becomes of them.
-        asked: Ids of the parameters, those without gradients too, if several ranks decide.
+        optimizer: The optimizer; None for a list of parameters.
+        multiplier: The number by which the gradients are multiplied, None if they are unscaled.
+        checks: Every earlier check of any of these gradients, also for another optimizer or a
+            wrapper that shares parameters.
+        ranks: Who decides about the step.
+        asked: Ids of the parameters, with or without gradients, if several ranks decide.
         num_losses: Number of losses that had been scaled when the call ended.
-        own_check: The check of what was still scaled, once there was one.
-        norms: Their norms before any clipping, if measured.
-        norm: Norm of all of them together, unscaled and before clipping, if measured.
-        coefficient: What clipping multiplies them by, None without clipping.
-        outlier: 1 if the norm is too large to be believed, else 0; None if not asked.
-        found_inf: 1 if a check found inf or NaN, else 0, once it is decided.
-        skip: 1 if the step is to be skipped, else 0, once it is decided.
+        own_check: The check of the gradients that were still scaled, once it exists.
+        norms: Norms of the gradients before any clipping, if measured.
+        norm: Total norm of the gradients, unscaled and before clipping, if measured.
+        coefficient: The clip coefficient, None without clipping.
+        outlier: 1 if the norm is implausibly large, else 0; None without a norm limit.
+        found_inf: 1 if a check found inf or NaN, else 0; None until decided.
+        skip: 1 if the step must be skipped, else 0; None until decided.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -121,8 +120,8 @@ class Step:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there are gradients, if only on other ranks."""
-        # torch.compile of 2.11 cannot take bool() of a list.
+        """Whether this rank, or possibly another one, has gradients."""
+        # torch.compile of 2.11 cannot trace bool() of a list.
         return len(self.gradients.grads) > 0 or self.ranks.is_together
 
     def parameters(self) -> list[Tensor]:
@@ -130,13 +129,13 @@ class Step:
         return parameters(self.optimizer)
 
     def agreements(self) -> list[Agreement]:
-        """Return what all ranks have found, of every check, if several decide."""
+        """Return the agreements of all checks; empty if this rank decides alone."""
         own = self.own_check
         checks = self.checks if own is None or own in self.checks else [*self.checks, own]
         return [check.agreement for check in checks if check.agreement is not None]
 
     def decide(self) -> Scalar:
-        """Work out whether inf or NaN was found and whether to skip; return the latter. Sync: none.
+        """Set ``found_inf`` and ``skip``, and return ``skip``. Sync: none.
 
         Raises:
             NothingCheckedError: There was no gradient to check.
@@ -149,7 +148,7 @@ class Step:
             flags += (own.found_here if own.agreement is None else own.found_inf).values()
         if not flags:
             raise nothing_checked(self.optimizer)
-        if len(flags) == 1 and not self.checks:  # a new one, to which no user has added
+        if len(flags) == 1 and not self.checks:  # a new flag, which the user cannot have modified
             found_inf = scalars.scalar(flags[0])
         else:
             found_inf = scalars.combine(flags, self.loss_scale.device)
@@ -159,9 +158,9 @@ class Step:
         return self.skip
 
     def found_inf_by_device(self) -> dict[torch.device, Tensor]:
-        """Return for each device 1 if some gradient there is inf or NaN, else 0."""
+        """Return, by device, 1 if a gradient there is inf or NaN, else 0."""
         if len(self.checks) == 1:
-            return self.checks[0].found_inf  # itself: who shares it between ranks writes to it
+            return self.checks[0].found_inf  # no copy: users may all-reduce the flags
         found: dict[torch.device, list[Tensor]] = {}
         for check in self.checks:
             for device, flag in check.found_inf.items():
@@ -172,14 +171,14 @@ class Step:
         }
 
     def factor(self) -> Scalar | None:
-        """Return what the gradients are to be multiplied by, None for nothing."""
+        """Return the number to multiply the gradients by, None for no change."""
         if self.multiplier is None:
             return None if self.coefficient is None else scalars.to_single(self.coefficient)
         factor = scalars.reciprocal(self.multiplier)
         return factor if self.coefficient is None else scalars.to_single(factor * self.coefficient)
 
     def divisor(self) -> Scalar | None:
-        """Return what an optimizer that handles the scale is to divide by, None for nothing."""
+        """Return the divisor for an optimizer that handles the scale, None for no division."""
         if self.coefficient is None:
             return self.multiplier
         multiplier = 1.0 if self.multiplier is None else self.multiplier
@@ -188,7 +187,7 @@ class Step:
         return scalars.to_single(multiplier / self.coefficient)
 
     def read(self, values: list[Scalar]) -> list[float]:
-        """Return numbers of the scale's device; raise if the ranks disagree. Sync: one."""
+        """Return scalars as Python floats; raise if the ranks disagree. Sync: one."""
         agreements = self.agreements()
         if self.loss_scale.device.type in scalars.READABLE:
             for agreement in agreements:
@@ -206,7 +205,7 @@ class Step:
 
 
 def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedError:
-    """Return the error for an optimizer without any gradient."""
+    """Return the error for an optimizer without any gradients."""
     assert optimizer is not None
     num_params = len(parameters(optimizer))
     return NothingCheckedError(
@@ -221,19 +220,20 @@ def nothing_checked(optimizer: torch.optim.Optimizer | None) -> NothingCheckedEr
 
 
 class Iteration:
-    """The steps of all optimizers, and the checks of all gradients, since the last ``update``.
+    """The steps of all optimizers and the checks of all gradients since the last ``update``.
 
-    A step is kept only when something has been done for its optimizer, so that a call which fails
-    leaves no trace. Sync: none.
+    A step is kept only once work has been done for its optimizer, so that a failed call leaves no
+    trace. Sync: none.
 
     Attributes:
-        steps: What the last call of each optimizer has left, by the ``id`` of the optimizer, which
-            the step holds: no other object can take over the ``id`` meanwhile.
-        blocks: The blocks of ``accumulate`` that have not been put together yet, in the same way.
-        losses: How many losses of each name have been scaled. A list would be compiled once per
-            length.
-        hooks: Those that notice what backward adds to checked gradients.
-        in_doubt: Gradients that are multiplied by an unknown number.
+        steps: The step of the last call for each optimizer, by ``id`` of the optimizer. The step
+            references the optimizer, so its ``id`` is not reused.
+        blocks: The ``accumulate`` blocks that have not been combined yet, by ``id`` in the same
+            way.
+        losses: Number of scaled losses by name. (torch.compile would recompile for each length of a
+            list.)
+        hooks: Hooks that detect a backward pass adding to checked gradients.
+        in_doubt: Gradients whose multiplier is unknown.
     """
 
     def __init__(self) -> None:
@@ -242,10 +242,10 @@ class Iteration:
         self.checks: list[GradientCheck] = []
         self.losses: dict[str | None, int] = {}
         self.num_losses = 0
-        # Made only when another optimizer asks: for thousands of gradients it takes its time.
+        # Built only for a second optimizer, since it is slow for thousands of gradients.
         self._check_of: dict[int, GradientCheck] = {}
         self._num_checks_in_it = 0
-        # Ids of the gradients that backward has added to since they were checked, by parameter.
+        # By parameter, the id of its gradient if backward has added to it since the check.
         self._fresh: dict[int, int] = {}
         self.hooks: list[RemovableHandle] = []
         self._num_watched = 0
@@ -257,15 +257,15 @@ class Iteration:
             self.num_losses += number
 
     def step_of(self, optimizer: torch.optim.Optimizer) -> Step | None:
-        """Return what the last call of an optimizer has left, None if nothing has been done."""
+        """Return the step of the last call for an optimizer, None if nothing has been done."""
         return self.steps.get(id(optimizer))
 
     def check_of(self, param: Tensor) -> GradientCheck | None:
-        """Return the check that has divided the gradient by its scale, None if there is none."""
+        """Return the check by whose scale the gradient was divided, None if there is none."""
         return None if self.is_fresh(param) else self._checks_by_gradient().get(id(param.grad))
 
     def scales_of_blocks(self) -> dict[int, LossScale | None]:
-        """Return the scale of the last block for each parameter, by id, that was in blocks."""
+        """Return, by id of each parameter in blocks, the scale of its last block."""
         return {
             id(param): blocks.scale
             for blocks in self.blocks.values()
@@ -273,7 +273,7 @@ class Iteration:
         }
 
     def blocks_with(self, params: list[Tensor]) -> list[Blocks]:
-        """Return the blocks of the optimizers that have one of the parameters."""
+        """Return the blocks of optimizers that have any of the parameters."""
         wanted = set(map(id, params))
         return [
             blocks
@@ -284,8 +284,8 @@ class Iteration:
     def split(self, gradients: Gradients) -> tuple[Gradients, list[GradientCheck]]:
         """Return the gradients that are still scaled, and the checks that unscaled the others.
 
-        A parameter in two optimizers, or in an optimizer and in a wrapper of it, is unscaled once:
-        by whichever comes first.
+        A parameter that is in two optimizers, or in an optimizer and a wrapper of it, is unscaled
+        only once.
         """
         check_of = self._checks_by_gradient()
         if not check_of:
@@ -294,11 +294,11 @@ class Iteration:
         if self._fresh:
             seen -= {id(param.grad) for param in gradients.params if self.is_fresh(param)}
         found = {check_of[key] for key in seen}
-        # In the order of the checks, which a set does not have.
+        # In the order of the checks: a set is unordered.
         return gradients.without(seen), [check for check in self.checks if check in found]
 
     def add(self, check: GradientCheck) -> None:
-        """Remember a check, and that its gradients are no longer to be unscaled."""
+        """Record a check; its gradients no longer count as fresh."""
         self.checks.append(check)
         if self._fresh:
             for param in check.gradients.params:
@@ -306,9 +306,9 @@ class Iteration:
 
     @keep_out_of_graphs
     def watch(self) -> None:
-        """Notice what backward adds to gradients that have been checked: it is still scaled.
+        """Detect backward passes that add to checked gradients: what they add is still scaled.
 
-        ``zero_grad(set_to_none=False)``, buckets and flat buffers keep a gradient where it was.
+        ``zero_grad(set_to_none=False)``, buckets and flat buffers reuse the same gradient tensor.
         """
         for check in self.checks[self._num_watched :]:
             for param in check.gradients.params:
@@ -318,14 +318,14 @@ class Iteration:
         self._num_watched = len(self.checks)
 
     def is_fresh(self, param: Tensor) -> bool:
-        """Return whether backward has added to the gradient since it was checked."""
+        """Return whether a backward pass has added to the gradient since it was checked."""
         return self._fresh.get(id(param)) == id(param.grad)
 
     def _note_fresh(self, param: Tensor) -> None:
         self._fresh[id(param)] = id(param.grad)
 
     def is_in_doubt(self, gradients: Gradients) -> bool:
-        """Return whether some of these are multiplied by an unknown number."""
+        """Return whether the multiplier of any of these gradients is unknown."""
         ids = {id(grad) for doubted in self.in_doubt for grad in doubted.grads}
         return not ids.isdisjoint(map(id, gradients.grads))
 
@@ -334,7 +334,7 @@ class Iteration:
             hook.remove()
 
     def _checks_by_gradient(self) -> dict[int, GradientCheck]:
-        # Filled when it is asked for, which never happens with one optimizer.
+        # Built on demand, which never happens with one optimizer.
         for check in self.checks[self._num_checks_in_it :]:
             self._check_of.update(dict.fromkeys(map(id, check.gradients.grads), check))
         self._num_checks_in_it = len(self.checks)
@@ -342,22 +342,22 @@ class Iteration:
 
 
 class Memory:
-    """The facts about an optimizer that are kept from one iteration to the next."""
+    """The data about an optimizer that outlives an iteration."""
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None  # of its last step
-        self.number = 0  # of that step among those of all optimizers
+        self.number = 0  # of that step in the order of all steps
         self.first_norms: list[float] = []  # still scaled
 
     def clear(self) -> None:
-        """Let go of its parameters: the optimizer is gone."""
+        """Release the parameters: the optimizer no longer exists."""
         if self.outcome is not None:
             self.outcome.forget_gradients()
             self.outcome = None
 
 
 class Journal:
-    """Outcomes in the order of the steps. Sync: none, but for :meth:`entries`."""
+    """The outcomes in the order of the steps. Sync: none, except :meth:`entries`."""
 
     def __init__(self) -> None:
         self.memories: weakref.WeakKeyDictionary[torch.optim.Optimizer, Memory] = (
@@ -371,7 +371,7 @@ class Journal:
         memory = self.memories.get(optimizer)
         if memory is None:
             memory = self.memories[optimizer] = Memory()
-            # Without the journal, which must not live as long as the optimizer.
+            # The callback must not keep the journal alive as long as the optimizer.
             weakref.finalize(optimizer, memory.clear).atexit = False
         return memory
 
@@ -385,13 +385,13 @@ class Journal:
         self.open.append(outcome)
 
     def newest(self, count: int) -> list[Outcome]:
-        """Return the last outcomes, newest last. Sync: none."""
+        """Return the last ``count`` outcomes, newest last. Sync: none."""
         return list(islice(reversed(self._all), count))[::-1]
 
     def of(self, optimizer: torch.optim.Optimizer) -> Outcome:
         """Return the outcome of the last step of an optimizer.
 
-        That may have been the step of one that it wraps, or of a container that holds it.
+        It may be the step of an optimizer that it wraps, or of a container that holds it.
 
         Raises:
             CallOrderError: ``step`` has not been called for it.
@@ -405,11 +405,11 @@ class Journal:
         return outcome
 
     def last(self, optimizer: torch.optim.Optimizer) -> Outcome | None:
-        """Return the same, None if ``step`` has not been called for it."""
-        # `in` takes wrappers that no weak reference can be made to.
+        """Return the outcome of the last step of an optimizer, None if there was none."""
+        # `in` also accepts wrappers that cannot be weakly referenced.
         if optimizer in self.memories:
             own = self.memories[optimizer]
-            if own.number == self._num_steps:  # the last of all, as with one optimizer
+            if own.number == self._num_steps:  # the last step of all, as with one optimizer
                 return own.outcome
         newest = None
         for stepped, memory in self.memories.items():
@@ -419,5 +419,5 @@ class Journal:
         return None if newest is None else newest.outcome
 
     def entries(self) -> list[HistoryEntry]:
-        """Return all outcomes in short, oldest first. Sync: one."""
+        """Return all outcomes as history entries, oldest first. Sync: one."""
         return read_all(list(self._all))

@@ -1,4 +1,4 @@
-"""The scale of each loss and how it moves; all of them, also as a checkpoint holds them."""
+"""The scale of each loss, its transitions, and its form in a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from halfstep._scaler.transition import (
 from halfstep.errors import CallOrderError
 
 Snapshot: TypeAlias = ScaleState | DeviceSnapshot
-"""A state as it once was."""
+"""A copy of the state at one point in time."""
 
 
 def state_of(snapshot: Snapshot, rule: ScaleState) -> ScaleState:
-    """Return the state of a snapshot; ``rule`` gives the rule of one on a device. Sync: one."""
+    """Return the state in a snapshot; ``rule`` supplies the rule of a device's. Sync: one."""
     return snapshot if isinstance(snapshot, ScaleState) else snapshot.read(rule)
 
 
 class LossScale:
-    """The scale of one loss, and how it moves.
+    """The scale of one loss, with its state.
 
     Attributes:
-        host: The state as it was set last. Its rule is the rule; what changes from step to step is
-            in ``live`` once there is one.
-        live: The present state, on the ``device`` where the first loss was.
+        host: The state as last set. It holds the current rule; once ``live`` exists, the values
+            that change from step to step are there.
+        live: The current state, on ``device``, the device of the first loss.
         can_amplify: Whether unscaling may multiply by more than 1.
-        wants_amax: Whether the rule wants to know the largest magnitude of the gradients.
-        is_quiet: Whether it is known that neither this iteration nor the last was skipped.
+        wants_amax: Whether the rule needs the largest magnitude of the gradients.
+        is_quiet: Whether it is known that neither this iteration nor the previous one was skipped.
     """
 
     def __init__(self, state: ScaleState) -> None:
@@ -70,7 +70,7 @@ class LossScale:
 
     @property
     def tensor(self) -> Tensor:
-        """The scale, a float32 scalar on its device; only after :meth:`create`."""
+        """The scale, a float32 scalar on its device; requires :meth:`create`."""
         assert self.live is not None
         return self.live.scale
 
@@ -84,17 +84,18 @@ class LossScale:
             self.live, self._arriving = DeviceState(self.host, device), HostCopy()
 
     def multiply(self, loss: Tensor, *, is_traced: bool = False) -> Tensor:
-        """Return a loss multiplied by the scale; remember whether it is finite. Sync: none.
+        """Return a loss multiplied by the scale, and record whether it is finite. Sync: none.
 
-        It is not looked at inside ``torch.func.grad`` or ``vmap``. A float16 tensor with dimensions
-        becomes float32, since 1.0 * 65536 is inf in float16; otherwise PyTorch's usual type
-        promotion with a float32 scalar applies. ``is_traced``: by torch.compile.
+        Finiteness is not checked inside ``torch.func.grad`` or ``vmap``. A float16 tensor with
+        dimensions becomes float32, since 1.0 * 65536 is inf in float16; otherwise PyTorch's usual
+        type promotion with a float32 scalar applies. ``is_traced``: whether torch.compile is
+        tracing.
         """
         if self.live is None:
             self.create(loss.device)
         live = self.live
         assert live is not None
-        # torch.compile cannot trace the questions, and not torch.func.grad around them either.
+        # torch.compile cannot trace is_readable(), nor is_inside_functorch() under torch.func.grad.
         if is_traced:
             live.see_loss_(loss)
         elif is_readable(loss):
@@ -107,45 +108,45 @@ class LossScale:
         if scale.device != loss.device:
             scale = moved(scale, loss.device)
         if loss.dtype == torch.float16 and loss.dim() > 0:
-            # Type promotion lets the dtype of a tensor with dimensions win over that of a scalar.
+            # In type promotion the dtype of a tensor with dimensions wins over that of a scalar.
             loss = loss.float()
         return loss * scale
 
     def mark_loss_bad(self) -> None:
-        """Remember that a loss was not finite. Sync: none."""
+        """Record that a loss was not finite. Sync: none."""
         assert self.live is not None
         self.live.bad_loss.fill_(torch.nan)
 
     def take_bad_loss(self) -> Tensor:
-        """Return 1 if a loss since the last ``update`` was not finite, else 0, and forget it."""
+        """Return 1 if a loss since the last ``update`` was not finite, else 0; clear the flag."""
         assert self.live is not None
         is_bad = is_nonfinite(self.live.bad_loss)
         self.forget_bad_loss()
         return is_bad
 
     def forget_bad_loss(self) -> None:
-        """Forget whether a loss since the last ``update`` was not finite. Sync: none."""
+        """Clear the flag for non-finite losses since the last ``update``. Sync: none."""
         self._settled_loss = None
         if self.live is not None:
             self.live.bad_loss.zero_()
 
     def settle_loss(self, is_bad: Tensor | None) -> None:
-        """Let the losses of all ranks count, and not what this one has seen. Sync: none.
+        """Replace this rank's flag for non-finite losses by that of all ranks. Sync: none.
 
-        ``is_bad``: a bool scalar, whether one was not finite; None if the ranks have not told each
-        other: then none counts.
+        ``is_bad``: a bool scalar, whether any loss was not finite; None if the ranks did not
+        exchange it, in which case no loss counts.
         """
         assert self.live is not None
         settled = torch.zeros_like(self.live.bad_loss)
         if is_bad is not None:
             settled = torch.where(is_bad, torch.nan, settled)
-        if self._settled_loss is not None:  # an earlier one of this iteration counts as well
+        if self._settled_loss is not None:  # An earlier flag of this iteration counts too.
             settled = settled + self._settled_loss
         self._settled_loss, self._is_shared = settled, True
         self.forget_later_losses()
 
     def forget_later_losses(self) -> None:
-        """Forget losses that this rank alone knows of, having come after the others were told."""
+        """Drop the flag of losses that came after the ranks agreed: only this rank knows them."""
         if self._settled_loss is not None:
             assert self.live is not None
             self.live.bad_loss.copy_(self._settled_loss)
@@ -155,7 +156,7 @@ class LossScale:
         return self.host.scale if self.live is None else self.live.scale.item()
 
     def number(self) -> Scalar:
-        """Return the scale as it is now, to calculate with. Sync: none."""
+        """Return the scale as a number or tensor for calculations. Sync: none."""
         live = self.live
         assert live is not None
         if not isinstance(live, HostState):
@@ -170,12 +171,12 @@ class LossScale:
         if self.live is None:
             return self.host
         if isinstance(self.live, HostState):
-            self.number()  # sees what was written in place
+            self.number()  # picks up in-place writes
             return self.live.now
         return self.live.read(self.host)
 
     def load(self, state: ScaleState) -> None:
-        """Take over a state, in place on the device. Sync: none."""
+        """Load a state, in place on the device. Sync: none."""
         self.host = state
         self.can_amplify = state.can_amplify
         self.wants_amax = isinstance(state.rule, LogMax)
@@ -183,7 +184,7 @@ class LossScale:
             self.live.write_(state)
 
     def set_rule(self, rule: Rule) -> None:
-        """Move by another rule from now on. Sync: none."""
+        """Use another rule from now on. Sync: none."""
         self.host = replace(self.host, rule=rule)
         self.wants_amax = isinstance(rule, LogMax)
         if self.live is not None:
@@ -201,7 +202,7 @@ class LossScale:
         self.forget_bad_loss()
 
     def update(self, found_inf: list[Tensor], outliers: list[Scalar], amaxes: list[Tensor]) -> None:
-        """Back off, count or grow after an iteration. Sync: none."""
+        """Back off, count or grow the scale after an iteration. Sync: none."""
         live = self.live
         if self._settled_loss is not None:
             self.forget_later_losses()
@@ -233,12 +234,12 @@ class LossScale:
             self._arriving.send(live.buffer)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of the present state. Sync: none."""
+        """Return a copy of the current state. Sync: none."""
         assert self.live is not None
         return self.live.now if isinstance(self.live, HostState) else self.live.snapshot()
 
     def arrived(self, *, at_once: bool = False) -> Snapshot | None:
-        """Return the newest state that has come to the host; ``at_once``: one sync if shared."""
+        """Return the newest state on the host; ``at_once`` syncs if several ranks share it."""
         if isinstance(self.live, HostState):
             return self.live.now
         if self._arriving is None:
@@ -265,14 +266,14 @@ class LossScale:
 
 
 class Scales(dict[str | None, LossScale]):
-    """The scales of all losses by name; that of losses without a name, None, is always there."""
+    """The scales of all losses by name; the key None, for unnamed losses, always exists."""
 
     def __init__(self, first: ScaleState) -> None:
         super().__init__({None: LossScale(first)})
         self.first = first
 
     def device_type(self) -> str | None:
-        """Return the type of the device that the first loss came from, None before it."""
+        """Return the type of the device of the first loss, None before the first loss."""
         for scale in self.values():
             if scale.live is not None:
                 return scale.live.device.type
@@ -284,7 +285,7 @@ class Scales(dict[str | None, LossScale]):
             scale.set_rule(rule)
 
     def read(self) -> dict[str | None, ScaleState]:
-        """Return the states of all. Sync: one for each."""
+        """Return all states. Sync: one for each."""
         return {loss: scale.read() for loss, scale in self.items()}
 
     def load(self, states: Mapping[str | None, ScaleState]) -> None:
@@ -299,22 +300,22 @@ class Scales(dict[str | None, LossScale]):
 # --- a checkpoint ---------------------------------------------------------------------------------
 
 OURS = "halfstep"
-"""The key of what torch.amp does not know, as JSON text.
+"""Key of the state that torch.amp does not have, stored as JSON text.
 
-A text, since torch.distributed.checkpoint takes a dict apart and loads of it only the keys that the
-scaler happens to have when it loads: scales of named losses would be lost without a word.
+It is text because torch.distributed.checkpoint flattens a dict and loads only the keys that the
+loading scaler already has: the scales of named losses would be lost silently.
 """
 
 
 @dataclass(frozen=True)
 class Saved:
-    """All that a checkpoint holds: the state of the scale of every loss, and the norms seen."""
+    """The content of a checkpoint: the scale state of every loss, and the norm limits."""
 
     scales: dict[str | None, ScaleState]
     norm_limits: NormLimits
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that json and ``torch.load(weights_only=True)`` can read."""
+        """Return a dict that json and ``torch.load(weights_only=True)`` can handle."""
         named = {name: state for name, state in self.scales.items() if name is not None}
         result = self.scales[None].to_dict()
         ours = result[OURS] | {
@@ -325,10 +326,10 @@ class Saved:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState) -> Saved:
-        """Read what :meth:`to_dict` or torch.amp returned, of which ``first`` gives the rest.
+        """Load the result of :meth:`to_dict` or of torch.amp; ``first`` supplies missing values.
 
         Raises:
-            ValueError: A key is missing or a value cannot be right.
+            ValueError: A key is missing or a value is invalid.
         """
         try:
             ours = dict(json.loads(saved.get(OURS) or "{}"))

@@ -1,8 +1,8 @@
-"""Norms of gradients: of each in one read of them (1 G), of all together, and what clips them.
+"""Norms of gradients, single and total, each in one read (1 G), and the clip coefficient.
 
-On the CPU many small gradients of one shape are reduced together, as the rows of one matrix: what
-4,096 small tensors cost is 4,096 calls. Elsewhere, and for few small ones, PyTorch's fused kernels
-do it. Sync: none, in all of these functions.
+On the CPU, small gradients of the same shape are reduced together, as rows of one matrix, because
+4,096 separate calls would dominate the cost. On other devices, and for a few small gradients,
+PyTorch's fused kernels are used. Sync: none, in all of these functions.
 
 Source of the clipping: Pascanu et al., "On the difficulty of training recurrent neural networks"
 (2013, arXiv:1211.5063), with the epsilon of ``torch.nn.utils.clip_grad_norm_``.
@@ -26,7 +26,7 @@ from halfstep._scaler.gradients import Gradients
 from halfstep._scaler.scalars import READABLE, Scalar, as_tensor, is_nonfinite, moved, reciprocal
 
 CLIP_EPSILON = 1e-6
-"""What PyTorch adds to the norm before it divides by it."""
+"""The epsilon that PyTorch adds to the norm before it divides by it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +35,17 @@ class Norms:
 
     params: list[Tensor]
     on_device: Mapping[torch.device, tuple[Sequence[int], Tensor]]
-    """The positions of the gradients there in ``params``, and the sums of their squares."""
+    """By device: the positions of its gradients in ``params``, and the sums of their squares."""
     scale: Scalar | None
-    """What the gradients were multiplied by when they were measured, None for nothing."""
+    """The number by which the gradients were multiplied when measured; None if unscaled."""
 
     def total(self, device: torch.device) -> Scalar:
-        """Return the norm of all gradients together, not unscaled, for ``device``."""
+        """Return the total norm of all gradients, not unscaled, for ``device``."""
         squares = self.sum_of_squares(device)
         return math.sqrt(squares.item()) if device.type in READABLE else squares.sqrt()
 
     def sum_of_squares(self, device: torch.device, shares: Sequence[float] = ()) -> Tensor:
-        """Return the sum of all squares, not unscaled, on ``device``; each may count a share."""
+        """Return the sum of all squares, not unscaled, on ``device``, weighted by ``shares``."""
         sums = []
         for positions, squares in self.on_device.values():
             if any(share != 1.0 for share in shares):
@@ -62,7 +62,7 @@ class Norms:
         for device, (here, squares) in self.on_device.items():
             found = [index for index, position in enumerate(here) if position in wanted]
             if found:
-                # One by one: an index tensor would have to be copied to the device.
+                # One by one: an index tensor would require a copy to the device.
                 part = torch.stack([squares[index] for index in found])
                 on_device[device] = [wanted[here[index]] for index in found], part
         return Norms([self.params[position] for position in positions], on_device, self.scale)
@@ -81,7 +81,7 @@ class Norms:
 def norms_of(gradients: Gradients, scale: Scalar | None) -> Norms:
     """Return the norms of gradients that are multiplied by ``scale``. One read (1 G).
 
-    A norm is inf or NaN if and only if the gradient has such an entry, so this checks them too.
+    A norm is inf or NaN if and only if the gradient has such an entry, so this is also a check.
     """
     on_device = {}
     for device, positions in gradients.by_device().items():
@@ -96,7 +96,7 @@ def norms_of(gradients: Gradients, scale: Scalar | None) -> Norms:
 def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor:
     """Return the largest magnitude of gradients multiplied by ``scale``, unscaled. One read (1 G).
 
-    It is inf or NaN if a gradient is.
+    The result is inf or NaN if a gradient is.
     """
     amaxes = [largest_magnitudes(values).amax() for values in gradients.by_kind.values()]
     found = torch.stack([moved(amax, device).float() for amax in amaxes])
@@ -105,15 +105,15 @@ def largest(gradients: Gradients, scale: Scalar, device: torch.device) -> Tensor
 
 @torch.no_grad()
 def overflows_when_divided(gradients: Gradients, scale: Scalar) -> list[Tensor]:
-    """Return whether a finite gradient becomes inf when divided by a scale below 1. One read (1 G).
+    """Return flags for finite gradients that overflow when divided by a scale below 1.
 
-    A float32 scalar, 1 or 0, for each device and dtype.
+    One float32 scalar, 1 or 0, for each device and dtype. One read (1 G).
     """
     found = []
     for (device, dtype), values in gradients.by_kind.items():
         amax, by = largest_magnitudes(values).amax(), as_tensor(scale, device)
-        # Kernels multiply by the reciprocal or divide. Rounded to the dtype of the gradient, both
-        # are what they write.
+        # Kernels divide or multiply by the reciprocal. Both results, rounded to the gradient's
+        # dtype, are what they would write.
         unscaled = torch.maximum(amax * reciprocal(by), amax / by).to(dtype)
         found.append(is_nonfinite(unscaled))
     return found
@@ -134,13 +134,12 @@ def p_norm(gradients: Gradients, p: float, device: torch.device) -> Tensor:
 
 
 def clip_coefficient(norm: Scalar, max_norm: float) -> Scalar:
-    """Return what gradients of this norm are multiplied by so that it is ``max_norm`` at most.
+    """Return the factor that reduces gradients of this norm to at most ``max_norm``.
 
-    1 for a norm that is inf or NaN: a gradient of inf times 0 would be NaN, and what was wrong
-    with it could no longer be seen.
+    It is 1 for a norm that is inf or NaN: inf times 0 would be NaN and would hide the cause.
     """
     if not isinstance(norm, Tensor):
-        # As a tensor divides a number: by its reciprocal.
+        # PyTorch divides a number by a tensor in this way: by multiplying with the reciprocal.
         return min(1.0 / (norm + CLIP_EPSILON) * max_norm, 1.0) if math.isfinite(norm) else 1.0
     coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
     return torch.where((norm * 0.0).eq(0.0), coefficient, 1.0)
@@ -149,48 +148,48 @@ def clip_coefficient(norm: Scalar, max_norm: float) -> Scalar:
 # --- reductions -----------------------------------------------------------------------------------
 
 ROW = 1 << 10
-"""Runs of this many squares are added up in float32, and the runs in float64: a norm is wrong by
-4e-6 at most, and it takes no longer. torch.dot, all in float32, is wrong by 3 % for 64 M equal
-entries."""
+"""Number of squares that are added up in float32; these sums are added up in float64. The relative
+error of a norm is then at most 4e-6, at no cost in time. torch.dot, all in float32, has an error of
+3 % for 64 M equal entries."""
 
 PIECE = 1 << 20
-"""The number of float16 or (few) bfloat16 entries converted at a time; a multiple of ROW."""
+"""Number of float16 or (few) bfloat16 entries converted at a time; a multiple of ROW."""
 
 SMALL = 1 << 15
-"""Gradients of more entries are reduced alone, where they are."""
+"""Number of entries above which a gradient is reduced separately, without a copy."""
 
 FEW = 16
-"""So many gradients, all small, are faster reduced by PyTorch's kernel in float64 than as rows."""
+"""Number of small gradients up to which PyTorch's float64 kernel is faster than rows."""
 
 BATCH = 1 << 18
-"""The number of entries of small gradients that are copied together: they are still in the cache
-when they are reduced. At most half a PIECE."""
+"""Number of entries of small gradients that are copied together, so that they are still in the
+cache when reduced. At most half a PIECE."""
 
-# (entries [rows, columns], PIECE float32 numbers to work in) -> one number for each row.
+# (entries [rows, columns], scratch memory of PIECE float32 numbers) -> one number per row.
 RowReduction = Callable[[Tensor, Tensor], Tensor]
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the squares of every tensor.
+    """Return the sum of squares of every tensor.
 
-    The square root is good to 1e-5; to 2e-3 for large bfloat16 tensors on the CPU, as good as their
-    entries are. Squares may underflow in float32: entries below 1e-19 may count as zero. A sum that
-    the result cannot hold is the largest number that it can.
+    The square root has a relative error of 1e-5; 2e-3 for large bfloat16 tensors on the CPU, which
+    is their own precision. Squares may underflow in float32: entries below 1e-19 may count as zero.
+    A sum that overflows becomes the largest finite number.
 
-    Of one tensor or more, real and strided, on one device, of any shapes and dtypes: float64
-    ``[len(tensors)]`` (float32 on MPS), inf or NaN if and only if that tensor holds inf or NaN. The
-    result has no gradient.
+    Takes one or more real, strided tensors on one device, of any shapes and dtypes, and returns
+    float64 ``[len(tensors)]`` (float32 on MPS), inf or NaN if and only if that tensor contains inf
+    or NaN. The result has no gradient.
     """
     sums: Tensor = torch.ops.halfstep.sums_of_squares.default(tensors)
     return sums
 
 
 def largest_magnitudes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value of every tensor, 0 for an empty one, NaN for NaN.
+    """Return the largest absolute value of every tensor: 0 if empty, NaN if it contains NaN.
 
-    Of tensors as above: ``[len(tensors)]`` in the widest of their dtypes and float32.
+    Takes tensors as above; returns ``[len(tensors)]`` in the widest of their dtypes and float32.
     """
     magnitudes: Tensor = torch.ops.halfstep.largest_magnitudes.default(tensors)
     return magnitudes
@@ -213,8 +212,8 @@ def _largest_magnitudes_cpu(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _reduce(tensors: Sequence[Tensor], rows: RowReduction) -> Tensor:
-    """Reduce every tensor, each as one row of some matrix."""
-    scratch = torch.empty(PIECE)  # costs nothing before it is written to
+    """Reduce every tensor as one row of a matrix."""
+    scratch = torch.empty(PIECE)  # not committed until written to
     order, found = [], []
     for positions in _batches(tensors):
         order += positions
@@ -226,7 +225,7 @@ def _reduce(tensors: Sequence[Tensor], rows: RowReduction) -> Tensor:
 
 
 def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the positions of small tensors of one dtype and shape, and of single large ones."""
+    """Yield positions of small tensors of one dtype and shape, and of single large ones."""
     alike: dict[tuple[torch.dtype, torch.Size], list[int]] = defaultdict(list)
     for position, tensor in enumerate(tensors):
         alike[tensor.dtype, tensor.shape].append(position)
@@ -238,7 +237,7 @@ def _batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _row(tensor: Tensor) -> Tensor:
-    """Return all entries in any order, ``[1, numel]``; a view, unless the memory has gaps."""
+    """Return all entries in any order, ``[1, numel]``; a view unless the memory has gaps."""
     if not tensor.is_contiguous():
         by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
         tensor = tensor.permute(by_stride)
@@ -264,8 +263,8 @@ def _row_norms(rows: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _wide(rows: Tensor, scratch: Tensor) -> Iterator[Tensor]:
-    """Yield all columns in order in a wide dtype; each overwrites the one before."""
-    # The kernel adds up bfloat16 in float32 and as fast as it reads, and rounds each norm at last.
+    """Yield all columns in order in a wide dtype; each piece overwrites the previous one."""
+    # For bfloat16 the kernel adds up in float32 at memory speed and only rounds the result.
     if rows.dtype.itemsize >= 4 or (rows.dtype is torch.bfloat16 and rows.numel() > BATCH):
         yield rows
         return
@@ -274,7 +273,7 @@ def _wide(rows: Tensor, scratch: Tensor) -> Iterator[Tensor]:
 
 
 def _run_norms(rows: Tensor) -> Iterator[Tensor]:
-    """Yield the norms of all runs of ROW entries, and of the shorter run at the end of each row."""
+    """Yield the norms of all runs of ROW entries, and of the shorter last run of each row."""
     num_rows, size = rows.shape
     rest = size % ROW
     if size > rest:
@@ -295,12 +294,12 @@ def _row_magnitudes(rows: Tensor, scratch: Tensor) -> Tensor:
         low, high = torch.aminmax(rows)
         largest = torch.maximum(-low, high).view(1)
     else:
-        largest = rows.abs_().amax(1)  # more than one row: our own copy
+        largest = rows.abs_().amax(1)  # safe in place: several rows are our own copy
     return largest.to(_widest([rows]))
 
 
 def _exact_sum(tensor: Tensor) -> float:
-    """Return the sum of squares of a tensor that holds inf, or whose squares overflow."""
+    """Return the sum of squares of a tensor that contains inf, or whose squares overflow."""
     amax: float = largest_magnitudes([tensor]).item()
     if not math.isfinite(amax):
         return amax
@@ -310,7 +309,7 @@ def _exact_sum(tensor: Tensor) -> float:
     return min(total * amax * amax, torch.finfo(torch.float64).max)
 
 
-# --- by PyTorch's kernels, and while tracing ------------------------------------------------------
+# --- PyTorch's kernels, and tracing ---------------------------------------------------------------
 
 
 def _sums_of_squares_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
@@ -325,7 +324,7 @@ def _sums_of_squares_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _largest_magnitudes_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
-    # The kernel refuses to look for the largest of no entries.
+    # The kernel rejects an empty tensor.
     tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     return torch.stack(norms_of_each(tensors, math.inf, dtype=_widest(tensors)))
 
@@ -348,11 +347,12 @@ def _widest(tensors: Sequence[Tensor]) -> torch.dtype:
 
 # --- the operators --------------------------------------------------------------------------------
 
-# Operators of their own: what is left to do on the CPU depends on values, and to look at them costs
-# nothing there; but neither torch.compile nor a dispatch mode may see it. Defined on this lower
-# level of torch.library a call with 4,096 tensors costs 0.4 ms; as a custom_op it costs 0.9.
-# They stay when halfstep is dropped from sys.modules and imported again: of a name there is one,
-# and what is left of the earlier import still calls it. So the namespace holds the library.
+# Custom operators: the CPU implementation branches on values, which is free there, but must be
+# opaque to torch.compile and dispatch modes. Through this low-level API of torch.library a call
+# with 4,096 tensors costs 0.4 ms, and as a custom_op 0.9.
+# The operators survive dropping halfstep from sys.modules and importing it again: each name can
+# exist only once, and code from the earlier import still calls it. So the op namespace holds the
+# library.
 _library: Any = vars(torch.ops.halfstep).setdefault(
     "library",
     torch.library.Library("halfstep", "FRAGMENT"),  # type: ignore[no-untyped-call]

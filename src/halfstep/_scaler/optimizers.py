@@ -1,4 +1,4 @@
-"""Optimizers as a scaler sees them: their members, names of parameters, who handles the scale."""
+"""Optimizers: containers and their members, parameter names, and the protocols for the scale."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 _HANDLES_SCALE = "_step_supports_amp_scaling"
 
 HOLDERS = ("optimizers", "chained_optimizers")
-"""The attributes in which a container keeps its optimizers."""
+"""The attributes in which containers keep their optimizers."""
 
 
 def name(optimizer: object) -> str:
-    """Return what an error message calls the optimizer: its class."""
+    """Return the optimizer's name in error messages: its class name."""
     return type(optimizer).__name__
 
 
 def is_optimizer(value: object) -> bool:
-    """Return whether something has groups of parameters, or holds optimizers."""
+    """Return whether an object has parameter groups or holds optimizers."""
     return hasattr(value, "param_groups") or any(
         isinstance(_attribute(value, holder), Iterable) for holder in HOLDERS
     )
 
 
 def require_optimizer(call: str, optimizer: object) -> None:
-    """Raise TypeError if a call was given something else than an optimizer."""
+    """Raise TypeError if the argument of a call is not an optimizer."""
     if not is_optimizer(optimizer):
         raise TypeError(
             f"{call}({name(optimizer)}): pass the optimizer, such as torch.optim.SGD(...), a "
@@ -50,12 +50,12 @@ def require_optimizer(call: str, optimizer: object) -> None:
 
 
 def members(optimizer: Any) -> list[Any]:
-    """Return an optimizer and all that it holds, each once; those without groups are left out."""
+    """Return an optimizer and all that it holds, each once, except those without groups."""
     return [each for each in _reached(optimizer) if hasattr(each, "param_groups")]
 
 
 def makes_step_of(stepped: Any, optimizer: Any) -> bool:
-    """Return whether a step of the first is one of the second: itself, wrapped or held by it."""
+    """Return whether stepping the first steps the second: itself, wrapped by it or held by it."""
     groups = getattr(optimizer, "param_groups", None)
     return stepped is optimizer or any(
         each is optimizer or each.param_groups is groups for each in members(stepped)
@@ -66,7 +66,7 @@ def _reached(optimizer: Any) -> list[Any]:
     """Return an optimizer and all that it holds at any depth, each once."""
     reached = [optimizer]
     seen = {id(optimizer)}
-    for each in reached:  # it grows
+    for each in reached:  # grows in the loop
         for holder in HOLDERS:
             for held in _steppable(_attribute(each, holder)):
                 if id(held) not in seen:
@@ -76,9 +76,9 @@ def _reached(optimizer: Any) -> list[Any]:
 
 
 def _attribute(optimizer: Any, holder: str) -> Any:
-    """Return what a holder of an optimizer's own has; None without one, or if reading it fails."""
+    """Return the value of a holder attribute; None if it is missing or reading it fails."""
     of_class = getattr(type(optimizer), holder, None)
-    # A list in a class is a registry of all its optimizers, and no part of any of them.
+    # A list in a class is a registry of all instances, not the contents of any of them.
     if of_class is not None and not hasattr(of_class, "__get__"):
         return getattr(optimizer, "__dict__", {}).get(holder)
     try:
@@ -88,7 +88,7 @@ def _attribute(optimizer: Any, holder: str) -> Any:
 
 
 def _steppable(value: object) -> Iterator[Any]:
-    """Yield what has a ``step``, in lists and dictionaries at any depth."""
+    """Yield the objects that have a ``step``, in lists and dicts at any depth."""
     if isinstance(value, Mapping):
         value = value.values()
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | torch.Tensor):
@@ -103,16 +103,16 @@ def _steppable(value: object) -> Iterator[Any]:
 
 
 class Names:
-    """Names of parameters, from the modules that a scaler watches.
+    """The names of parameters in the modules that a scaler watches.
 
-    The modules are held weakly and asked when a name is wanted: parameters may be replaced.
+    The modules are held weakly and queried on demand, since parameters may be replaced.
     """
 
     def __init__(self) -> None:
         self._modules: list[weakref.ref[torch.nn.Module]] = []
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Take names from this module too."""
+        """Add a module whose parameter names are used."""
         if not isinstance(module, torch.nn.Module):
             raise TypeError(
                 f"watch({type(module).__name__}): pass the torch.nn.Module whose parameters are "
@@ -128,8 +128,8 @@ class Names:
     def of(self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> list[str]:
         """Return a name for each parameter.
 
-        The qualified name in a watched module, else the one that the optimizer was given
-        (``named_parameters()`` instead of ``parameters()``), else the place in its groups.
+        It is the qualified name in a watched module, otherwise the name given to the optimizer
+        (``named_parameters()`` instead of ``parameters()``), otherwise the position in its groups.
         """
         known = _places(optimizer) | self._qualified(optimizer)
         return [
@@ -140,7 +140,7 @@ class Names:
     def layers_of(
         self, params: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
     ) -> list[str]:
-        """Return for each parameter the name of its module: ``blocks.0.fc`` for its weight."""
+        """Return the name of each parameter's module: ``blocks.0.fc`` for its weight."""
         known = self._qualified(optimizer)
         params = list(params)
         unknown = [index for index, param in enumerate(params) if id(param) not in known]
@@ -161,10 +161,10 @@ class Names:
                 known.update(zip(map(id, group["params"]), names, strict=False))
         modules, qualified = self.modules(), dict[int, str]()
         for number, module in enumerate(modules):
-            # Two modules may have parameters of the same name.
+            # Two modules may have parameters with equal names.
             prefix = f"{type(module).__name__}[{number}]." if len(modules) > 1 else ""
             for name, param in module.named_parameters():
-                # Without what torch.compile's wrapper adds.
+                # Strip the prefix of torch.compile's wrapper.
                 qualified.setdefault(id(param), prefix + name.replace("_orig_mod.", ""))
         return known | qualified
 
@@ -172,7 +172,7 @@ class Names:
 def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
     found: dict[int, str] = {}
     for number, each in enumerate([] if optimizer is None else members(optimizer)):
-        # Those of a container without groups of its own are told apart by their class.
+        # Members of a container are identified by their class and index.
         where = "" if each is optimizer else f"{type(each).__name__}[{number}]."
         for group_index, group in enumerate(each.param_groups):
             for index, param in enumerate(group["params"]):
@@ -185,8 +185,8 @@ def _places(optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
 
 
 def evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether its step surely calls a closure once, before it changes anything."""
-    # Of PyTorch's own optimizers LBFGS alone evaluates the closure after its first change.
+    """Return whether its step surely evaluates a closure once, before it changes anything."""
+    # Among PyTorch's optimizers only LBFGS evaluates the closure after its first change.
     module = type(optimizer).step.__module__
     return module.startswith("torch.optim.") and module != "torch.optim.lbfgs"
 
@@ -194,9 +194,9 @@ def evaluates_first(optimizer: torch.optim.Optimizer) -> bool:
 def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether ``optimizer.step`` divides by the scale and skips by itself.
 
-    A wrapper that only passes attributes on to a fused optimizer does not count: ``grad_scale`` and
-    ``found_inf``, set on the wrapper, would not reach the optimizer, and it would step with both
-    forgotten. Neither does a container, whose own optimizers would be.
+    A wrapper that merely forwards attributes to a fused optimizer does not count: ``grad_scale``
+    and ``found_inf``, set on the wrapper, would not reach the optimizer, and it would ignore both.
+    Neither does a container, whose members would not get them.
     """
     own = vars(optimizer).get(_HANDLES_SCALE, _NOT_SET)
     if own is _NOT_SET:
@@ -204,7 +204,7 @@ def handles_scale(optimizer: torch.optim.Optimizer) -> bool:
     if own is True:
         if any(_attribute(optimizer, holder) is not None for holder in HOLDERS):
             return False
-        # torch.optim: the state of one that is not fused, loaded into a fused one, switches it off.
+        # torch.optim: loading the state of a non-fused optimizer into a fused one disables fusing.
         for group in optimizer.param_groups:
             if not group.get("fused", True):
                 return False
@@ -220,14 +220,14 @@ def writes_unscaled(optimizer: torch.optim.Optimizer) -> bool:
 _NOT_SET = object()
 
 _takes_scaler: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-"""By the function behind ``step``: its signature is not read in every step."""
+"""Results by the function behind ``step``, so that signatures are read only once."""
 
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``optimizer.step`` wants the scaler itself, the older protocol."""
+    """Return whether ``optimizer.step`` takes the scaler itself (the older protocol)."""
     step = optimizer.step
     function = getattr(step, "__func__", step)
-    is_function = type(function) is FunctionType  # what else is callable may not be hashable
+    is_function = type(function) is FunctionType  # other callables may not be hashable
     found = _takes_scaler.get(function) if is_function else None
     if found is None:
         found = "grad_scaler" in inspect.signature(step).parameters
@@ -242,10 +242,10 @@ def step_with_scale(
     scale: Tensor | None,
     found_inf: Tensor,
 ) -> Any:
-    """Make a step with ``grad_scale`` and ``found_inf`` set for the time of the call.
+    """Make a step with ``grad_scale`` and ``found_inf`` set during the call.
 
-    It divides its gradients by ``grad_scale`` and steps unless ``found_inf``, a float32 scalar, is
-    1. A ``grad_scale`` that the user has set is multiplied with ``scale``. Sync: none.
+    The optimizer divides its gradients by ``grad_scale``, and steps unless ``found_inf``, a float32
+    scalar, is 1. A ``grad_scale`` set by the user is multiplied by ``scale``. Sync: none.
     """
     grad_scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -261,12 +261,12 @@ def step_with_scale(
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
-# The fused SGD of PyTorch 2.13 makes its momentum buffers from memory as it finds it, which a first
-# step that is skipped does not overwrite: the next one would add what was there to the parameters.
+# The fused SGD of PyTorch 2.13 allocates momentum buffers uninitialized, and a skipped first step
+# does not overwrite them: the next step would add garbage to the parameters.
 
 
 def _without_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the states in which the first step of an SGD will make a momentum buffer."""
+    """Return the states in which an SGD's first step will create a momentum buffer."""
     if not isinstance(optimizer, torch.optim.SGD):
         return []
     return [
@@ -280,7 +280,7 @@ def _without_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _clear_momentum(states: list[dict[str, Any]], found_inf: torch.Tensor) -> None:
-    """Zero what a skipped step has made. Sync: none."""
+    """Zero the momentum buffers that a skipped step created. Sync: none."""
     for state in states:
         buffer = state.get("momentum_buffer")
         if buffer is not None:

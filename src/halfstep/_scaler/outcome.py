@@ -1,4 +1,4 @@
-"""Outcomes of steps: whether they were taken, why not, at which scale, with which gradients."""
+"""Outcomes of steps: taken or skipped and why, the scale, and the gradients."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ HOW_TO_MEASURE = "let step() measure them: scaler.step(optimizer, max_norm=math.
 
 
 class HistoryEntry(NamedTuple):
-    """One step in ``GradScaler.history()``, all in plain Python values.
+    """One step in ``GradScaler.history()``, in plain Python values.
 
     Attributes:
-        step: Number of the iteration, counted from 1 by ``update``.
+        step: Number of the iteration; each ``update`` counts one, from 1.
         optimizer: Class name of the optimizer.
-        taken: Whether ``optimizer.step`` did its work.
-        reason: Why not, None if taken.
+        taken: Whether the optimizer made the step.
+        reason: Why it was skipped, None if taken.
         scale: The scale that the loss was multiplied by.
-        norm: L2 norm of the unscaled gradients, NaN if it was not measured.
+        norm: L2 norm of the unscaled gradients, NaN if not measured.
     """
 
     step: int
@@ -54,13 +54,13 @@ class HistoryEntry(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """The iterations that a scaler has seen; kept in its ``state_dict``.
+    """The numbers of iterations of a scaler; kept in its ``state_dict``.
 
     Attributes:
         taken: Iterations in which no step was skipped, and no block of ``accumulate`` overflowed.
-        skipped: The others.
-        skipped_in_a_row: How many of those came last, without one that was taken.
-        since: Number of the first of these, counted from 1; None if the last step was taken.
+        skipped: All other iterations.
+        skipped_in_a_row: Number of skipped iterations since the last taken one.
+        since: Number of the first of these, counted from 1; None if the last one was taken.
     """
 
     taken: int
@@ -70,11 +70,11 @@ class Counts(NamedTuple):
 
 
 class Outcome:
-    """One call of :meth:`halfstep.GradScaler.step`, read late.
+    """The outcome of one call of :meth:`halfstep.GradScaler.step`, read lazily.
 
-    Making it waits for nothing. The first look at a property waits for the device (sync: one, one
-    for each device for ``norms`` and ``culprits``); the next ones do not. One that is pickled or
-    copied is read then: the copy keeps all that can be read, on the CPU, without the optimizer.
+    Creating it does not sync. The first read of a property does (sync: one; one for each device for
+    ``norms`` and ``culprits``); later reads do not. Pickling or copying reads everything: the copy
+    keeps all readable values, on the CPU, without the optimizer.
 
     Example:
         >>> import halfstep
@@ -92,7 +92,7 @@ class Outcome:
     """
 
     num_losses = 0
-    """How many losses had been scaled in the iteration when the step was made."""
+    """Number of losses that had been scaled in the iteration when the step was made."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Outcome:
         multiplier: Scalar | None,
         can_measure_late: bool,
     ) -> None:
-        """Keep what a step has found; of its gradients only the parameters, for their memory.
+        """Keep the results of a step, and the parameters instead of the gradients, to save memory.
 
         Args:
             optimizer: The optimizer.
             names: Names of parameters.
             step: The step as it ended.
-            multiplier: What the gradients are multiplied by now, None for nothing.
-            can_measure_late: Whether the gradients are, unscaled, what they were.
+            multiplier: The number by which the gradients are multiplied now, None if unscaled.
+            can_measure_late: Whether the unscaled gradients still have their original values.
         """
         self.optimizer_name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
@@ -117,20 +117,20 @@ class Outcome:
         self.loss_scale = loss_scale = step.loss_scale
         self._rule = loss_scale.host
         self._before = loss_scale.snapshot()
-        # A snapshot of a device knows it too, and is read later.
+        # A device snapshot contains it and is read later.
         self._loss_is_finite = True
         if isinstance(loss_scale.live, HostState) and step.found_inf:
             self._loss_is_finite = loss_scale.live.loss_is_finite
         self.after: Snapshot | None = None  # the state after update()
         self._found_inf, self._outlier, self._norm = step.found_inf, step.outlier, step.norm
         self._agreements: Sequence[Agreement] = step.agreements() if step.ranks.is_together else ()
-        # From here on: only as long as it is the last outcome of the optimizer.
+        # The following is kept only while this is the last outcome of the optimizer.
         gradients = step.gradients
         self._params: list[Tensor] | None = gradients.params
         self._measured = step.norms
         self._multiplier, self._can_measure_late = multiplier, can_measure_late
-        # To notice zero_grad() and a new backward(), which touch almost all of them. Measured ones
-        # are not read again, and the first of them tells enough.
+        # Used to detect zero_grad() and a new backward(), which affect almost all gradients. If
+        # norms were measured, the gradients are not read again, and the first one suffices.
         params, grads = gradients.params, gradients.grads
         if step.norms is not None:
             params, grads = params[:1], grads[:1]
@@ -141,7 +141,7 @@ class Outcome:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer, None if it is gone. Sync: none."""
+        """The optimizer, None if it no longer exists. Sync: none."""
         return self._optimizer()
 
     @property
@@ -150,14 +150,14 @@ class Outcome:
         return self.after is not None
 
     def has_its_gradients(self) -> bool:
-        """Return whether the gradients were not written to since. Sync: none."""
+        """Return whether the gradients are still those of the step. Sync: none."""
         return self._params is not None and all(
             param.grad is not None and ref() is param.grad and param.grad._version == version
             for param, ref, version in self._witnesses
         )
 
     def forget_gradients(self) -> None:
-        """Drop what is kept only for the last step of an optimizer."""
+        """Release the data that is kept only for the last step of an optimizer."""
         self._params = self._measured = self._multiplier = None
         self._witnesses = []
 
@@ -168,22 +168,22 @@ class Outcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether it was skipped."""
+        """Whether the optimizer's step was skipped."""
         if "entry" in vars(self):
             return not self.entry.taken
         return any(bool(flag) for flag in (self._found_inf, self._outlier) if flag is not None)
 
     @property
     def reason(self) -> Reason | None:
-        """Why it was skipped, None if it was taken."""
+        """Why the step was skipped, None if it was taken."""
         return self.entry.reason
 
     @cached_property
     def rank(self) -> int | None:
-        """The first rank whose loss was inf or NaN, else whose gradients were.
+        """The first rank whose loss was inf or NaN, otherwise whose gradients were.
 
-        None if there was none, or if the ranks did not have to tell each other: with one of them,
-        or under DistributedDataParallel, which gives all the same gradients.
+        None if there was none, or if the ranks did not exchange it: with a single rank, or under
+        DistributedDataParallel, which gives all ranks the same gradients.
         """
         ranks = [agreement.first_rank() for agreement in self._agreements]
         return min((rank for rank in ranks if rank is not None), default=None)
@@ -214,7 +214,7 @@ class Outcome:
         """L2 norm of all gradients of the optimizer together, unscaled and before clipping.
 
         Raises:
-            CallOrderError: It was not measured and the gradients are gone.
+            CallOrderError: It was not measured, and the gradients have been replaced.
         """
         measured = self.entry.norm
         if not self.is_measured and self._agreements:
@@ -228,10 +228,10 @@ class Outcome:
     def norms(self) -> dict[str, float]:
         """L2 norm of every gradient by parameter name, unscaled and before clipping.
 
-        Of a DTensor, of what this rank holds of it.
+        For a DTensor, the norm of its local part.
 
         Raises:
-            CallOrderError: They were not measured and the gradients are gone.
+            CallOrderError: They were not measured, and the gradients have been replaced.
         """
         norms = self._norms
         assert self._params is not None
@@ -240,22 +240,22 @@ class Outcome:
 
     @cached_property
     def culprits(self) -> list[str]:
-        """Names of the parameters whose gradients, on this rank, are inf or NaN.
+        """Names of the parameters whose gradients on this rank are inf or NaN.
 
         Raises:
-            CallOrderError: They were not measured and the gradients are gone.
+            CallOrderError: They were not measured, and the gradients have been replaced.
         """
         return self._names.of(self.culprit_parameters(), self._optimizer())
 
     def culprit_parameters(self) -> list[Tensor]:
-        """Return the parameters that :attr:`culprits` names."""
+        """Return the parameters named in :attr:`culprits`."""
         norms, params = self._norms, self._params
         assert params is not None
         pairs = zip(params, norms, strict=True)
         return [param for param, norm in pairs if not math.isfinite(norm)]
 
     def find_culprits(self) -> list[Culprit]:
-        """Count inf and NaN in the gradients as they are now; names only if they are gone."""
+        """Count inf and NaN in the current gradients; return only names if these are gone."""
         if self._params is None:
             return []
         gradients = collect(self._params)
@@ -267,11 +267,11 @@ class Outcome:
 
     @cached_property
     def entry(self) -> HistoryEntry:
-        """The outcome as one row of ``GradScaler.history()``."""
+        """The outcome as an entry of ``GradScaler.history()``."""
         return read_all([self])[0]
 
     def packed(self) -> Tensor:
-        """Return float32 numbers for :meth:`unpack`; none if all is on the host. Sync: none."""
+        """Return float32 numbers for :meth:`unpack`; empty if all is on the host. Sync: none."""
         before, found_inf = self._before, self._found_inf
         if isinstance(before, ScaleState):
             return torch.empty(0, device="cpu")
@@ -287,7 +287,7 @@ class Outcome:
         return torch.cat([torch.stack(row), *(s.values.view(torch.float32) for s in states)])
 
     def unpack(self, packed: Tensor) -> tuple[HistoryEntry, float | None]:
-        """Return the entry, and the scale after ``update`` if it has been called."""
+        """Return the entry, and the scale after ``update`` (None before it)."""
         if isinstance(self._before, ScaleState):
             state, loss_is_finite = self._before, self._loss_is_finite
             found_inf, outlier = self._found_inf, self._outlier
@@ -328,7 +328,7 @@ class Outcome:
 
     @keep_out_of_graphs
     def __getstate__(self) -> dict[str, object]:
-        """Return plain values and tensors on the CPU. Sync: as reading all properties."""
+        """Return plain values and CPU tensors. Sync: as for reading all properties."""
         state: dict[str, object] = {
             "optimizer_name": self.optimizer_name,
             "rank": self.rank,
@@ -346,12 +346,12 @@ class Outcome:
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        """Make an outcome of a step that was elsewhere, or is over."""
+        """Restore an outcome whose step was in another process, or is over."""
         self.__dict__ |= state | {"_optimizer": lambda: None, "_names": Names(), "_agreements": ()}
         self.forget_gradients()
 
     def __repr__(self) -> str:
-        """Return all of it in a line. Sync: one."""
+        """Return a one-line summary. Sync: one."""
         verdict = "taken" if self.taken else f"skipped, {self.reason}"
         if self.rank is not None:
             verdict += f", rank {self.rank}"
@@ -366,7 +366,7 @@ def _on_cpu(snapshot: Snapshot) -> Snapshot:
 
 @keep_out_of_graphs
 def read_all(outcomes: Sequence[Outcome]) -> list[HistoryEntry]:
-    """Read many outcomes at once. Sync: one, however many they are."""
+    """Read several outcomes at once. Sync: one in total."""
     if not outcomes:
         return []
     packed = [outcome.packed() for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""The ranks that decide a step together, where its gradients lie, and whether states differ."""
+"""The ranks that decide a step together, the layout of their parameters, and state comparison."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ REDUCED = Alone(sees_all_losses=False)
 
 @dataclass(eq=False)
 class Layout:
-    """Where the parameters of one optimizer lie."""
+    """The layout of one optimizer's parameters over the ranks."""
 
     group: Group
     """The ranks that decide its steps."""
     sharing: Group | None
-    """The ranks that its DTensors are spread over, all together; None without any."""
+    """The union of the ranks of its DTensors; None without any."""
     copies: dict[int, int] = field(default_factory=dict)
-    """For plain parameters, by id, on how many ranks their gradients are the same."""
+    """By id of a plain parameter: the number of ranks that have the same gradient."""
 
-    # By the id of a spec, with the spec, so that no other one takes over the id.
+    # By the id of a spec, together with the spec, so that the id is not reused.
     _by_spec: dict[int, tuple[Any, float]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -79,9 +79,9 @@ class Layout:
         return 1 if self.sharing is None else len(self.sharing.ranks)
 
     def shares(self, gradients: Gradients) -> list[float]:
-        """Return for each gradient one over the number of ranks of the group with the same.
+        """Return for each gradient 1 / (number of ranks in the group that have the same one).
 
-        Nothing if each is this rank's alone.
+        Empty if each gradient exists only on this rank.
         """
         if self.sharing is None and not self.copies:
             return []
@@ -89,16 +89,16 @@ class Layout:
         return [self._share(param, grad) for param, grad in pairs]
 
     def owns_all(self, gradients: Gradients) -> bool:
-        """Return whether all gradients, as far as is known, are this rank's alone."""
+        """Return whether, as far as is known, all gradients exist only on this rank."""
         return self.sharing is None and not any(id(p) in self.copies for p in gradients.params)
 
     def _share(self, param: Tensor, grad: Tensor) -> float:
         spec = spec_of(grad)
         if spec is None:
-            # Beside DTensors a plain parameter is one that tensor parallel has left as it was.
+            # A plain parameter beside DTensors is one that tensor parallelism did not shard.
             return 1.0 / max(self.copies.get(id(param), 1), self.num_sharing)
         if spec is not spec_of(param):
-            return 1.0 / self._copies_of(grad)  # made for this gradient alone
+            return 1.0 / self._copies_of(grad)  # created for this gradient only
         known = self._by_spec.get(id(spec))
         if known is None:
             known = self._by_spec[id(spec)] = spec, 1.0 / self._copies_of(grad)
@@ -111,13 +111,13 @@ class Layout:
             for dim, placement in enumerate(dtensor.placements)
             if placement.is_replicate()
         )
-        # One that lies on a part of the mesh of others is the same on its other parts.
+        # A DTensor on a part of the other DTensors' mesh is replicated on the other parts.
         num_ranks: int = mesh.size()
         return copies * self.num_sharing / num_ranks
 
 
 class Ranks:
-    """Finds who decides the step of an optimizer; the arguments are those of GradScaler."""
+    """The ranks that decide the step of each optimizer; its arguments are those of GradScaler."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Ranks:
     ) -> None:
         self._is_local = process_group == "local"
         self._given = None if self._is_local else _given(process_group, device_mesh)
-        # Layout or Alone by the first of the parameters, with a number for all of them.
+        # A Layout or Alone by first parameter, with a hash of all parameters.
         self._found = WeakTensorKeyDictionary()
         self._replicated = WeakTensorKeyDictionary()
         self._numbers = count()
@@ -134,7 +134,7 @@ class Ranks:
         self.is_to_compare = False
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
-        """Remember that plain parameters have the same gradients on all ranks of a group."""
+        """Record that plain parameters have the same gradients on all ranks of a group."""
         for param in params:
             self._replicated[param] = process_group
         self._found = WeakTensorKeyDictionary()
@@ -142,9 +142,9 @@ class Ranks:
     def of(
         self, call: str, params: Sequence[Tensor], losses: Sequence[str | None], has_scale: bool
     ) -> Alone | Together:
-        """Return who decides what becomes of the gradients of some parameters. Sync: none.
+        """Return who decides about the gradients of some parameters. Sync: none.
 
-        What is found of them is remembered. Messages name ``call``, such as ``step(SGD)``;
+        The result is cached by parameters. Error messages name ``call``, such as ``step(SGD)``.
         ``has_scale``: whether this rank has ever scaled a loss.
         """
         if not has_ranks():
@@ -161,13 +161,13 @@ class Ranks:
         return found
 
     def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
-        """Count an update; ranks that decide alone compare their states now and then. No sync."""
+        """Count an update; ranks that decide alone compare states periodically. Sync: none."""
         if has_ranks():
             self.is_to_compare = False
             self._comparison.count_update(scales)
 
     def require_same(self, call: str, state: dict[str, Any], asking: ProcessGroup) -> None:
-        """Compare a saved state with those of the ranks that save it, all of which call this."""
+        """Raise if a saved state differs between the ranks that save it; all of them call this."""
         if not self._is_local and has_ranks():
             require_same(Group.of(asking), call, state)
 
@@ -209,7 +209,7 @@ class Ranks:
         plain: Sequence[Tensor],
         reduced: dict[int, DistributedDataParallel],
     ) -> Group | None:
-        """Return the ranks that step together; None if this one decides for all."""
+        """Return the ranks that step together; None if each rank can decide alone."""
         num_ranks = distributed.get_world_size()
         if sharing is not None:
             if len(sharing.ranks) == num_ranks:
@@ -256,11 +256,11 @@ def _given(process_group: Any, device_mesh: Any) -> Group | None:
 
 
 def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:
-    """Return the ranks of some meshes together, None without any."""
+    """Return the union of the ranks of some meshes, None without any."""
     ranks = tuple(sorted({rank for mesh in meshes for rank in ranks_of(mesh)}))
     if not ranks:
         return None
-    # Of several the same on all ranks, whatever the order of a set.
+    # Sorted, so that all ranks choose the same one: a set is unordered.
     wholes = sorted((mesh for mesh in meshes if mesh.size() == len(ranks)), key=lambda m: m.ndim)
     whole = next(iter(wholes), None)
     if whole is not None:
@@ -272,7 +272,7 @@ def _spread(meshes: Sequence[DeviceMesh]) -> Group | None:
 
 
 def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
-    """Raise RanksError on all ranks if a scaler, as it is saved, is not the same. Sync: one."""
+    """Raise RanksError on all ranks if their saved states differ. Sync: one."""
     digest = zlib.crc32(json.dumps(state, sort_keys=True).encode())
     own = [float(number) for number in (digest, state["_growth_tracker"], state["scale"])]
     rows = group.gather(own, f"{call}: the state of each rank")
@@ -286,28 +286,28 @@ def require_same(group: Group, call: str, state: Mapping[str, Any]) -> None:
 
 
 class StateComparison:
-    """The states of one scaler on all ranks, compared now and then through the store of the job.
+    """A periodic comparison of one scaler's state on all ranks, through the job's store.
 
-    For ranks that decide alone since DistributedDataParallel gives them equal gradients. There is
-    no collective: a rank that has left out an update would pair it with one of the script's.
+    It serves ranks that decide alone because DistributedDataParallel gives them equal gradients. It
+    uses no collective: a rank that missed an update would pair it with one of the script's.
 
-    The first rank to come leaves its state in the store, a rank with another state leaves a note,
-    and all look for notes ``CHECK_EVERY`` updates later. Gradients were averaged in between, so
-    that every rank has been there by then, and all raise in the same update.
+    The first rank puts its state into the store, a rank with a different state adds a note, and all
+    look for notes ``CHECK_EVERY`` updates later. By then every rank has compared, since gradients
+    were averaged in between, so all raise in the same update.
     """
 
     def __init__(self) -> None:
         self._num_updates = 0
         self._world: ref[ProcessGroup] | None = None
         self._number: int | None = None  # of the scaler in this world
-        self._key: str | None = None  # of the comparison whose notes are to be looked for
+        self._key: str | None = None  # of the comparison whose notes are checked next
         self._copies: dict[str | None, HostCopy] = {}  # of the states, until they are in the store
         self._is_over = False
 
     def count_update(self, scales: Mapping[str | None, LossScale]) -> None:
-        """Count an update, and compare the states after every ``CHECK_EVERY`` of them. Sync: none.
+        """Count an update, and compare the states after every ``CHECK_EVERY`` updates. Sync: none.
 
-        If the states differed at the last comparison all ranks raise.
+        All ranks raise if the states differed at the previous comparison.
         """
         self._num_updates += 1
         if self._num_updates % CHECK_EVERY == 0:
@@ -329,7 +329,7 @@ class StateComparison:
                 self._copies[name].send(live.counters())
 
     def _leave_state(self) -> None:
-        """Put the state into the store, once it has come to the host."""
+        """Put the state into the store once it has arrived on the host."""
         arrived = {name: copy.latest() for name, copy in self._copies.items()}
         rows = [[name, *row.tolist()] for name, row in arrived.items() if row is not None]
         if len(rows) == len(arrived):
@@ -353,7 +353,7 @@ class StateComparison:
             )
 
     def _ask(self, function: Callable[..., _T], *args: Any) -> _T | None:
-        """Call a function with the store; once that has failed, do nothing any more."""
+        """Call a function with the store; do nothing once that has failed."""
         if self._is_over:
             return None
         try:
@@ -371,24 +371,24 @@ class StateComparison:
 
 
 def _number_scaler(store: Any) -> int:
-    """Return a number for a scaler, the same on all ranks.
+    """Return a number for a scaler, equal on all ranks.
 
-    It counts the scalers that this rank compares: there may be others that never step. The count
-    is in the store, since a process may have been in other worlds than those it is with now.
+    It counts the compared scalers of this rank, because a process may have others that never step.
+    The count is in the store, because a process may have been in other worlds before.
     """
     number: int = store.add(f"halfstep/states/rank {distributed.get_rank()}", 1)
     return number
 
 
 def _leave(store: Any, key: str, state: str) -> None:
-    """Leave a state, or a note if another rank has left another one."""
+    """Store a state, or a note if another rank has stored a different one."""
     if store.compare_set(key, "", state) != state.encode():
         place = store.add(f"{key}/notes", 1)
         store.set(f"{key}/notes/{place}", json.dumps([distributed.get_rank(), state]))
 
 
 def _different_states(store: Any, key: str) -> list[str]:
-    """Return the states of all ranks, nothing if they are the same."""
+    """Return the states of all ranks; empty if they are equal."""
     if not store.check([f"{key}/notes"]):
         if distributed.get_rank() == 0:
             store.delete_key(key)

@@ -1,7 +1,6 @@
-"""Rules of how a scale moves: frozen values, one of which a ``ScaleState`` has.
+"""Rules of how a scale changes: frozen values that belong to a ``ScaleState``.
 
-A rule only says by how much and when. What is done with it stands in
-:func:`halfstep._scaler.transition.next_state`.
+A rule only holds numbers. :func:`halfstep._scaler.transition.next_state` applies it.
 """
 
 from __future__ import annotations
@@ -21,20 +20,21 @@ from halfstep._scaler.scalars import (
 )
 
 DEFAULT_SCALE = 2.0**16
-"""The first scale where none is given: this very object, so that an equal number is one given."""
+"""The default initial scale; compared by identity, so that an equal number counts as given."""
 LARGEST_HEADROOM = 2.0**16
-"""The first power of two that float16 cannot hold."""
+"""The smallest power of two that overflows float16."""
 
 
 @dataclass(frozen=True)
 class Static:
-    """The scale never changes by itself.
+    """A rule that never changes the scale.
 
-    What the other rules have as fields is here as it is for a rule that does nothing: torch.amp's
-    state dict wants factors and an interval from every scaler.
+    The fields of the other rules are neutral constants here, since torch.amp's state dict requires
+    factors and an interval from every scaler.
 
     Attributes:
-        scale: The scale, for the constructor of a GradScaler, which keeps it; None: ``init_scale``.
+        scale: The scale, for the constructor of a GradScaler, which then holds it; None:
+            ``init_scale``.
 
     Example:
         >>> from halfstep import GradScaler
@@ -61,7 +61,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """The scale backs off after overflows and grows after steps without one, as in torch.amp.
+    """A rule that backs off after overflows and grows after steps without one, as in torch.amp.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018, arXiv:1710.03740), section 3.2,
     with the schedule of the PyTorch documentation ("Automatic Mixed Precision package"). Hysteresis
@@ -69,19 +69,19 @@ class Dynamic:
     (``refill="step"``). Probing is ours.
 
     Attributes:
-        growth_factor: The scale is multiplied by it after ``growth_interval`` steps in a row; >= 1.
-        backoff_factor: The scale is multiplied by it after an overflow; in (0, 1].
-        growth_interval: Number of steps in a row before the scale grows; >= 1.
-        hysteresis: The overflow with this number makes the scale back off; >= 1. The ones before it
-            are forgiven; every one after it backs off too, until the allowance is refilled.
-        refill: When it is: ``"growth"`` after every ``growth_interval`` steps in a row, ``"step"``
-            after every step that is taken.
-        probe_after: So many overflows in a row that made the scale back off are followed by one
-            iteration at ``min_scale``. If that overflows too, no scale helps, and the scale goes
-            back to where it was; >= 1. None: no such iteration; the scale ends at ``min_scale``.
+        growth_factor: The factor of the scale after ``growth_interval`` consecutive steps; >= 1.
+        backoff_factor: The factor of the scale after an overflow; in (0, 1].
+        growth_interval: Number of consecutive steps before the scale grows; >= 1.
+        hysteresis: Number of the overflow that makes the scale back off; >= 1. Earlier overflows
+            are tolerated; each later one backs off too, until the allowance is refilled.
+        refill: When the allowance is refilled: ``"growth"``: after every ``growth_interval``
+            consecutive steps; ``"step"``: after every taken step.
+        probe_after: Number of consecutive overflows that backed off before one iteration runs at
+            ``min_scale``; >= 1. If that overflows too, no scale helps, and the scale returns to
+            where it was. None: no such iteration; the scale ends at ``min_scale``.
 
     Raises:
-        TypeError: A value is of the wrong kind.
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range; the message names it.
 
     Example:
@@ -98,7 +98,7 @@ class Dynamic:
     probe_after: int | None = 8
 
     def __post_init__(self) -> None:
-        # Not a change of a frozen value but the end of making it: ints become floats.
+        # Completes the construction of the frozen value: ints become floats.
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
 
@@ -134,12 +134,12 @@ class Dynamic:
 
 
 class LogMaxStatistics(NamedTuple):
-    """Averages of the log2 of the largest gradient magnitude, float32 numbers.
+    """Exponential averages of the log2 of the largest gradient magnitude, float32 numbers.
 
     Attributes:
-        mean: Their mean.
-        var: Their variance.
-        weight: Sum of the weights: 0 before the first value, then towards 1.
+        mean: Mean of the logarithms.
+        var: Variance of the logarithms.
+        weight: Sum of the weights: 0 before the first value, then approaching 1.
     """
 
     mean: float
@@ -149,17 +149,17 @@ class LogMaxStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class LogMax(Dynamic):
-    """The scale follows the size of the gradients, and so goes down before they overflow.
+    """A rule that follows the size of the gradients, to reduce the scale before they overflow.
 
-    The log2 of the largest magnitude of the unscaled gradients (*amax*) is about normal with mean m
-    and deviation s, exponential averages over the steps that were taken. The scale is
-    ``2 ** floor(log2(headroom) - (m + sigmas * s))``, within ``min_scale`` and ``max_scale``. An
-    amax of 0 says nothing and is left out.
+    The log2 of the largest magnitude of the unscaled gradients (*amax*) is roughly normal with mean
+    m and deviation s, which are exponential averages over the taken steps. The scale is ``2 **
+    floor(log2(headroom) - (m + sigmas * s))``, within ``min_scale`` and ``max_scale``. An amax of 0
+    carries no information and is ignored.
 
-    What overflows first may be a gradient inside the network, larger than those of the parameters.
-    So the headroom moves as the scale does under :class:`Dynamic`: it starts at 65536, shrinks by
-    as much as the scale has backed off in a run of overflows, grows after ``growth_interval``
-    steps in a row, and is never above 65536.
+    A gradient inside the network may be larger than those of the parameters and overflow first. So
+    the headroom changes like the scale under :class:`Dynamic`: it starts at 65536, shrinks by the
+    factor by which the scale backed off in a run of overflows, grows after ``growth_interval``
+    consecutive steps, and never exceeds 65536.
 
     Source: LogMax of OpenSeq2Seq (Kuchaiev et al., "Mixed-Precision Training for NLP and Speech
     Recognition with OpenSeq2Seq", 2018, arXiv:1805.10387). The headroom is ours. The averages are
@@ -168,9 +168,9 @@ class LogMax(Dynamic):
     up to 0.087 too small, so that it is the same everywhere.
 
     Attributes:
-        sigmas: So many deviations above the mean must fit; in [0, 100]. With 3.09 one iteration in
-            a thousand overflows.
-        decay: Weight of all earlier steps together against the present one; in [0, 1).
+        sigmas: Number of deviations above the mean that must fit; in [0, 100]. With 3.09 one
+            iteration in a thousand overflows.
+        decay: Weight of all earlier steps together relative to the current one; in [0, 1).
 
     Example:
         >>> rule = LogMax()
@@ -190,10 +190,10 @@ class LogMax(Dynamic):
         sigmas = checked_number("sigmas", self.sigmas, at_least=0.0, at_most=100.0)
         return super()._checked() | {"sigmas": sigmas, "decay": decay}
 
-    # Each line rounds once, as one op on a device does.
+    # Each line rounds once, like one op on a device.
 
     def observe(self, statistics: LogMaxStatistics, amax: float) -> LogMaxStatistics:
-        """Return the averages with one more step; the same ones for an amax of 0 or NaN."""
+        """Return the averages including one more step; unchanged for an amax of 0 or NaN."""
         if not amax > 0.0:
             return statistics
         mean, var, weight = statistics
@@ -209,7 +209,7 @@ class LogMax(Dynamic):
         return LogMaxStatistics(mean, var, weight)
 
     def scale(self, headroom: float, statistics: LogMaxStatistics) -> float:
-        """Return the power of two that leaves this headroom above almost all steps."""
+        """Return the power of two that keeps almost all steps below this headroom."""
         deviations = round_to_float32(math.sqrt(statistics.var))
         deviations = round_to_float32(deviations * round_to_float32(self.sigmas))
         largest = round_to_float32(statistics.mean + deviations)
@@ -220,8 +220,9 @@ class LogMax(Dynamic):
         """Return the headroom after a step.
 
         Args:
-            headroom: The headroom until now.
-            backed_off: The scale after a run of overflows divided by the one before it; else 1.
+            headroom: The headroom before the step.
+            backed_off: The ratio of the scale after a run of overflows to the one before it; else
+                1.
             is_growing: Whether this step completes a growth interval.
         """
         headroom = round_to_float32(headroom * backed_off)
@@ -232,7 +233,7 @@ class LogMax(Dynamic):
 
 
 Rule: TypeAlias = Static | Dynamic
-"""The rule of a scale state; a :class:`LogMax` is a :class:`Dynamic`."""
+"""The rule of a scale state; :class:`LogMax` is a subclass of :class:`Dynamic`."""
 
 RULES: dict[str, type[Static] | type[Dynamic]] = {
     rule.name: rule for rule in (Static, Dynamic, LogMax)
@@ -240,10 +241,10 @@ RULES: dict[str, type[Static] | type[Dynamic]] = {
 
 
 def rule_from_dict(saved: Mapping[str, Any]) -> Rule:
-    """Return the rule that its ``to_dict`` saved.
+    """Return the rule that ``to_dict`` saved.
 
     Raises:
-        TypeError: A value is of the wrong kind.
+        TypeError: A value has the wrong type.
         ValueError: The name is unknown, a key is missing or unknown, or a value is out of range.
 
     Example:
@@ -264,7 +265,7 @@ def rule_from_dict(saved: Mapping[str, Any]) -> Rule:
 def scale_and_rule(
     init_scale: float, rule: Rule | None, numbers: tuple[float, float, int]
 ) -> tuple[float, Rule]:
-    """Return what a GradScaler is made with: a rule, or the three numbers of :class:`Dynamic`."""
+    """Return the scale and the rule that the arguments of a GradScaler determine."""
     if rule is None:
         return init_scale, Dynamic(*numbers)
     if not isinstance(rule, Rule):
@@ -285,10 +286,10 @@ def scale_and_rule(
 
 
 def log2(value: float) -> float:
-    """Return log2 of a float32 number >= 0 as its bits show it; -127 for 0.
+    """Return log2 of a float32 number >= 0, read off its bits; -127 for 0.
 
-    Exact for powers of two that are normal numbers, at most 0.087 too small in between: the bits of
-    a float32 number, read as an integer, are its exponent followed by its mantissa.
+    Exact for normal powers of two, and at most 0.087 too small in between: the bits of a float32
+    number, read as an integer, are its exponent followed by its mantissa.
 
     Source: Mitchell, "Computer Multiplication and Division Using Binary Logarithms" (1962).
     """

@@ -1,6 +1,6 @@
-"""Numbers: those that a user gives, in float32, and the scalars of a step.
+"""Validation of numbers, float32 arithmetic, and the scalars of a step.
 
-Scalars are numbers on the CPU, where they are cheap, and tensors that stay on their devices
+Scalars are Python numbers on the CPU, where reading is cheap, and tensors on their device
 elsewhere. Sync: none, in all of these functions, except from another device to the CPU.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from halfstep._pytorch.modes import is_inside_functorch, is_jit_tracing, num_dispatch_modes
 
-# Below the smallest normal number of float32 the reciprocal, which gradients are multiplied by,
-# may be inf. Above the largest finite one the scale itself is inf.
+# The reciprocal of a smaller scale, which gradients are multiplied by, may be inf. A larger scale
+# is inf itself.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
 
@@ -29,7 +29,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 def round_to_float32(value: float) -> float:
-    """Return the float32 number nearest to ``value`` (inf when it is too large)."""
+    """Return the float32 number nearest to ``value``, inf if it overflows."""
     return c_float(value).value
 
 
@@ -47,7 +47,7 @@ def float32_from_bits(bits: int) -> float:
 def checked_number(
     name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf
 ) -> float:
-    """Return ``value`` as a finite float in the range; a bool is not a number."""
+    """Return ``value`` as a finite float in the range; reject bools."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} is {value!r} ({type(value).__name__}): pass a number such as 65536.0"
@@ -64,7 +64,7 @@ def checked_number(
 
 
 def checked_scale(name: str, value: object) -> float:
-    """Return ``value`` rounded to float32, if gradients can be multiplied and divided by it."""
+    """Return ``value`` rounded to float32; reject it if it is not a usable scale."""
     number = round_to_float32(checked_number(name, value))
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
@@ -85,18 +85,18 @@ def checked_count(name: str, value: object, *, at_least: int) -> int:
 
 
 def check_ascending(**numbers: float) -> None:
-    """Raise a ValueError that names two neighbours unless the numbers go up, or stay."""
+    """Raise a ValueError that names two neighbours unless the numbers are non-decreasing."""
     for (name, number), (next_name, next_number) in itertools.pairwise(numbers.items()):
         if number > next_number:
             raise ValueError(f"{name} is {number}, above {next_name}, which is {next_number}")
 
 
 def checked_device(device: str | torch.device) -> str:
-    """Return the name of a device that exists here.
+    """Return the name of a device that is available.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: There is no such device type, or PyTorch sees none of it on this machine.
+        TypeError: The argument is not a device.
+        ValueError: The device type is unknown or not available on this machine.
     """
     if not isinstance(device, str | torch.device):
         raise TypeError(
@@ -120,20 +120,20 @@ def checked_device(device: str | torch.device) -> str:
 # --- scalars --------------------------------------------------------------------------------------
 
 Scalar: TypeAlias = float | Tensor
-"""A number of a step: a float where the scale is on the CPU, else a tensor on its device."""
+"""A number in a step: a float if the scale is on the CPU, else a tensor on its device."""
 
 
 READABLE = {"cpu"}
-"""Types of devices whose numbers are read without waiting."""
+"""Types of devices whose values can be read without a sync."""
 
 
 def scalar(value: Tensor) -> Scalar:
-    """Return a tensor on the CPU as a number, another one as it is."""
+    """Return a CPU tensor as a number, any other one unchanged."""
     return value.item() if value.device.type in READABLE else value
 
 
 def is_readable(value: Tensor) -> bool:
-    """Return whether a tensor is a number that is read without waiting, and no op is recorded."""
+    """Return whether a 0-dim tensor can be read without a sync, and ops are not recorded."""
     return (
         type(value) is Tensor
         and not value.dim()
@@ -151,12 +151,12 @@ def as_tensor(value: Scalar, device: torch.device) -> Tensor:
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
     """Return a scalar on ``device``. Sync: none, except from another device to the CPU."""
-    # Without waiting, a copy to the CPU would be read before it has arrived.
+    # A non-blocking copy to the CPU could be read before it has arrived.
     return scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return one float32 scalar on ``device``: 1 if any of ``found``, all 1 or 0, is 1, else 0."""
+    """Return a float32 scalar on ``device``: 1 if any of ``found`` (each 1 or 0) is 1, else 0."""
     first, *others = (moved(found_inf, device) for found_inf in found)
     return torch.stack([first, *others]).amax() if others else first
 
@@ -164,8 +164,8 @@ def any_of(found: Iterable[Tensor], device: torch.device) -> Tensor:
 def combine(found: Iterable[Tensor], device: torch.device) -> Scalar:
     """Return 1 if any of ``found`` is 1 or more, else 0.
 
-    Never another number: the fused optimizers of PyTorch 2.13 skip a step only if it is exactly 1,
-    and who shares the flag between ranks (``_found_inf_per_device``) may have added it up.
+    Never any other number: PyTorch 2.13's fused optimizers skip a step only if the flag is exactly
+    1, and code that all-reduces the flags (``_found_inf_per_device``) may have summed them.
     """
     if device.type not in READABLE:
         return any_of(found, device).clamp(max=1.0)
@@ -181,7 +181,7 @@ def is_nonfinite(value: Tensor) -> Tensor:
 
 
 def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
-    """Return the same as a tensor on ``device``."""
+    """Return 1.0 if a number is inf or NaN, else 0.0, as a float32 tensor on ``device``."""
     if isinstance(value, Tensor):
         return is_nonfinite(value)
     flag = 0.0 if math.isfinite(value) else 1.0
@@ -189,13 +189,13 @@ def flag_nonfinite(value: Scalar, device: torch.device) -> Tensor:
 
 
 def to_float32(value: Tensor) -> Tensor:
-    """Return a scalar in float32; one that is too large for it as the largest number there is."""
+    """Return a scalar in float32; a finite overflow becomes the largest float32 number."""
     largest = torch.finfo(torch.float32).max
     return torch.where(value.isfinite(), value.clamp(max=largest), value).float()
 
 
 def as_float32(value: Scalar, device: torch.device) -> Tensor:
-    """Return the same as a tensor on ``device``."""
+    """Return the result of :func:`to_float32` for any scalar, as a tensor on ``device``."""
     if isinstance(value, Tensor):
         return to_float32(value)
     return to_float32(torch.full((), value, dtype=torch.float64, device=device))
@@ -205,8 +205,8 @@ def reciprocal(scale: Scalar) -> Scalar:
     """Return 1 / scale, rounded once to float32."""
     if not isinstance(scale, Tensor):
         return c_float(1.0 / scale).value
-    # Through float64 as in torch.amp: a float32 division may be inexact under some compiler
-    # options. MPS has no float64.
+    # Via float64 as in torch.amp: float32 division may be inexact under some compiler options. MPS
+    # has no float64.
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
@@ -232,27 +232,27 @@ def where(flag: Scalar, then: Scalar, otherwise: float) -> Scalar:
 
 
 def ratio(after: Tensor, before: Tensor) -> Tensor:
-    """Return ``after / before``, rounded once, as :func:`reciprocal`."""
+    """Return ``after / before``, rounded once, like :func:`reciprocal`."""
     if after.device.type == "mps":
         return after / before
     return (after.double() / before.double()).float()
 
 
 def describe(tensor: Tensor) -> str:
-    """Return dtype, shape and device in a few words: ``float16[4, 8] on cpu``."""
+    """Return dtype, shape and device: ``float16[4, 8] on cpu``."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype}{list(tensor.shape)} on {tensor.device}"
 
 
 def zero_if_finite(loss: Tensor) -> Tensor | None:
-    """Return 0 if all entries of a loss, here, are finite, else NaN; None for integers."""
+    """Return 0 if all local entries of a loss are finite, else NaN; None for integers."""
     loss = loss.detach()
-    if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed for it
+    if hasattr(loss, "to_local"):  # a DTensor, without importing torch.distributed
         loss = loss.to_local()
     if loss.is_complex():
         loss = torch.view_as_real(loss.resolve_conj())
     if not loss.is_floating_point():
         return None
-    # The sum of the loss itself may overflow, and Inductor takes loss * 0 for 0 always.
+    # The sum of the loss itself may overflow, and Inductor simplifies loss * 0 to 0.
     zero = loss - loss
     return zero.sum() if zero.dim() else zero

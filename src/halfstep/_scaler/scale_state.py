@@ -1,8 +1,7 @@
 """The state of a gradient scaler, in plain Python numbers.
 
-Nothing here needs a tensor or a device. How it goes on is
-:func:`halfstep._scaler.transition.next_state`; the same on a device is
-:class:`halfstep._scaler.transition.DeviceState`.
+This module needs neither tensors nor devices. :func:`halfstep._scaler.transition.next_state`
+computes the next state; :class:`halfstep._scaler.transition.DeviceState` does the same on a device.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from halfstep._scaler.scalars import (
 )
 
 FORMAT_VERSION = 1
-"""Version of what stands under the key ``"halfstep"`` of a state dict."""
+"""Version of the data under the key ``"halfstep"`` of a state dict."""
 
-# What torch.amp calls the count, and the keys under which it has what is part of a rule here.
+# torch.amp's name of the growth tracker, and its keys for the numbers that belong to a rule here.
 TORCH_TRACKER = "_growth_tracker"
 TORCH_RULE_KEYS = ("growth_factor", "backoff_factor", "growth_interval")
 TORCH_KEYS = ("scale", *TORCH_RULE_KEYS, TORCH_TRACKER)
@@ -45,7 +44,7 @@ COUNTS = {
     "num_taken": 0,
     "num_skipped": 0,
 }
-"""The fields that are int32 numbers, with the smallest they can be."""
+"""The int32 fields, with their smallest values."""
 
 AVERAGES = {
     "headroom": (SMALLEST_SCALE, LARGEST_HEADROOM),
@@ -53,7 +52,7 @@ AVERAGES = {
     "log2_var": (0.0, 2.0**16),
     "log2_weight": (0.0, 2.0),
 }
-"""The fields of ``LogMax``, with more than the range that float32 gradients can give them."""
+"""The fields of ``LogMax``, with bounds that float32 gradients cannot reach."""
 
 NO_RUN: dict[str, Any] = {"run_scale": 0.0, "overflows": 0, "resume_scale": 0.0, "held": False}
 
@@ -64,8 +63,8 @@ class Reason(StrEnum):
     Attributes:
         OVERFLOW: A gradient is inf or NaN; a smaller scale may help.
         LOSS: The loss was inf or NaN before ``backward``; no scale helps.
-        NON_FINITE: A gradient is inf or NaN, and was so at ``min_scale`` too.
-        NORM: The gradients are finite, but their norm is too large to be believed.
+        NON_FINITE: A gradient is inf or NaN, as it was at ``min_scale``.
+        NORM: The gradients are finite, but their norm is implausibly large.
     """
 
     OVERFLOW = "overflow"
@@ -76,33 +75,33 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class ScaleState:
-    """Everything that a gradient scaler remembers from one iteration to the next.
+    """The complete state of one scale from one iteration to the next.
 
-    A *run* is what lies between two steps that are taken, from its first overflow on. In it the
-    scale may be probed: one iteration at ``min_scale`` shows whether any scale would help.
+    A *run* begins with an overflow and ends with the next taken step. During a run the scale may be
+    probed: one iteration at ``min_scale`` shows whether any scale would help.
 
     Attributes:
-        scale: What the loss is multiplied by. Held as a float32 number, as on the device.
-        growth_tracker: Number of steps taken in a row since the scale last changed.
-        min_scale: The scale never goes below it by itself.
-        max_scale: The scale never goes above it by itself.
-        rule: How the scale moves.
-        hysteresis_left: The overflow with this number, counted from now, makes the scale back off.
-        run_scale: The scale at which the run began; 0 when there is none.
+        scale: The factor of the loss, rounded to float32, as on the device.
+        growth_tracker: Number of consecutive taken steps since the scale last changed.
+        min_scale: Lower limit for automatic changes of the scale.
+        max_scale: Upper limit for automatic changes of the scale.
+        rule: How the scale changes.
+        hysteresis_left: Number of overflows until the scale backs off, including the one that does.
+        run_scale: The scale at which the run began; 0 outside of a run.
         overflows: Overflows in the run that made the scale back off, since the last probe.
-        resume_scale: The scale to go on with if this iteration, a probe, is taken; 0 if it is none.
-        held: Whether a probe has failed in the run: the scale waits where the run began.
-        skipped_in_a_row: Number of iterations skipped since the last one that was taken.
+        resume_scale: In a probe, the scale to continue with if the step is taken; otherwise 0.
+        held: Whether a probe has failed in the run: the scale stays where the run began.
+        skipped_in_a_row: Number of iterations skipped since the last taken one.
         num_taken: Number of iterations whose step was taken.
         num_skipped: Number of iterations whose step was skipped.
-        headroom: What ``LogMax`` leaves above almost all gradients.
+        headroom: The value that ``LogMax`` keeps almost all scaled gradients below.
         log2_mean: Mean of the log2 of the largest gradient magnitude, for ``LogMax``.
-        log2_var: Variance of it.
-        log2_weight: Weight of all steps in the two; 0 before the first.
+        log2_var: Variance of the same.
+        log2_weight: Total weight of all steps in mean and variance; 0 before the first.
 
     Raises:
-        TypeError: A value is not a number of the right kind.
-        ValueError: A value is out of range or does not go with another; the message names it.
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range or inconsistent with another; the message names it.
 
     Example:
         >>> state = ScaleState.first(65536.0, Dynamic())
@@ -129,15 +128,15 @@ class ScaleState:
     log2_weight: float = 0.0
 
     def __post_init__(self) -> None:
-        # Not a change of a frozen value but the end of making it: ints become floats, and the
-        # scale becomes the float32 number that the device will hold.
+        # Completes the construction of the frozen value: ints become floats, and the scale becomes
+        # the float32 number that the device will hold.
         for name, value in self._checked().items():
             object.__setattr__(self, name, value)
         check_ascending(min_scale=self.min_scale, scale=self.scale, max_scale=self.max_scale)
         if self.run_scale:
             check_ascending(scale=self.scale, run_scale=self.run_scale, max_scale=self.max_scale)
         if self.resume_scale:
-            # A probe, at the floor.
+            # A probe runs at min_scale.
             check_ascending(scale=self.scale, min_scale=self.min_scale)
             check_ascending(
                 min_scale=self.min_scale,
@@ -174,10 +173,10 @@ class ScaleState:
         min_scale: float | None = None,
         max_scale: float | None = None,
     ) -> ScaleState:
-        """Return the state that a scaler starts with."""
+        """Return the initial state of a scaler."""
         scale = checked_scale("init_scale", init_scale)
-        # At a scale of 1 or more, unscaling makes no inf of what was finite. Who asks for less than
-        # 1 gets it, but the scale does not go below that by itself.
+        # At a scale >= 1, unscaling cannot overflow. A smaller init_scale is allowed, but the scale
+        # never goes below 1 by itself.
         low = min(1.0, scale) if min_scale is None else checked_scale("min_scale", min_scale)
         high = LARGEST_SCALE if max_scale is None else checked_scale("max_scale", max_scale)
         check_ascending(min_scale=low, max_scale=high)
@@ -186,17 +185,17 @@ class ScaleState:
 
     @property
     def can_amplify(self) -> bool:
-        """Whether unscaling may multiply by more than 1, and so make a finite gradient inf."""
+        """Whether unscaling may multiply by more than 1, so that a finite gradient may overflow."""
         return self.min_scale < 1.0
 
     def skips(self) -> tuple[int, bool]:
-        """Return how many steps in a row were skipped, and whether the scale is held."""
+        """Return the number of consecutive skipped steps, and whether the scale is held."""
         return self.skipped_in_a_row, self.held
 
     def with_scale(self, scale: float) -> ScaleState:
-        """Return this state with a scale chosen by the user, inside limits widened to include it.
+        """Return this state with a scale set by the user; its limits are widened to include it.
 
-        A run is over. Under ``LogMax`` the scale holds until the next step that is taken.
+        This ends a run. Under ``LogMax`` the scale stays until the next taken step.
         """
         scale = checked_scale("scale", scale)
         return replace(
@@ -208,7 +207,7 @@ class ScaleState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the five keys of torch.amp, which ignores others, and the rest in "halfstep"."""
+        """Return torch.amp's five keys (it ignores others), and the rest under "halfstep"."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         theirs = {"scale": ours.pop("scale")}
         theirs |= {key: getattr(self.rule, key) for key in TORCH_RULE_KEYS}
@@ -220,12 +219,12 @@ class ScaleState:
     def from_dict(cls, saved: Mapping[str, Any], first: ScaleState | None = None) -> ScaleState:
         """Return the state that :meth:`to_dict` or torch.amp's ``state_dict()`` saved.
 
-        The latter knows the scale, its factors and its interval. ``first`` gives the rest: limits,
-        and the kind and other numbers of the rule; ``Static()`` stays. Left out, they are those of
-        :meth:`first` with ``Dynamic``.
+        torch.amp saves only the scale, its factors and its interval. ``first`` supplies the rest:
+        limits, and the kind and other numbers of the rule; ``Static()`` stays. Without it they are
+        those of :meth:`first` with ``Dynamic``.
 
         Raises:
-            ValueError: A key is missing, a value cannot be right, or a newer halfstep wrote it.
+            ValueError: A key is missing, a value is invalid, or a newer halfstep wrote it.
         """
         missing = [key for key in TORCH_KEYS if key not in saved]
         if missing:
@@ -278,7 +277,7 @@ class ScaleState:
 def reason(
     state: ScaleState, found_inf: bool, loss_is_finite: bool = True, outlier: bool = False
 ) -> Reason | None:
-    """Return why an iteration in this state is skipped, None if it is not."""
+    """Return why an iteration in this state is skipped, None if it is taken."""
     if not found_inf:
         return Reason.NORM if outlier else None
     if not loss_is_finite:

@@ -1,8 +1,7 @@
-"""The gradient scaler: the calls of ``torch.amp.GradScaler``, and what goes beyond them.
+"""The gradient scaler: the interface of ``torch.amp.GradScaler`` and halfstep's extensions to it.
 
 The algorithm is dynamic loss scaling (Micikevicius et al., "Mixed Precision Training", 2018,
-arXiv:1710.03740). The implementation behind the calls is :mod:`halfstep._scaler.engine` and
-:mod:`halfstep._scaler.step`.
+arXiv:1710.03740). :mod:`halfstep._scaler.engine` and :mod:`halfstep._scaler.step` implement it.
 """
 
 from __future__ import annotations
@@ -45,46 +44,46 @@ if TYPE_CHECKING:
 
 
 NUM_LOSSES_WITHOUT_UPDATE = 1000
-"""This many calls of ``scale`` without an ``update`` mean that a call was forgotten."""
+"""Number of calls of ``scale`` without an ``update`` after which a warning is raised."""
 
 
 class GradScaler(TorchAttributes):
-    """Multiplies the loss by a scale so that small gradients survive float16, and undoes it.
+    """A gradient scaler, which scales the loss so that small gradients survive float16.
 
     The scale follows the gradients: when one is inf or NaN, the optimizer's step is skipped and the
-    scale is multiplied by ``backoff_factor``; after ``growth_interval`` steps in a row it is
-    multiplied by ``growth_factor``. If no smaller scale helps, or the loss was not finite to begin
-    with, the scale stays and the user is told.
+    scale is multiplied by ``backoff_factor``; after ``growth_interval`` consecutive steps it is
+    multiplied by ``growth_factor``. If no smaller scale helps, or the loss was already non-finite,
+    the scale stays and a warning is raised.
 
-    Has every method of ``torch.amp.GradScaler``; docs/scaler_details.md lists where they differ on
-    purpose.
+    It has every method of ``torch.amp.GradScaler``; docs/scaler_details.md lists the intended
+    differences.
 
     Args:
-        device: Device type, such as ``"cuda"``. Left out, the device of the first loss decides.
-        init_scale: The first scale, > 0.
+        device: Device type, such as ``"cuda"``. By default, the device of the first loss.
+        init_scale: The initial scale, > 0.
         growth_factor: >= 1.
-        backoff_factor: In (0, 1]. Both factors at 1 keep the scale as it is.
-        growth_interval: Number of steps in a row before the scale grows, >= 1.
-        enabled: False makes an object that scales nothing; ``step`` only calls ``optimizer.step``.
-        rule: How the scale moves, instead of the three numbers above: ``Dynamic``, ``LogMax`` or
+        backoff_factor: In (0, 1]. The scale is constant if both factors are 1.
+        growth_interval: Number of consecutive steps after which the scale grows, >= 1.
+        enabled: If False, nothing is scaled and ``step`` only calls ``optimizer.step``.
+        rule: How the scale changes, instead of the three numbers above: ``Dynamic``, ``LogMax`` or
             ``Static``.
-        min_scale: The scale does not go below; 1, or ``init_scale`` if that is smaller.
-        max_scale: The scale does not grow above; the largest float32 number.
-        max_consecutive_skips: After so many skipped steps in a row ``on_skips`` happens, >= 1.
+        min_scale: Lower limit of the scale. Default: 1, or ``init_scale`` if that is smaller.
+        max_scale: Upper limit for growth. Default: the largest float32 number.
+        max_consecutive_skips: Number of consecutive skipped steps that triggers ``on_skips``, >= 1.
         on_skips: ``"warn"``, ``"raise"`` (:class:`halfstep.errors.SkippedStepsError`), or a
-            function that takes the report. It also happens when no smaller scale helps.
-        module: The module that is trained, for the names of its parameters; see :meth:`watch`.
+            function that takes the report. Also triggered when no smaller scale helps.
+        module: The trained module, for the names of its parameters; see :meth:`watch`.
         process_group: The ranks that step together and agree on inf and NaN, norms and the scale;
-            ``"local"`` for this rank alone. Left out, the parameters tell: DTensors lie on the
-            ranks of their mesh, and DistributedDataParallel makes gradients equal. A copy of the
-            scaler forgets it.
-        device_mesh: The same, as a mesh.
+            ``"local"`` for this rank alone. By default it is inferred from the parameters: DTensors
+            are spread over the ranks of their mesh, and DistributedDataParallel makes gradients
+            equal. A copy of the scaler does not keep it.
+        device_mesh: The same ranks, as a mesh.
 
     Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: A number is out of range, or PyTorch sees no such device here.
+        TypeError: An argument has the wrong type.
+        ValueError: A number is out of range, or PyTorch has no such device on this machine.
 
-    Sync: none for the constructor; each method says what it costs.
+    Sync: none for the constructor; each method documents its own.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -101,7 +100,7 @@ class GradScaler(TorchAttributes):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a class that overrides what torch.amp.GradScaler calls and this one does not."""
+        """Reject a subclass that overrides a method which only torch.amp.GradScaler calls."""
         super().__init_subclass__(**kwargs)
         refuse_never_called(cls)
 
@@ -142,8 +141,8 @@ class GradScaler(TorchAttributes):
             self.watch(module)
 
     def _switch_off(self) -> None:
-        """Become an object that scales nothing."""
-        # Imported here because that class derives from this one.
+        """Turn this object into a disabled scaler."""
+        # Imported here: DisabledGradScaler is a subclass of this class.
         from halfstep._scaler.disabled import DisabledGradScaler
 
         if type(self) is not GradScaler:
@@ -158,21 +157,21 @@ class GradScaler(TorchAttributes):
     def scale(self, outputs: Any, name: str | None = None) -> Any:
         """Multiply a loss, or all losses in nested containers, by the scale.
 
-        It also looks whether they are finite, on the device: a step that is skipped because the
-        loss was inf or NaN does not make the scale smaller.
+        Whether they are finite is also checked, on the device: a step that is skipped because the
+        loss was inf or NaN does not reduce the scale.
 
         Args:
             outputs: A tensor of any shape and floating dtype, or a (nested) list, tuple, named
                 tuple, mapping or other iterable of tensors, on one or several devices.
-            name: A loss with a name has a scale of its own. Two names in one iteration need
+            name: A named loss has its own scale. Two names in one iteration require
                 :meth:`accumulate`.
 
         Returns:
-            The same, scaled; iterables that are no list, tuple or mapping become lists. A float16
-            tensor with dimensions is scaled in float32.
+            The scaled outputs in the same structure; iterables other than lists, tuples and
+            mappings become lists. A float16 tensor with dimensions is scaled in float32.
 
         Raises:
-            TypeError: There is something else than tensors in ``outputs``.
+            TypeError: ``outputs`` contains something other than tensors.
 
         Sync: none.
         """
@@ -193,15 +192,16 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale in place, and look for inf and NaN.
+        """Divide the optimizer's gradients by the scale in place, and check them for inf and NaN.
 
-        Call it before clipping or looking at gradients; :meth:`step` does it otherwise. A gradient
-        that another optimizer shares, or a wrapper of this one, is divided once. Without any
-        gradient it does nothing.
+        Call it before you clip or inspect gradients; otherwise :meth:`step` does it. A gradient
+        shared with another optimizer, or with a wrapper of this one, is divided once. Does nothing
+        if there are no gradients.
 
         Raises:
-            CallOrderError: Before ``scale``, twice between two ``update``, or after ``step``.
-            ValueError: The gradients are float16. Nothing was changed.
+            CallOrderError: Before ``scale``, twice without an ``update`` in between, or after
+                ``step``.
+            ValueError: The gradients are float16. Nothing is changed.
 
         Sync: none.
         """
@@ -216,36 +216,36 @@ class GradScaler(TorchAttributes):
         max_norm: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Unscale the gradients if that is still to do; step if all of them are finite.
+        """Unscale the gradients if necessary, and step if all of them are finite.
 
-        An optimizer that handles the scale itself (``_step_supports_amp_scaling``, as the fused
-        ones of PyTorch) is always called and skips on the device. After a step that was taken the
-        gradients are unscaled and clipped; one that was skipped leaves them as they were.
+        An optimizer that handles the scale itself (``_step_supports_amp_scaling``, like PyTorch's
+        fused optimizers) is always called and skips on the device. After a taken step the gradients
+        are unscaled and clipped; a skipped step leaves them unchanged.
 
         With a closure, which every optimizer takes, the gradients of each evaluation are unscaled
         and checked. The closure calls ``scaler.scale(loss).backward()``, or only returns the loss.
-        An evaluation with inf or NaN ends the step, and the parameters are as before it.
+        An evaluation with inf or NaN ends the step, and the parameters are restored.
 
-        A container, which has several optimizers in ``optimizers`` or ``chained_optimizers``, is
-        stepped as one: all gradients are finite, or none of them steps.
+        A container, which holds several optimizers in ``optimizers`` or ``chained_optimizers``, is
+        stepped as one: if any gradient is not finite, none of them steps.
 
         Args:
-            optimizer: The optimizer, or container, whose ``step`` is to be called.
-            *args: Arguments for it; a closure is the first one.
-            max_norm: Clip the norm of the unscaled gradients to this, in the same pass;
+            optimizer: The optimizer or container to step.
+            *args: Arguments of its ``step``; a closure comes first.
+            max_norm: Clip the norm of the unscaled gradients to this value, in the same pass;
                 ``math.inf`` only measures it, for :meth:`outcome`.
-            **kwargs: Keyword arguments for it.
+            **kwargs: Keyword arguments of its ``step``.
 
         Returns:
-            What ``optimizer.step`` returned, None for a skipped step. :meth:`outcome` says more.
+            The result of ``optimizer.step``, None for a skipped step. See also :meth:`outcome`.
 
         Raises:
-            CallOrderError: Before ``scale``, twice between two ``update``, without any gradient, or
-                with a closure that calls ``backward`` on a loss that was not scaled.
+            CallOrderError: Before ``scale``, twice without an ``update`` in between, without any
+                gradient, or with a closure that calls ``backward`` on an unscaled loss.
             ValueError: The gradients are float16 and the optimizer cannot unscale them itself.
 
-        Sync: one; none for an optimizer that handles the scale itself; one for each evaluation of
-        a closure.
+        Sync: one; none for an optimizer that handles the scale itself; with a closure, one for each
+        evaluation.
         """
         if not hasattr(optimizer, "param_groups"):
             require_optimizer("step", optimizer)
@@ -268,27 +268,27 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def update(self, new_scale: float | Tensor | None = None, name: str | None = None) -> None:
-        """End the iteration: let the scale back off, count or grow; or set it by hand.
+        """End the iteration: back off, count or grow the scale; or set it by hand.
 
         Args:
-            new_scale: The scale from now on; the count of steps in a row stays. A number is checked
-                here. A 1-element tensor is copied without waiting for it: if it turns out to be
-                zero, negative, inf or NaN, the scale stays as it is; and since it may be below 1,
-                unscaling costs a second look at the gradients from then on.
+            new_scale: The new scale; the count of consecutive steps is kept. A number is validated
+                here. A 1-element tensor is copied without a sync: if it turns out to be zero,
+                negative, inf or NaN, the scale stays as it is; and since it may be below 1,
+                unscaling checks the gradients twice from then on.
             name: Name of the loss whose scale is set.
 
         Raises:
             CallOrderError: No gradients were checked since the last ``update`` (no ``step``), or a
-                tensor before the first ``scale``.
+                tensor was passed before the first ``scale``.
             RanksError: The states of ranks under DistributedDataParallel, which are compared every
-                100 updates, were different. The iteration has ended all the same.
+                100 updates, differ. The iteration has ended nevertheless.
             SkippedStepsError: Too many steps were skipped, and ``on_skips`` is "raise". The
-                iteration has ended all the same.
+                iteration has ended nevertheless.
             TypeError: ``new_scale`` is neither a number nor a real tensor.
-            ValueError: ``new_scale`` is a number out of range, has not exactly one element, or
-                requires a gradient.
+            ValueError: ``new_scale`` is a number out of range, does not have exactly one element,
+                or requires a gradient.
 
-        Sync: none, as long as there is nothing to report; one with several ranks and ``on_skips``
+        Sync: none, unless there is something to report; one with several ranks and an ``on_skips``
         other than "warn".
         """
         if new_scale is None and name is not None:
@@ -308,23 +308,23 @@ class GradScaler(TorchAttributes):
         norm_type: float = 2.0,
         per: clipping.Per = "all",
     ) -> Tensor:
-        """Divide gradients by the scale, if that is still to do, and clip their norm, in place.
+        """Divide gradients by the scale, if not done yet, and clip their norm, in place.
 
-        Reads the gradients once and writes them once, where unscaling first and clipping then does
-        both twice. ``step(optimizer, max_norm=...)`` does the same inside the step, and needs no
-        pass but one to read with a fused optimizer.
+        Reads and writes the gradients once, whereas unscaling and then clipping does both twice.
+        ``step(optimizer, max_norm=...)`` does the same inside the step, and with a fused optimizer
+        it only reads them once.
 
         Args:
-            optimizer_or_parameters: Whose gradients to clip.
-            max_norm: The largest norm, >= 0; ``math.inf`` measures and clips nothing.
+            optimizer_or_parameters: The optimizer or parameters whose gradients are clipped.
+            max_norm: The largest norm, >= 0; ``math.inf`` only measures.
             norm_type: 2, ``math.inf``, or another p from 1 to 8.
-            per: What the norm is taken of: ``"all"`` gradients together, those of each ``"layer"``
-                (the parameters of one module, told by their names: see :meth:`watch`), or each
-                ``"parameter"`` alone.
+            per: The gradients that share one norm: ``"all"``, those of each ``"layer"`` (the
+                parameters of one module, determined by their names: see :meth:`watch`), or each
+                ``"parameter"``.
 
         Returns:
             The norm of all gradients together, unscaled and before clipping, as a float32 scalar on
-            the device of the scale. If it is inf or NaN nothing is clipped, and ``step`` will skip.
+            the device of the scale. If it is inf or NaN, nothing is clipped and ``step`` will skip.
 
         Raises:
             CallOrderError: Before ``scale``, or after ``step``.
@@ -341,21 +341,21 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def accumulate(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        """Judge the gradients of one ``backward`` alone before they are added to the others.
+        """Check the gradients of each ``backward`` separately before they are accumulated.
 
-        Without it one bad micro-batch costs all that are accumulated. With it only its own
-        gradients are dropped, and the others are averaged over those that are left. It is also how
-        losses with scales of their own (``scale(loss, name=...)``) share parameters.
+        Otherwise one bad micro-batch discards all accumulated gradients. With this, only its own
+        gradients are dropped, and the average is taken over the others. It also lets losses with
+        their own scales (``scale(loss, name=...)``) share parameters.
 
         Use one block for each ``backward`` of the iteration and divide the loss by their number.
         After the block ``.grad`` holds the unscaled sum so far. ``step`` skips only if all blocks
         were dropped. An overflow in a dropped block makes the scale back off.
 
-        Memory: one more set of gradients as long as the block is open. Not for gradients that live
-        in buckets of DistributedDataParallel.
+        Memory: one additional set of gradients while the block is open. Does not support gradients
+        that live in DistributedDataParallel buckets.
 
         Raises:
-            CallOrderError: There were gradients before the first block, or the block leaves none.
+            CallOrderError: There were gradients before the first block, or the block produces none.
             ValueError: The gradients are float16.
 
         Sync: one for each block.
@@ -377,19 +377,19 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def retry(self, optimizer: torch.optim.Optimizer, times: int = 2) -> Iterator[int]:
-        """Run the same batch again at the smaller scale instead of losing it.
+        """Run the same batch again at a smaller scale instead of losing it.
 
         Put the whole iteration, from ``zero_grad`` to ``update``, into the loop; it runs once, and
-        again as long as the step overflowed, at most ``times`` more. Before each repetition the
-        random number generators (PyTorch's, Python's, NumPy's if it is loaded) and the buffers of
-        watched modules are as they were, and the gradients are zeroed.
+        again while the step overflows, at most ``times`` more. Before each repetition the random
+        number generators (PyTorch's, Python's, and NumPy's if loaded) and the buffers of watched
+        modules are restored, and the gradients are zeroed.
 
         Args:
-            optimizer: Whose step decides.
-            times: Number of repetitions, >= 0.
+            optimizer: The optimizer whose step decides.
+            times: Maximum number of repetitions, >= 0.
 
         Yields:
-            The number of the attempt, 0 for the first.
+            The index of the attempt, 0 for the first.
 
         Raises:
             CallOrderError: The loop did not call ``step`` and ``update``.
@@ -411,13 +411,13 @@ class GradScaler(TorchAttributes):
         require_optimizer("retry", optimizer)
         return retry(self._engine, optimizer, times)
 
-    # --- what became of it ------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     @keep_out_of_graphs
     def outcome(self, optimizer: torch.optim.Optimizer) -> Outcome:
-        """Return what became of the optimizer's last step, or of that of a container that holds it.
+        """Return the outcome of the last step of the optimizer, or of a container that holds it.
 
-        Sync: none; reading the outcome waits.
+        Sync: none; reading the outcome syncs.
 
         Raises:
             CallOrderError: ``step`` has not been called for this optimizer.
@@ -426,33 +426,33 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def history(self) -> list[HistoryEntry]:
-        """Return the last 10,000 steps, oldest first; not saved in ``state_dict``. Sync: one."""
+        """Return the last 10,000 steps, oldest first; ``state_dict`` omits them. Sync: one."""
         return self._engine.journal.entries()
 
     @keep_out_of_graphs
     def counts(self, name: str | None = None) -> Counts:
-        """Return how many iterations were taken and skipped, by the scale of a loss. Sync: one."""
+        """Return the numbers of taken and skipped iterations for the scale of a loss. Sync: one."""
         state = self._named(name).read()
         in_a_row = state.skipped_in_a_row
         since = state.num_taken + state.num_skipped - in_a_row + 1 if in_a_row else None
         return Counts(state.num_taken, state.num_skipped, in_a_row, since)
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Take names of parameters from this module; several may be watched.
+        """Use the parameter names of this module; several modules may be watched.
 
         The module is held weakly, and a copy of the scaler watches none.
 
         Raises:
-            TypeError: It is no module.
+            TypeError: The argument is not a module.
         """
         self._engine.names.watch(module)
 
     def replicated(self, params: Iterable[Tensor], process_group: ProcessGroup) -> None:
         """Declare that parameters have the same gradients on all ranks of a process group.
 
-        For plain parameters whose gradients are averaged by hand: a norm counts them once. It is
-        known already of DTensors, of DistributedDataParallel, and of plain parameters beside
-        DTensors in one optimizer. All ranks still decide together; see ``process_group``.
+        This is for plain parameters whose gradients are averaged by hand: a norm then counts them
+        once. It is inferred for DTensors, for DistributedDataParallel, and for plain parameters
+        beside DTensors in one optimizer. All ranks still decide together; see ``process_group``.
 
         Sync: none.
         """
@@ -464,21 +464,21 @@ class GradScaler(TorchAttributes):
         model: torch.nn.Module | None = None,
         tell: Callable[[Diagnosis, int], object] | None = None,
     ) -> Watch:
-        """Diagnose the steps that go bad in a block: the op, the module, the line and the cure.
+        """Diagnose bad steps in a block: the op, the module, the source line and the cure.
 
-        A step with a loss that is not finite, or one that is skipped beyond what dynamic scaling
-        does at its start and after it has grown, is replayed at once; see
-        :func:`halfstep.diagnose`, which does that for a step on request.
+        A step is replayed at once if its loss is not finite, or if it is skipped beyond what
+        dynamic scaling normally skips at its start and after growth; :func:`halfstep.diagnose` does
+        the same for one step on request.
 
         Args:
-            model: The model; left out, the first module with parameters that is called.
-            tell: Is called with each new diagnosis and the number of the step; left out, it is a
+            model: The model. Default: the first called module that has parameters.
+            tell: Called with each new diagnosis and the number of the step. Default: issue a
                 warning.
 
         Returns:
-            A context manager, whose ``found`` are the diagnoses.
+            A context manager; its ``found`` lists the diagnoses.
 
-        Sync: one a step in the block.
+        Sync: one for each step in the block.
 
         Example:
             >>> model = torch.nn.Linear(4, 1)
@@ -491,7 +491,7 @@ class GradScaler(TorchAttributes):
             ...         scaler.update()
             2 data
         """
-        # Imported here: what diagnoses stands on top of what scales.
+        # Imported here: the diagnosis layer depends on the scaler.
         from halfstep._diagnose.watch import Watch
 
         return Watch(self if self.is_enabled() else None, model, tell)
@@ -502,19 +502,19 @@ class GradScaler(TorchAttributes):
         function: Callable[[], object],
         count: Count = "updates",
     ) -> bool:
-        """Call a function, such as the update of an average of the weights, if a step was taken.
+        """Call a function, such as the update of a weight average, if a step was taken.
 
         Args:
-            optimizer: Its last step decides.
-            function: What to call.
-            count: ``"updates"``: only after a step that was taken; ``"attempts"``: after each.
+            optimizer: The optimizer whose last step decides.
+            function: The function to call.
+            count: ``"updates"``: call it only after taken steps; ``"attempts"``: after every step.
 
         Returns:
             Whether it was called.
 
         Raises:
             CallOrderError: ``step`` has not been called for this optimizer.
-            ValueError: ``count`` is neither.
+            ValueError: ``count`` is invalid.
 
         Sync: one for "updates" with an optimizer that handles the scale itself.
         """
@@ -524,48 +524,49 @@ class GradScaler(TorchAttributes):
     def step_scheduler(self, scheduler: Any, count: Count = "updates", *args: Any) -> bool:
         """Call ``scheduler.step()`` if the last step of its optimizer was taken.
 
-        Whether a schedule moves on at a skipped step is disputed, so it is a choice: ``"updates"``
-        makes it follow the steps that were taken, ``"attempts"`` all of them. PyTorch's warning
-        about the order of calls, which a skipped first step would set off, does not come.
+        Conventions differ on whether a schedule advances at a skipped step, so you choose:
+        ``"updates"`` follows the taken steps, ``"attempts"`` all steps. PyTorch's warning about the
+        order of calls, which a skipped first step would trigger, is suppressed.
 
         Args:
-            scheduler: A learning rate scheduler of PyTorch, or what has ``step`` and ``optimizer``.
+            scheduler: A learning rate scheduler of PyTorch, or an object with ``step`` and
+                ``optimizer``.
             count: ``"updates"`` or ``"attempts"``.
-            *args: What its ``step`` takes: the metric of ``ReduceLROnPlateau``.
+            *args: Arguments of its ``step``, such as the metric of ``ReduceLROnPlateau``.
 
         Returns:
-            Whether the scheduler moved on.
+            Whether the scheduler was stepped.
 
         Raises:
             CallOrderError: ``step`` has not been called for its optimizer.
-            ValueError: ``count`` is neither.
+            ValueError: ``count`` is invalid.
 
         Sync: as :meth:`after_step`.
         """
         return step_scheduler(self._engine.journal, scheduler, count, args)
 
     def set_norm_limit(self, times_median: float | None, window: int = 100) -> None:
-        """Skip steps, too, whose norm is far above the running median.
+        """Also skip steps whose gradient norm is far above the running median.
 
         Args:
-            times_median: Skip if the norm of the unscaled gradients is above this many times the
-                median of the last ``window`` steps taken, > 1; None for no limit. Nothing is
-                skipped before half of the window has been seen.
+            times_median: Skip if the norm of the unscaled gradients exceeds this multiple of the
+                median over the last ``window`` taken steps, > 1; None for no limit. Nothing is
+                skipped until half of the window has been seen.
             window: Number of steps, >= 2.
 
         Raises:
-            TypeError: A number is not of the right kind.
+            TypeError: A number has the wrong type.
             ValueError: A number is out of range.
 
-        Sync: none. Costs one pass more with an optimizer that does not handle the scale itself.
+        Sync: none. Costs one additional pass unless the optimizer handles the scale itself.
         """
         self._engine.norm_limits.set(times_median, window)
 
-    # --- looking and setting ----------------------------------------------------------------------
+    # --- accessors --------------------------------------------------------------------------------
 
     @keep_out_of_graphs
     def get_scale(self, name: str | None = None) -> float:
-        """Return the scale (of the loss of this name), 1.0 if the scaler is disabled. Sync: one."""
+        """Return the scale (of the named loss); 1.0 if the scaler is disabled. Sync: one."""
         return self._named(name).value()
 
     def get_growth_factor(self) -> float:
@@ -589,7 +590,7 @@ class GradScaler(TorchAttributes):
         return self._rule.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set the growth interval, >= 1, of all losses; a lower one may let the next step grow.
+        """Set the growth interval, >= 1, of all losses; the next step may then grow the scale.
 
         Sync: none.
         """
@@ -600,7 +601,7 @@ class GradScaler(TorchAttributes):
         return True
 
     def __repr__(self) -> str:
-        """Return scale and rule. Sync: one."""
+        """Return a string with scale and rule. Sync: one."""
         return f"GradScaler(scale={power(self.get_scale())}, rule={self._rule})"
 
     # --- saving and loading -----------------------------------------------------------------------
@@ -610,14 +611,14 @@ class GradScaler(TorchAttributes):
         """Return the state after the last ``update``; ``{}`` if the scaler is disabled.
 
         The keys are those of ``torch.amp.GradScaler``, which can load it: ``scale``,
-        ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``; and one
-        more, ``halfstep``, with a version and what PyTorch does not know, as JSON text.
+        ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``_growth_tracker``; plus
+        ``halfstep``, with a version and the state that PyTorch does not have, as JSON text.
 
-        When ``torch.distributed.checkpoint`` saves the scaler, which is ``Stateful``, it asks on
-        all ranks, and those that step together compare their states.
+        When ``torch.distributed.checkpoint`` saves the scaler, which is ``Stateful``, all ranks
+        call this, and the ranks that step together compare their states.
 
         Raises:
-            RanksError: In that case, if a scale or a counter is not the same on all of them.
+            RanksError: In that case, if a scale or a counter differs between them.
 
         Sync: one for each loss name, and one for each optimizer with a norm limit.
         """
@@ -630,13 +631,13 @@ class GradScaler(TorchAttributes):
 
     @keep_out_of_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that this class or ``torch.amp.GradScaler`` saved.
+        """Load a state that this class or ``torch.amp.GradScaler`` saved.
 
-        An empty dict, the state of a disabled scaler, changes nothing and warns. On the device the
-        values are replaced in place.
+        An empty dict, the state of a disabled scaler, changes nothing and warns. Values on the
+        device are replaced in place.
 
         Raises:
-            ValueError: A key is missing or a value cannot be right. Nothing was changed.
+            ValueError: A key is missing or a value is invalid. Nothing is changed.
 
         Sync: none.
         """
@@ -651,7 +652,7 @@ class GradScaler(TorchAttributes):
         self._engine.load(Saved.from_dict(state_dict, self._engine.scales.first))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickle and deepcopy keep; the copy creates its tensors on its first loss.
+        """Return the state for pickle and deepcopy; the copy creates its tensors at its first loss.
 
         Raises:
             CallOrderError: In the middle of an iteration.
@@ -667,13 +668,13 @@ class GradScaler(TorchAttributes):
         return self.__dict__ | {"_engine": self._engine.scales.first, "_saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a scaler with the state of another."""
+        """Restore the state that ``__getstate__`` returned."""
         saved = state.pop("_saved")
         self.__dict__ |= state | {"_engine": Engine(state["_engine"], Ranks(), self)}
         if saved:
             self.load_state_dict(saved)
 
-    # --- inside -----------------------------------------------------------------------------------
+    # --- internals --------------------------------------------------------------------------------
 
     def _named(self, name: str | None) -> LossScale:
         if name not in self._engine.scales:

@@ -1,6 +1,6 @@
 """One step of one optimizer: gather, check, agree, decide, take, remember.
 
-G is reading or writing all gradients once, before the optimizer's own work:
+G is one read or one write of all gradients. The cost before the optimizer's own work:
 
 ===================  =======================  ===========================================
 optimizer            neither clip nor norm    clip, or the norm is wanted
@@ -9,9 +9,10 @@ plain                check and divide, 2 G    measure, 1 G; divide and clip at o
 handles the scale    measure, 1 G             measure, 1 G
 ===================  =======================  ===========================================
 
-Where measuring takes longer than a check, in the lower left corner gradients are only checked. The
-first steps of an optimizer are measured, to notice gradients that are clipped too early; and so are
-those with a scale that may be below 1, since a skipped step could not undo its division.
+In the lower left cell, gradients are only checked where measuring is slower than a check. The first
+steps of an optimizer are always measured, to detect gradients that are clipped before they are
+unscaled. So are steps whose scale may be below 1, because a skipped step could not undo its
+division.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ def take(
     *,
     is_fused: bool,
 ) -> Any:
-    """Step if all gradients are finite and, unscaled, still are. See ``GradScaler.step``.
+    """Step if all gradients are finite, before and after unscaling. See ``GradScaler.step``.
 
-    ``is_fused`` says whether ``optimizer.step`` divides by the scale and skips by itself.
+    ``is_fused``: whether ``optimizer.step`` divides by the scale and skips by itself.
     """
     earlier = engine.iteration.step_of(optimizer)
     if earlier is not None:
@@ -72,7 +73,7 @@ def take(
     step = gather(engine, "step", optimizer, earlier)
     memory = engine.journal.memories.get(optimizer) or engine.journal.memory(optimizer)
     norm_limit = engine.norm_limits.of(optimizer) if engine.norm_limits.settings else None
-    # Through the instance: accelerate replaces `step` there to see whether it was called.
+    # Looked up on the instance: accelerate replaces `step` there to detect whether it was called.
     make_step = partial(optimizer.step, *args, **kwargs)
     try:
         if is_fused:
@@ -83,7 +84,7 @@ def take(
             result = _take_plain(step, memory, make_step, max_norm, norm_limit)
     except BaseException as error:
         if step.ranks.is_together and isinstance(error, RanksError | CallOrderError):
-            engine.end_iteration()  # it is raised on all ranks, and they can go on
+            engine.end_iteration()  # raised on all ranks, which can continue
         else:
             _remember_failure(engine.iteration, step)
         if memory.outcome is None and not memory.first_norms:
@@ -113,11 +114,11 @@ def gather(
     params: list[Tensor] | None = None,
     owner: object = None,
 ) -> Step:
-    """Find gradients, and what they are multiplied by. Sync: none.
+    """Collect gradients and the number they are multiplied by. Sync: none.
 
-    Those of ``params``, or of the optimizer, whose last call has left ``earlier``; error messages
-    name ``call`` and ``owner``, or the optimizer. If some of them have been unscaled with another
-    optimizer, the others are unscaled now.
+    The gradients are those of ``params``, by default of the optimizer; ``earlier`` is the step of
+    its last call. Error messages name ``call`` and ``owner``, by default the optimizer. If some of
+    the gradients have been unscaled with another optimizer, the others are unscaled now.
     """
     iteration = engine.iteration
     if params is None:
@@ -129,15 +130,16 @@ def gather(
     ranks = engine.ranks_of(call, owner, params) if has_process_group() else ALONE
     is_scaled = earlier is None or earlier.stage is Stage.SCALED
     must_have_one = call == "step" and (is_scaled or iteration.blocks) and not ranks.is_together
-    if must_have_one and all(map(_is_none, map(_grad, params))):  # map() calls no Python
+    if must_have_one and all(map(_is_none, map(_grad, params))):  # map() makes no Python calls
         raise nothing_checked(optimizer)
     loss_scale = earlier.checks[0].scale if earlier is not None and earlier.checks else None
     if loss_scale is None:
-        # The gradients of a block have no scale but that of its own losses.
+        # The gradients of a block have only the scale of the block's own losses.
         known = [] if call == "accumulate" else params
         loss_scale = engine.scale_of_iteration(call, owner, known)
     if iteration.blocks:
-        # A wrapper accumulates, and what it wraps steps; or somebody clips all parameters.
+        # For example a wrapper accumulates and the wrapped optimizer steps, or all parameters are
+        # clipped.
         for blocks in iteration.blocks_with(params):
             blocks.put_together(iteration, ranks)
     gradients = collect(params)
@@ -170,14 +172,14 @@ def _require_no_new(iteration: Iteration, step: Step, params: list[Tensor], call
             "still scaled. Call unscale_() or clip_grad_norm_() after the last backward(); "
             "give this iteration up with zero_grad() and update(new_scale=scaler.get_scale())"
         )
-    # Another optimizer, or a list of parameters, may have had the new gradients checked.
+    # The new gradients may have been checked with another optimizer or a list of parameters.
     for check in later:
         _unscale_what_was_left(check)
     step.checks = [*step.checks, *(check for check in later if check not in step.checks)]
 
 
 def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
-    """Return a step of what is still scaled; of all, if that had to be unscaled with the rest."""
+    """Return a step of the gradients still scaled; if others are unscaled, of all, unscaled."""
     iteration, gradients = engine.iteration, step.gradients
     step.gradients, checks, step.asked = _split(iteration, gradients, step.ranks, params)
     step.checks = checks
@@ -196,9 +198,10 @@ def _unscaled_apart(engine: Engine, step: Step, params: list[Tensor]) -> Step:
 def _split(
     iteration: Iteration, gradients: Gradients, ranks: Alone | Together, params: list[Tensor]
 ) -> tuple[Gradients, list[GradientCheck], frozenset[int]]:
-    """Return what is still scaled, the checks of the rest, and whose gradients ranks are asked for.
+    """Return the gradients still scaled, the checks of the others, and the ids of all parameters.
 
-    The checks are the same on all ranks that decide, whichever of them have gradients.
+    The checks are the same on all ranks that decide, whichever ranks have gradients; the ids are
+    empty if this rank decides alone.
     """
     scaled, checks = iteration.split(gradients)
     if not ranks.is_together:
@@ -208,7 +211,7 @@ def _split(
 
 
 def _unscale_what_was_left(check: GradientCheck) -> None:
-    """Divide the gradients that a skipped step of another optimizer has left as they were."""
+    """Divide the gradients that a skipped step of another optimizer left scaled."""
     if check.left_scaled is not None:
         is_left, multiplier = check.left_scaled
         factor = scalars.where(is_left, scalars.reciprocal(multiplier), 1.0)
@@ -229,7 +232,7 @@ def refuse_half(engine: Engine, step: Step) -> None:
 
 
 def unscale_(step: Step) -> None:
-    """Divide the gradients by the scale in place and look for inf and NaN. 2 G. Sync: none."""
+    """Divide the gradients by the scale in place and check for inf and NaN. 2 G. Sync: none."""
     loss_scale, multiplier = step.loss_scale, step.multiplier
     if multiplier is None or not (step.gradients.grads or step.ranks.is_together):
         return
@@ -240,16 +243,16 @@ def unscale_(step: Step) -> None:
 
 
 def check(step: Step) -> None:
-    """Check scaled gradients; measure them too if it takes no longer. 1 G, or 2 G of small ones.
+    """Check scaled gradients, and measure them too if that is no slower.
 
-    Sync: none.
+    1 G, or 2 G for small gradients. Sync: none.
     """
     if step.multiplier is None or not step.has_gradients:
         return
     if not step.gradients.is_measured_fast():
         _add_check_of_scaled(step, list(step.gradients.check().values()))
     elif step.ranks.is_together:
-        # The norm of all would be one more collective.
+        # The total norm would take another collective.
         step.norms = norms_of(step.gradients, step.multiplier)
         norm = step.norms.total(step.loss_scale.device)
         _add_check_of_scaled(step, [scalars.flag_nonfinite(norm, step.loss_scale.device)])
@@ -258,9 +261,9 @@ def check(step: Step) -> None:
 
 
 def measure(step: Step) -> tuple[Norms, Scalar] | None:
-    """Return the norms as they are and the unscaled norm of all; check scaled gradients too.
+    """Return the norms as measured and the unscaled total norm; check scaled gradients too.
 
-    None without gradients. 1 G. Sync: none.
+    None if there are no gradients. 1 G. Sync: none.
     """
     if not step.has_gradients:
         return None
@@ -274,7 +277,7 @@ def measure(step: Step) -> tuple[Norms, Scalar] | None:
     else:
         finish = step.ranks.start_norm(norms, step.gradients, device)
         if step.multiplier is not None:
-            # What the other ranks have found is on its way together with their norms.
+            # The flags of the other ranks are reduced at the same time as their norms.
             here = scalars.flag_nonfinite(norms.total(device), device)
             _add_check_of_scaled(step, [here], norms)
         norm = finish()
@@ -282,7 +285,7 @@ def measure(step: Step) -> tuple[Norms, Scalar] | None:
     if step.multiplier is not None:
         norm = norm / step.multiplier
     else:
-        # The user may have changed them since they were unscaled, and the answer is at hand.
+        # The user may have changed the gradients since they were unscaled, and this check is free.
         step.own_check = GradientCheck(step.loss_scale, NONE, {device: found})
     if step.norm is None:
         step.norms, step.norm = norms, norm
@@ -290,7 +293,7 @@ def measure(step: Step) -> tuple[Norms, Scalar] | None:
 
 
 def _add_check_of_scaled(step: Step, found: list[Tensor], norms: Norms | None = None) -> None:
-    """Add the check of gradients that stay multiplied by the scale."""
+    """Add the check of gradients that remain scaled."""
     assert step.multiplier is not None
     if step.loss_scale.can_amplify:
         found += overflows_when_divided(step.gradients, step.multiplier)
@@ -306,7 +309,7 @@ def _add_check(
     amax: Tensor | None,
     norms: Norms | None = None,
 ) -> None:
-    """Add the check, and tell the other ranks of it if several decide."""
+    """Add the check, and share it with the other ranks if several decide."""
     own = GradientCheck(step.loss_scale, step.gradients, found_inf, amax, asked=step.asked)
     step.own_check = own
     if step.ranks is not ALONE:
@@ -315,7 +318,7 @@ def _add_check(
 
 
 def _largest(step: Step) -> Tensor | None:
-    """Return the largest unscaled magnitude, which the rule wants to know. 1 G."""
+    """Return the largest unscaled magnitude, which the rule needs. 1 G."""
     if not step.gradients.grads:
         return None
     assert step.multiplier is not None
@@ -326,7 +329,7 @@ def _largest(step: Step) -> Tensor | None:
 
 
 def measure_and_limit(step: Step, max_norm: float | None, norm_limit: NormLimit | None) -> None:
-    """Measure the norms, and see what follows from them. 1 G. Sync: none."""
+    """Measure norms; compute the clip coefficient and the outlier flag. 1 G. Sync: none."""
     measured = measure(step)
     if measured is not None:
         limit(step, measured[1], max_norm, norm_limit)
@@ -335,7 +338,7 @@ def measure_and_limit(step: Step, max_norm: float | None, norm_limit: NormLimit 
 def limit(
     step: Step, norm: Scalar, max_norm: float | None, norm_limit: NormLimit | None = None
 ) -> None:
-    """Work out the clip coefficient, and whether the norm is an outlier. Sync: none."""
+    """Compute the clip coefficient and whether the norm is an outlier. Sync: none."""
     if max_norm is not None:
         step.coefficient = clip_coefficient(norm, max_norm)
     if norm_limit is not None:
@@ -345,7 +348,7 @@ def limit(
 
 
 def multiply_(step: Step) -> None:
-    """Divide by the scale and clip, at once and in place; 2 G if there is something to do."""
+    """Unscale and clip in one in-place pass, 2 G; do nothing if neither is needed."""
     factor = step.factor()
     if factor is not None:
         step.gradients.multiply_(factor)
@@ -364,7 +367,8 @@ def _take_plain(
     if is_first or max_norm is not None or norm_limit is not None:
         measure_and_limit(step, max_norm, norm_limit)
     elif step.multiplier is not None and step.loss_scale.can_amplify:
-        # Dividing by a scale below 1 may make inf of a gradient that a skipped step has to leave.
+        # Dividing by a scale below 1 may overflow, and a skipped step must leave the gradients
+        # unchanged.
         check(step)
     else:
         undo = step.multiplier
@@ -390,7 +394,7 @@ def _take_fused(
     norm_limit: NormLimit | None,
 ) -> Any:
     is_on_host = step.loss_scale.device.type in scalars.READABLE
-    # Elsewhere reading the first norms would be a sync.
+    # On other devices, reading the first norms would be a sync.
     is_first = is_on_host and step.multiplier is not None and len(memory.first_norms) < NUM_STEPS
     if is_first or max_norm is not None or norm_limit is not None:
         measure_and_limit(step, max_norm, norm_limit)
@@ -413,7 +417,7 @@ def _take_fused(
 
 
 def _skip_flag(step: Step, device: torch.device) -> Tensor:
-    """Return whether to skip as a tensor: that of the only check, where nothing else decides."""
+    """Return the skip flag as a tensor; that of the only check if nothing else decides."""
     own = step.own_check
     if own is not None and own.agreement is None and step.outlier is None and not step.checks:
         flag = own.found_here.get(device)
@@ -424,7 +428,7 @@ def _skip_flag(step: Step, device: torch.device) -> Tensor:
 
 
 def read_skip(step: Step, memory: Memory | None = None) -> float:
-    """Return 1 if the step is to be skipped, else 0; ``memory`` takes the norm of a first step.
+    """Return 1 if the step must be skipped, else 0; add the norm of a first step to ``memory``.
 
     Sync: the one of a plain step.
     """
@@ -443,14 +447,14 @@ def read_skip(step: Step, memory: Memory | None = None) -> float:
 
 
 def keep(iteration: Iteration, step: Step, stage: Stage) -> None:
-    """Remember what was found and done; without any gradient there is nothing to remember."""
+    """Record the checks and the stage of a step; without a check there is nothing to record."""
     own = step.own_check
     if own is not None:
         iteration.add(own)
         step.checks = [*step.checks, own]
     if step.checks and step.optimizer is not None:
         step.stage, step.num_losses = stage, iteration.num_losses
-        step.gradients = NONE  # their memory belongs to the user
+        step.gradients = NONE  # frees references to the user's gradients
         iteration.steps[id(step.optimizer)] = step
 
 
@@ -462,7 +466,7 @@ def remember(
     *,
     is_fused: bool,
 ) -> None:
-    """Remember the step, which was decided, and its outcome. Sync: none."""
+    """Record a decided step and its outcome. Sync: none."""
     multiplier, skip = step.multiplier, step.skip
     assert skip is not None
     if step.own_check is not None and multiplier is not None:
@@ -471,8 +475,8 @@ def remember(
             multiplier = scalars.where(skip, multiplier, 1.0)
     if step.ranks is not ALONE:
         step.loss_scale.forget_later_losses()
-    # Whether the gradients of a step that was taken are, unscaled, what they were: what is small
-    # may be zero in float16 when it is unscaled.
+    # Whether the unscaled gradients of a taken step still have their original values: small float16
+    # gradients may become zero when the optimizer unscales them.
     can_measure_late = not is_fused or (
         writes_unscaled(optimizer) and torch.float16 not in step.gradients.dtypes
     )
@@ -483,7 +487,7 @@ def remember(
 
 
 def _remember_failure(iteration: Iteration, step: Step) -> None:
-    """Remember what a step that raised has left of the gradients."""
+    """Record the state of the gradients after a step that raised."""
     if step.multiplier is None:
         keep(iteration, step, Stage.UNSCALED)
     elif step.own_check is not None and not _is_untouched(step):
@@ -491,8 +495,8 @@ def _remember_failure(iteration: Iteration, step: Step) -> None:
 
 
 def _is_untouched(step: Step) -> bool:
-    """Return whether the gradients surely are as they were when they were measured. Sync: some."""
+    """Return whether the gradients provably have the values that were measured. Sync: some."""
     if step.norms is None:
         return False
     now = norms_of(step.gradients, step.multiplier)
-    return repr(now.unscaled()) == repr(step.norms.unscaled())  # NaN is not equal to NaN
+    return repr(now.unscaled()) == repr(step.norms.unscaled())  # via repr, since NaN != NaN

@@ -1,14 +1,15 @@
-"""The layout of a scale state in a buffer on a device, and its transition there, as a table.
+"""The layout of a scale state in a device buffer, and its transition as a lookup table.
 
-A buffer has a slot of four bytes for every number: float32, or int32 in the same bytes. Three rows
-of slots with the same columns come first: the *row* holds the state and what is found in an
-iteration, the *limits* are what its columns are compared with, and the *next row* is the row with
-some columns counted up. Behind them are values that are only needed on the way to the next state.
+A buffer has a slot of four bytes for every number: float32, or int32 in the same bytes. It begins
+with three rows of slots with the same columns: the *row* holds the state and the findings of an
+iteration, the *limits* are compared with its columns, and the *next row* is the row with some
+columns counted up. Intermediate values of the transition follow.
 
-Whether nine columns of the row are above their limits says everything about an iteration. With the
-answers read as a binary number, the table says from which slot each column takes its next value.
-So a device needs a dozen small ops and no branch, whatever the rule. Positive float32 numbers are
-in the same order when their bits are read as integers; so integers are compared throughout.
+An iteration is fully described by whether each of nine columns of the row exceeds its limit. These
+answers, read as a binary number, select the table row that lists the slot from which each column
+takes its next value. So a device needs a dozen small ops and no branch, whatever the rule. Positive
+float32 numbers have the same order as their bits read as integers, so all comparisons are between
+integers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from halfstep._scaler.scale_state import COUNTS, ScaleState
 
 # --- the buffer -----------------------------------------------------------------------------------
 
-# Neighbours are copied, cleared or computed together.
+# Slots that are copied, cleared or computed together are adjacent.
 _TOGETHER = (
     *("scale", "growth_tracker", "grown", "counted"),
     *("run_scale", "overflows", "resume_scale", "held", "bad_loss"),
@@ -46,7 +47,7 @@ _TOGETHER = (
 _FIELDS = [field.name for field in fields(ScaleState) if field.name not in ("rule", "min_scale")]
 
 ROW = (*_TOGETHER, *(name for name in _FIELDS if name not in _TOGETHER))
-"""The columns: all fields of a state that a transition changes, and what it depends on."""
+"""The columns: all state fields that a transition changes or depends on."""
 
 _BEHIND = (
     *("0", "1", "refilled", "lowered", "run"),
@@ -55,25 +56,25 @@ _BEHIND = (
 _NAMES = (*ROW, *(f"limit {name}" for name in ROW), *(f"next {name}" for name in ROW), *_BEHIND)
 
 SLOT = {name: position for position, name in enumerate(_NAMES)}
-"""The position of every number in a buffer."""
+"""The position of each number in a buffer."""
 
-# The limit of the scale. Being the first of the limits, it is next to the row.
+# The limit of the scale. As the first limit it directly follows the row.
 SLOT["min_scale"] = SLOT["limit scale"]
 NUM_STATE = len(ROW) + 1
-"""The number of slots, from the first, that hold a whole state: the row and ``min_scale``."""
+"""Number of leading slots that hold a whole state: the row and ``min_scale``."""
 
 _INTS = {name for name in SLOT if name.split()[-1] in {*COUNTS, "held", "counted"}}
 _INTS |= {"0", "1", "refilled", "headroom's tracker"}
 
 
 def on_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers of the host as a tensor on a device. Sync: none."""
-    # From memory that is not pinned, CUDA has taken the values when the call returns.
+    """Return host numbers as a tensor on a device. Sync: none."""
+    # CUDA copies from unpinned memory before the call returns.
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 def rule_slots(rule: Rule) -> dict[str, float]:
-    """Return the slots that a rule decides, and their values."""
+    """Return the slots that a rule determines, with their values."""
     probe_after = LARGEST_COUNT if rule.probe_after is None else rule.probe_after
     return {
         "refilled": rule.hysteresis,
@@ -85,7 +86,7 @@ def rule_slots(rule: Rule) -> dict[str, float]:
 def encode(state: ScaleState) -> list[int]:
     """Return the bits of all slots of a buffer, as int32 numbers."""
     values: dict[str, float] = {name: getattr(state, name) for name in (*_FIELDS, "min_scale")}
-    # The kernel that counts tests for equality: a count past the interval would never get there.
+    # The counting kernel tests for equality: a count beyond the interval would never match.
     values["growth_tracker"] = min(state.growth_tracker, state.rule.growth_interval - 1)
     values |= {"1": 1, "limit hysteresis_left": 1} | rule_slots(state.rule)
     bits = [0] * len(_NAMES)
@@ -95,7 +96,7 @@ def encode(state: ScaleState) -> list[int]:
 
 
 def decode(bits: Sequence[int], state: ScaleState) -> ScaleState:
-    """Return ``state`` with the values of a buffer, of which the first slots are enough."""
+    """Return ``state`` with the values of a buffer; the first NUM_STATE slots suffice."""
     values: dict[str, Any] = {
         name: bits[SLOT[name]] if name in _INTS else float32_from_bits(bits[SLOT[name]])
         for name in (*_FIELDS, "min_scale")
@@ -104,7 +105,7 @@ def decode(bits: Sequence[int], state: ScaleState) -> ScaleState:
 
 
 def views(buffer: Tensor) -> dict[str, Tensor]:
-    """Return every slot of a float32 buffer as a scalar of its dtype, and some groups of slots."""
+    """Return each slot of a float32 buffer as a scalar of its dtype, and some groups of slots."""
     bits = buffer.view(torch.int32)
     found = {name: (bits if name in _INTS else buffer)[slot] for name, slot in SLOT.items()}
     rows = bits[: 3 * len(ROW)].view(3, 1, len(ROW))
@@ -134,7 +135,7 @@ def views(buffer: Tensor) -> dict[str, Tensor]:
 
 
 class Answers(NamedTuple):
-    """Which columns of the row are above their limits."""
+    """Whether each of nine columns of the row exceeds its limit."""
 
     found_inf: bool
     outlier: bool
@@ -145,9 +146,9 @@ class Answers(NamedTuple):
     resume_scale: bool
     """The iteration is a probe."""
     hysteresis_left: bool
-    """An overflow is forgiven."""
+    """The overflow is tolerated."""
     overflows: bool
-    """With one more overflow a probe is due."""
+    """One more overflow triggers a probe."""
     counted: bool
     """The growth interval is not complete."""
 
@@ -155,14 +156,14 @@ class Answers(NamedTuple):
 STEPS = {"num_taken": 1, "num_skipped": 1, "skipped_in_a_row": 1, "overflows": 1} | {
     "hysteresis_left": -1
 }
-"""The numbers that make the next row of the row."""
+"""The increments from the row to the next row."""
 
 
 def next_sources(answers: Answers, *, refill: str, probes: bool) -> dict[str, str]:
-    """Return from which slot columns of the row take their next value; the others stay.
+    """Return the source slot of each column's next value; columns without one stay.
 
-    :func:`halfstep._scaler.transition.next_state` in terms of slots, for rules with this ``refill``
-    that do, or do not, probe.
+    This is :func:`halfstep._scaler.transition.next_state` in terms of slots, for rules with this
+    ``refill`` that do, or do not, probe.
     """
     ended = dict.fromkeys(("found_inf", "outlier", "bad_loss", "amax"), "0")
     if not (answers.found_inf or answers.outlier):
@@ -207,10 +208,10 @@ class Table(NamedTuple):
     """The transition of some rules, on one device.
 
     Attributes:
-        sources: int64 ``[2 ** 9, columns]``, the slot of the next value of each column.
-        weights: int32 ``[1, columns]``: summed up over the columns above their limits, they give
-            the row of ``sources``.
-        steps: int32 ``[1, columns]``, what the next row is ahead of the row.
+        sources: int64 ``[2 ** 9, columns]``, the source slot of each column's next value.
+        weights: int32 ``[1, columns]``, whose sum over the columns above their limits is the row
+            index in ``sources``.
+        steps: int32 ``[1, columns]``, the increments from the row to the next row.
     """
 
     sources: Tensor
@@ -218,7 +219,7 @@ class Table(NamedTuple):
     steps: Tensor
 
     def choose_(self, slots: Mapping[str, Tensor]) -> None:
-        """Give every column of the row its next value."""
+        """Replace every column of the row by its next value."""
         answers = slots["row"] > slots["limits"]
         sources = self.sources.index_select(0, (answers * self.weights).sum(1))
         slots["row"].copy_(torch.take(slots["bits"], sources))
@@ -247,9 +248,9 @@ def table(refill: str, probes: bool, device: torch.device) -> Table:
 
 
 def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
-    """Fill the slots from which the scale and the counts take their next values.
+    """Compute the candidates for the next scale and counts.
 
-    ``state`` gives the rule, and says whether there is a ``max_scale``.
+    ``state`` supplies the rule, and whether there is a ``max_scale``.
     """
     slots["grown, counted"].copy_(slots["scale, growth_tracker"])
     update_scale_(
@@ -260,7 +261,7 @@ def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
         state.rule.backoff_factor,
         state.rule.growth_interval,
     )
-    # After an overflow the kernel has multiplied by the backoff factor.
+    # After an overflow the kernel has applied the backoff factor.
     torch.maximum(slots["grown"], slots["min_scale"], out=slots["lowered"])
     torch.maximum(slots["run_scale"], slots["scale"], out=slots["run"])
     if state.max_scale < LARGEST_SCALE:
@@ -269,16 +270,16 @@ def scale_candidates(slots: Mapping[str, Tensor], state: ScaleState) -> None:
 
 
 def logmax_candidates(slots: Mapping[str, Tensor], rule: LogMax) -> None:
-    """Fill the slots from which headroom, statistics and scale take their next values.
+    """Compute the candidates for the next headroom, statistics and scale.
 
-    Op by op what :class:`LogMax` does with numbers, each rounded to float32.
+    The ops are those of :class:`LogMax`, one by one, each rounded to float32.
     """
     headroom, weight = slots["next headroom"], slots["next log2_weight"]
     torch.maximum(slots["resume_scale"], slots["scale"], out=slots["backed off"])
     slots["backed off"].div_(slots["run"])
     torch.mul(slots["headroom"], slots["backed off"], out=headroom)
     slots["headroom's tracker"].copy_(slots["growth_tracker"])
-    # In a probe, resume_scale is not 0, so that the kernel does not let the headroom grow.
+    # In a probe resume_scale is not 0, so the kernel does not grow the headroom.
     args = (slots["headroom's tracker"], slots["resume_scale"], rule.growth_factor, 1.0)
     update_scale_(headroom, *args, rule.growth_interval)
     headroom.clamp_(SMALLEST_SCALE, LARGEST_HEADROOM)

@@ -1,4 +1,4 @@
-"""Private names of torch.amp.GradScaler, which other code reads, writes and calls."""
+"""Private attributes and methods of torch.amp.GradScaler that other code uses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEVER_CALLED = {
         "and process_group= lets several ranks decide together"
     ),
 }
-"""Methods that PyTorch's scaler calls and ours does not, with what to override instead."""
+"""Methods that only PyTorch's scaler calls; the values name what to override instead."""
 
 STAGES = {
     Stage.SCALED: OptState.READY,
@@ -39,7 +39,7 @@ STAGES = {
 
 
 def refuse_never_called(cls: type) -> None:
-    """Raise ``TypeError`` if a class, or a base that it mixes in, overrides what nobody calls."""
+    """Raise ``TypeError`` if a class or one of its mixins overrides a method in NEVER_CALLED."""
     bases = [base for base in cls.__mro__ if base.__module__ != OptState.__module__]
     for method, cure in NEVER_CALLED.items():
         if any(method in vars(base) for base in bases):
@@ -50,13 +50,13 @@ def refuse_never_called(cls: type) -> None:
 
 
 class OptimizerState(Mapping[str, Any]):
-    """What torch.amp keeps of one optimizer until ``update``, as it is at the moment of asking."""
+    """A live view of the state that torch.amp keeps of one optimizer until ``update``."""
 
     def __init__(self, engine: Engine, key: int) -> None:
         self._engine, self._key = engine, key
 
     def __getitem__(self, key: str) -> Any:
-        """Return the stage, or whether inf or NaN was found on each device."""
+        """Return the stage, or the found_inf flags by device."""
         iteration = self._engine.iteration
         step = iteration.steps.get(self._key)
         if key == "stage":
@@ -68,7 +68,7 @@ class OptimizerState(Mapping[str, Any]):
         raise KeyError(key)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Take what an optimizer found that was given the scaler (``step(grad_scaler=)``)."""
+        """Accept found_inf flags from an optimizer that received the scaler."""
         step = self._engine.iteration.steps.get(self._key)
         if key != "found_inf_per_device" or not value or step is None:
             raise TypeError(
@@ -80,7 +80,7 @@ class OptimizerState(Mapping[str, Any]):
         _report(self._engine, step.optimizer, value)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the two names."""
+        """Yield the two keys."""
         return iter(("stage", "found_inf_per_device"))
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ def _refuse(*args: object) -> NoReturn:
 
 
 class OptimizerStates(dict[int, OptimizerState]):
-    """What torch.amp keeps of each optimizer, by its ``id``: to be read."""
+    """A read-only view of the states that torch.amp keeps of all optimizers, by ``id``."""
 
     def __init__(self, engine: Engine) -> None:
         keys = [*engine.iteration.steps, *engine.iteration.blocks]
@@ -104,11 +104,11 @@ class OptimizerStates(dict[int, OptimizerState]):
         self._engine = engine
 
     def __missing__(self, key: int) -> OptimizerState:
-        """Return the state of an optimizer that nothing has been done for."""
+        """Return the state of an unused optimizer."""
         return OptimizerState(self._engine, key)
 
     def clear(self) -> None:
-        """Do nothing if there is nothing."""
+        """Do nothing if empty; otherwise raise."""
         if self:
             _refuse()
 
@@ -156,7 +156,7 @@ def _set_enabled(scaler: Any, value: Any) -> None:
             "GradScaler()"
         )
     if not value and scaler.is_enabled():
-        scaler.update(1.0)  # what is left of gradients goes on without a scale
+        scaler.update(1.0)  # remaining gradients continue without a scale
         scaler._engine.unused.use()
         scaler._switch_off()
 
@@ -169,9 +169,9 @@ def _number_of_rule(name: str) -> property:
 
 
 class TorchAttributes:
-    """Reads what is true of ours, and does what is meant where it is written to.
+    """Private attributes of torch.amp.GradScaler as properties of halfstep's scaler.
 
-    The methods are the older protocol for optimizers that handle the scale themselves.
+    The methods implement the older protocol for optimizers that handle the scale themselves.
     """
 
     _device: str | None
@@ -190,7 +190,7 @@ class TorchAttributes:
     _per_optimizer_states = property(lambda scaler: OptimizerStates(scaler._engine), _refuse)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise ``AttributeError``, with what to do where torch.amp has a method of this name."""
+        """Raise ``AttributeError``, with advice for a method that only torch.amp has."""
         what = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name in NEVER_CALLED:
             what += f": a method of torch.amp.GradScaler. Instead, {NEVER_CALLED[name]}"
@@ -200,7 +200,7 @@ class TorchAttributes:
         return int(self._engine.scales[None].read().growth_tracker)
 
     def _check_scale_growth_tracker(self: Any, funcname: str) -> tuple[Tensor, Tensor]:
-        # By subclasses with an unscale_ or a step of their own.
+        # Called by subclasses with their own unscale_ or step.
         if self._scale is None:
             raise AssertionError(
                 f"Attempted {funcname} but _scale is None. This may indicate your script did not "
@@ -215,10 +215,10 @@ class TorchAttributes:
         kwargs: dict[str, Any],
         max_norm: float | None,
     ) -> Any:
-        """Call ``optimizer.step`` with ourselves as ``grad_scaler``, the older protocol.
+        """Call ``optimizer.step`` with this scaler as ``grad_scaler``, the older protocol.
 
         The optimizer calls ``unscale_``, ``_check_inf_per_device``, ``_found_inf_per_device`` and
-        ``_get_scale_async``, or writes what it found into ``_per_optimizer_states``.
+        ``_get_scale_async``, or writes its flags into ``_per_optimizer_states``.
         """
         engine = self._engine
         earlier = engine.iteration.step_of(optimizer)
@@ -262,18 +262,18 @@ class TorchAttributes:
         return {} if step is None else step.found_inf_by_device()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str | None) -> None:
-        # accelerate 1.15 calls it by this name, with self._device, to load an FSDP2 checkpoint.
+        # accelerate 1.15 calls this with self._device to load an FSDP2 checkpoint.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device = accelerator or torch.device("cpu") if dev is None else torch.device(dev)
         self._device = self._device or device.type
         self._engine.scales[None].create(device)
 
 
-# --- optimizers that are given the scaler ---------------------------------------------------------
+# --- optimizers that receive the scaler -----------------------------------------------------------
 
 
 def _check(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-    """Look for inf and NaN and change nothing, for an optimizer that unscales by itself."""
+    """Check for inf and NaN without changes, for an optimizer that unscales by itself."""
     params = parameters(optimizer)
     gradients = collect(params)
     ranks = engine.ranks_of("step", optimizer, params)
@@ -290,7 +290,7 @@ def _check(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[torch.devic
 def _report(
     engine: Engine, optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor]
 ) -> None:
-    """Take what an optimizer has found that unscales by itself: for each device 1 or 0."""
+    """Add the found_inf flags, 1 or 0 by device, of an optimizer that unscales by itself."""
     scale = engine.scale_of_iteration("step", optimizer, parameters(optimizer))
     found = {device: flag.detach().reshape(()).float() for device, flag in found.items()}
     _keep_check(engine, optimizer, GradientCheck(scale, NONE, found))
@@ -304,7 +304,7 @@ def _keep_check(engine: Engine, optimizer: torch.optim.Optimizer, check: Gradien
 
 
 def _finish(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Remember the step of an optimizer that was given the scaler."""
+    """Record the step of an optimizer that received the scaler."""
     earlier = engine.iteration.step_of(optimizer)
     checks = [] if earlier is None else earlier.checks
     if not checks and any(param.grad is not None for param in parameters(optimizer)):

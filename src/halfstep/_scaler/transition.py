@@ -1,8 +1,8 @@
-"""The present state of a scale, and how it goes on after an iteration.
+"""The live state of a scale, and its transition after an iteration.
 
-:func:`next_state` is the reference, in plain Python; :class:`HostState` moves by it on the CPU.
-:class:`DeviceState` does the same elsewhere, in the same float32 arithmetic, without waiting for
-the device; the tests hold the two together bit for bit.
+:func:`next_state` is the reference, in plain Python; :class:`HostState` uses it on the CPU.
+:class:`DeviceState` does the same on other devices, in the same float32 arithmetic and without a
+sync; the tests require equality bit for bit.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ def next_state(
 
     Args:
         state: The state during the iteration.
-        found_inf: Whether any gradient of any optimizer was inf or NaN: the step was skipped.
-        loss_is_finite: Whether the loss was finite, before it was scaled. If it was not, no scale
-            would have helped, and an overflow does not move it.
-        outlier: Whether the step was skipped because the norm of the gradients was too large to be
-            believed. That does not move the scale either.
-        amax: The largest magnitude of the unscaled gradients, which ``LogMax`` wants to know.
+        found_inf: Whether any gradient of any optimizer was inf or NaN, so that the step was
+            skipped.
+        loss_is_finite: Whether the loss was finite before it was scaled. If not, no scale would
+            have helped, and an overflow does not change the scale.
+        outlier: Whether the step was skipped because the norm of the gradients was implausibly
+            large. That does not change the scale either.
+        amax: The largest magnitude of the unscaled gradients, which ``LogMax`` needs.
 
     Example:
         >>> from halfstep._scaler.rules import Dynamic
@@ -109,7 +110,7 @@ def _after_step(state: ScaleState, amax: float) -> ScaleState:
         hysteresis_left=rule.hysteresis
         if is_growing or rule.refill == "step"
         else state.hysteresis_left,
-        # A probe was taken: a smaller scale helps. Go on from where backing off had come to.
+        # A probe was taken: a smaller scale helps. Continue from the backed-off scale.
         scale=state.resume_scale or state.scale,
     )
     if isinstance(rule, LogMax):
@@ -133,7 +134,7 @@ def _following_amax(state: ScaleState, rule: LogMax, amax: float) -> ScaleState:
 
 
 def changed(state: ScaleState, **values: Any) -> ScaleState:
-    """Return a state with other values, unchecked: a transition of a valid state is valid."""
+    """Return a state with other values; not validated, since a transition preserves validity."""
     after = object.__new__(ScaleState)
     vars(after).update(vars(state), **values)
     return after
@@ -143,47 +144,47 @@ def changed(state: ScaleState, **values: Any) -> ScaleState:
 
 
 class HostState:
-    """The changing part of a scale state on the CPU, where numbers are read without waiting.
+    """The mutable part of a scale state on the CPU, where values are read without waiting.
 
-    Its ``scale``, a float32 scalar, keeps its memory for good. Sync: none, except for values from
-    other devices.
+    ``scale`` is a float32 scalar whose memory never moves. Sync: none, except for values from other
+    devices.
     """
 
     device = CPU
 
     def __init__(self, state: ScaleState) -> None:
-        # The first loss may come in inference mode, the next one from training.
+        # The first loss may come in inference mode, and the next one from training.
         with torch.inference_mode(False):
             self.scale = torch.zeros((), dtype=torch.float32, device=CPU)
-            # 0, or NaN once a loss in this iteration was not finite.
+            # 0, or NaN after a non-finite loss in this iteration.
             self.bad_loss = torch.zeros((), dtype=torch.float32, device=CPU)
         self.now: ScaleState
         self.write_(state)
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether the losses of this iteration were finite."""
+        """Whether all losses of this iteration were finite."""
         return self.bad_loss.item() == 0.0
 
     @property
     def growth_tracker(self) -> Tensor:
-        """The count of steps in a row, an int32 scalar; a copy."""
+        """The count of consecutive steps, an int32 scalar; a copy."""
         return torch.tensor(self.now.growth_tracker, dtype=torch.int32, device=CPU)
 
     def traced_scale(self) -> Tensor:
-        """Return a copy of the scale while torch.compile traces."""
-        # Inductor of 2.13 drops a clone(), and the backward pass would then see a later scale. It
-        # does not drop abs(), which is a copy too: no scale is negative.
+        """Return a copy of the scale for torch.compile."""
+        # Inductor of 2.13 removes a clone(), and the backward pass would then see a later scale. It
+        # keeps abs(), which also copies: the scale is positive.
         return self.scale.abs()
 
     def see_loss_(self, loss: Tensor) -> None:
-        """Remember whether all entries of a loss are finite, until :meth:`update_`."""
+        """Record whether all entries of a loss are finite, until :meth:`update_`."""
         zero = zero_if_finite(loss)
         if zero is not None:
             self.bad_loss.add_(zero if zero.device == CPU else zero.to(CPU))
 
     def update_(self, found_inf: bool, outlier: bool = False, amax: float | None = None) -> None:
-        """Go on to the next iteration, by :func:`next_state`."""
+        """Move to the next iteration, with :func:`next_state`."""
         loss_is_finite = self.loss_is_finite
         if not loss_is_finite:
             self.bad_loss.zero_()
@@ -194,28 +195,28 @@ class HostState:
             outlier=outlier,
             amax=amax,
         )
-        # The same value is a change too: a backward pass of a loss from before is an error.
+        # Written even if unchanged: backward of a loss from before must raise.
         self.scale.fill_(self.now.scale)
 
     def set_rule_(self, rule: Rule) -> None:
-        """Move by another rule from now on."""
+        """Use another rule from now on."""
         self.now = _with_valid_tracker(changed(self.now, rule=rule))
 
     def fill_(self, scale: float) -> None:
-        """Set the scale to a number that has been checked, as :meth:`ScaleState.with_scale`."""
+        """Set the scale to a validated number, like :meth:`ScaleState.with_scale`."""
         self.write_(self.now.with_scale(scale))
 
     def copy_(self, new_scale: Tensor) -> None:
-        """Set the scale as :meth:`fill_` does; keep everything if the new one is unusable."""
+        """Set the scale like :meth:`fill_`; keep everything if the new one is unusable."""
         scale = new_scale.detach().reshape(()).float().item()
         if SMALLEST_SCALE <= scale <= LARGEST_SCALE:
             self.fill_(scale)
         else:
-            self.scale.fill_(self.now.scale)  # a change all the same, for losses from before
+            self.scale.fill_(self.now.scale)  # bumps the version, for losses from before
         self.bad_loss.zero_()
 
     def write_(self, state: ScaleState) -> None:
-        """Take over a state."""
+        """Load a state."""
         self.now = _with_valid_tracker(state)
         self.scale.fill_(state.scale)
         self.bad_loss.zero_()
@@ -228,7 +229,7 @@ class HostState:
 
 
 def _with_valid_tracker(state: ScaleState) -> ScaleState:
-    """Let a count that is already past a lowered interval grow the scale at the next step."""
+    """Clamp a count that exceeds a lowered interval, so that the next step grows the scale."""
     last = state.rule.growth_interval - 1
     return changed(state, growth_tracker=last) if state.growth_tracker > last else state
 
@@ -237,20 +238,19 @@ def _with_valid_tracker(state: ScaleState) -> ScaleState:
 
 
 class DeviceState:
-    """Everything in a scale state that changes, in one float32 buffer on one device.
+    """The mutable part of a scale state, in one float32 buffer on one device.
 
-    :mod:`halfstep._scaler.table` says what is where. The buffer and its parts keep their addresses
-    for good, as CUDA graphs need it. The methods are those of :class:`HostState`. Sync: none, but
-    for :meth:`read`.
+    :mod:`halfstep._scaler.table` defines the layout. The buffer and its parts never move, as CUDA
+    graphs require. The methods are those of :class:`HostState`. Sync: none, except :meth:`read`.
     """
 
     def __init__(self, state: ScaleState, device: torch.device) -> None:
-        # The first loss may come in inference mode, the next one from training.
+        # The first loss may come in inference mode, and the next one from training.
         with torch.inference_mode(False):
             self.buffer = on_device(encode(state), torch.int32, device).view(torch.float32)
             self._views = views(self.buffer)
-            # Autograd keeps the scale for the backward pass of `loss * scale` and asks then whether
-            # it was changed. By `data` it is not told of changes in other slots.
+            # Autograd saves the scale for the backward pass of `loss * scale` and then checks its
+            # version. Through `data` the version ignores writes to other slots.
             self._scale = self._views["scale"].data
         self._rule: Rule | None = None
         self._table: Table
@@ -262,7 +262,7 @@ class DeviceState:
 
     @property
     def scale(self) -> Tensor:
-        """The scale, a float32 scalar; a copy of it while torch.compile traces."""
+        """The scale, a float32 scalar; a copy while torch.compile traces."""
         return self.traced_scale() if torch.compiler.is_compiling() else self._scale
 
     def traced_scale(self) -> Tensor:
@@ -288,9 +288,9 @@ class DeviceState:
         outlier: Tensor | None = None,
         amax: Tensor | None = None,
     ) -> None:
-        """Go on to the next iteration, by float32 scalars on this device; see :func:`next_state`.
+        """Move to the next iteration, from float32 scalars on this device; see :func:`next_state`.
 
-        ``state`` gives the rule, and says whether there is a ``max_scale``.
+        ``state`` supplies the rule, and whether there is a ``max_scale``.
         """
         if state.rule is not self._rule:
             self.set_rule_(state.rule)
@@ -299,8 +299,8 @@ class DeviceState:
         if outlier is not None:
             slots["outlier"].copy_(outlier)
         if state.rule.backoff_factor == 1.0:
-            slots["bad_loss"].fill_(1.0)  # in both cases an overflow does not move the scale
-        slots["bad_loss"].abs_()  # NaN has any sign, but as an integer it must be above 0
+            slots["bad_loss"].fill_(1.0)  # either way, an overflow does not change the scale
+        slots["bad_loss"].abs_()  # NaN may have any sign, but as an integer it must be > 0
         if amax is not None:
             slots["amax"].copy_(amax)
         torch.add(slots["row"], self._table.steps, out=slots["next row"])
@@ -314,8 +314,8 @@ class DeviceState:
         self._follow(rule)
         for name, value in rule_slots(rule).items():
             self._slots()[name].fill_(value)
-        # update_scale_ tests for equality: a count that is past a lowered interval would never get
-        # there. This one grows the scale at the next step.
+        # update_scale_ tests for equality: a count beyond a lowered interval would never match.
+        # Clamped, it grows the scale at the next step.
         self.growth_tracker.clamp_(max=rule.growth_interval - 1)
 
     def fill_(self, scale: float) -> None:
@@ -338,7 +338,7 @@ class DeviceState:
         self._scale_changed()
 
     def read(self, state: ScaleState) -> ScaleState:
-        """Return ``state`` with the values from the device. Sync: one."""
+        """Return ``state`` with the device's values. Sync: one."""
         return DeviceSnapshot(self._slots()["state"]).read(state)
 
     def write_(self, state: ScaleState) -> None:
@@ -352,16 +352,16 @@ class DeviceState:
         return torch.cat([slots["scale, growth_tracker"], torch.stack(counts)])
 
     def snapshot(self) -> DeviceSnapshot:
-        """Return a copy of the present values, to be read later."""
+        """Return a copy of the current values, to be read later."""
         return DeviceSnapshot(self._slots()["state"].clone())
 
     def _slots(self) -> dict[str, Tensor]:
-        # torch.compile can follow changes through views that are made before its eyes.
+        # torch.compile only tracks writes through views that it sees being created.
         return views(self.buffer) if torch.compiler.is_compiling() else self._views
 
     def _follow(self, rule: Rule) -> None:
         before, self._rule = self._rule, rule
-        # torch.compile can trace this as long as it is the same table.
+        # torch.compile can trace this while the table stays the same.
         if before is None or table_kind(before) != table_kind(rule):
             self._table = table(*table_kind(rule), self.device)
 
@@ -372,26 +372,26 @@ class DeviceState:
 
 @dataclass(frozen=True, eq=False)
 class DeviceSnapshot:
-    """The values of a state as they once were on a device."""
+    """A copy of the values of a device state at one point in time."""
 
     values: Tensor
-    """A copy of the first slots of a buffer, or of all of them, float32 or int32."""
+    """A copy of the first slots of a buffer, or of all, float32 or int32."""
 
     def on_cpu(self) -> DeviceSnapshot:
         return DeviceSnapshot(self.values.cpu())
 
     @keep_out_of_graphs
     def read(self, state: ScaleState) -> ScaleState:
-        """Return ``state``, which gives the rule, with these values. Sync: one."""
+        """Return ``state``, which supplies the rule, with these values. Sync: one."""
         return decode(self.values.view(torch.int32).tolist(), state)
 
     def skips(self) -> tuple[int, bool]:
-        """Return how many steps in a row were skipped, and whether the scale is held. Sync: one."""
+        """Return the number of consecutive skips, and whether the scale is held. Sync: one."""
         bits = self.values.view(torch.int32).tolist()
         return bits[SLOT["skipped_in_a_row"]], bool(bits[SLOT["held"]])
 
     def read_with_loss(self, state: ScaleState) -> tuple[ScaleState, bool]:
-        """Return what :meth:`read` does, and whether the loss was finite. Sync: one."""
+        """Return the result of :meth:`read`, and whether the loss was finite. Sync: one."""
         bits = self.values.view(torch.int32).tolist()
         return decode(bits, state), bits[SLOT["bad_loss"]] == 0
 
@@ -399,8 +399,8 @@ class DeviceSnapshot:
 class HostCopy:
     """The newest copy of a small tensor that has arrived on the host.
 
-    On the CPU that is the tensor itself. On an accelerator it is copied into pinned memory while
-    the device works on, and is there some steps later. Sync: none.
+    A CPU tensor is used directly. An accelerator's is copied into pinned memory asynchronously and
+    arrives some steps later. Sync: none.
     """
 
     def __init__(self) -> None:
@@ -409,7 +409,7 @@ class HostCopy:
         self._event: torch.Event | None = None
 
     def send(self, tensor: Tensor) -> None:
-        """Start to copy; nothing happens while an earlier copy is still under way."""
+        """Start a copy; do nothing while an earlier one is still in flight."""
         if tensor.device.type == "cpu":
             self._values = tensor
             return
@@ -433,5 +433,5 @@ class HostCopy:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    # A copy into a graph would be made again in every replay, and an event could not be asked.
+    # In a graph, the copy would be repeated at every replay, and the event could not be queried.
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,10 +1,10 @@
-"""Gradients that no step has used when a scale changes: they follow it when they are used.
+"""Gradients that no step has used when a scale changes, rescaled when they are used.
 
-Whoever divides them later divides by the scale of that time. An optimizer that accumulates over the
-updates of another one holds such gradients, and so does one that steps after ``update(new_scale)``.
+They will be divided by the scale at the time of use. An optimizer has such gradients if it
+accumulates over the updates of another one, or if it steps after ``update(new_scale)``.
 
-They are left alone until the scaler itself uses them, or a backward pass of a scaled loss adds to
-them: until then they may be somebody's who has divided them by hand, or never scaled them.
+They stay unchanged until the scaler itself uses them, or a backward pass of a scaled loss adds to
+them: before that, the user may have unscaled them by hand, or never scaled them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from halfstep._scaler.loss_scale import LossScale, Scales
 from halfstep._scaler.scalars import ratio
 
 NUM_LOSSES = 16
-"""The graphs of this many losses are searched for parameters, a few milliseconds each. Optimizers
-that come later are known from their first step on."""
+"""Number of losses whose graphs are searched for parameters, which takes a few milliseconds each.
+Optimizers that appear later are known from their first step on."""
 
 NUM_UPDATES = 100
-"""A parameter that no optimizer has stepped with by then is taken to have none."""
+"""Number of updates after which parameters that were never stepped are forgotten."""
 
 _VIEW = -1
 
 
 @dataclass(frozen=True, eq=False)
 class WaitingGradient:
-    """A gradient that waits for its use.
+    """A gradient that has not been used since a scale change.
 
     Attributes:
-        version: How often it had been written to, or that it is a view.
-        scale: What it is to be multiplied by when it is used.
-        before: What it is multiplied by now, a float32 scalar; None if it has been unscaled.
+        version: The version counter of the gradient, or _VIEW for a view.
+        scale: The scale that the gradient must be multiplied by when it is used.
+        before: The scale that it is multiplied by now, a float32 scalar; None if it was unscaled.
     """
 
     param: weakref.ref[Tensor]
@@ -54,7 +54,7 @@ class WaitingGradient:
     before: Tensor | None
 
     def untouched(self) -> Tensor | None:
-        """Return the parameter if nobody has written to its gradient since, else None."""
+        """Return the parameter if its gradient has not been written since, else None."""
         param = self.param()
         grad = None if param is None else param.grad
         if grad is None or _version(grad) != self.version:
@@ -63,29 +63,29 @@ class WaitingGradient:
 
 
 def _version(grad: Tensor) -> int:
-    # Views, of a bucket or of a flat buffer, share the count of it; and after the first backward
-    # pass DistributedDataParallel moves them to other buckets.
+    # Views of a bucket or flat buffer share its version counter, and after the first backward pass
+    # DistributedDataParallel moves them to other buckets.
     return _VIEW if is_view(grad) else grad._version
 
 
 class Unused:
-    """Finds the gradients that no step has used, and lets them follow. Sync: none."""
+    """The unused gradients of a scaler, and the search for them. Sync: none."""
 
     def __init__(self, journal: Journal) -> None:
-        self._journal = journal  # knows all optimizers that have stepped
-        self.is_searching = True  # the graphs of losses
+        self._journal = journal  # contains all optimizers that have stepped
+        self.is_searching = True  # whether graphs of losses are searched
         self._num_losses = 0
-        # Parameters of losses, by id, that no known optimizer has.
+        # By id: parameters that losses depend on and no known optimizer has.
         self._loose: dict[int, weakref.ref[Tensor]] = {}
         self._num_updates = 0
         self.waiting: dict[int, WaitingGradient] = {}  # by the id of the parameter
-        # Whether losses were scaled where nobody sees which backward passes are theirs.
+        # Whether compiled code scaled losses, so that their backward passes cannot be identified.
         self.has_compiled_losses = False
-        self._running: LossScale | None = None  # the scale of the loss whose backward pass runs
+        self._running: LossScale | None = None  # the scale of the loss in backward
         self._hooks: list[RemovableHandle] = []
 
     def see_loss(self, scaled: Any, scale: LossScale) -> None:
-        """Look at a loss that was multiplied by a scale, while that is of interest."""
+        """Search the graph of a scaled loss, and watch its backward pass, if necessary."""
         losses = list(tensors_in([scaled]))
         if self.is_searching:
             self._num_losses += 1
@@ -109,10 +109,10 @@ class Unused:
         self._running = None
 
     def before_change(self, iteration: Iteration, scales: Scales) -> dict[int, WaitingGradient]:
-        """Return the gradients that are to wait if a scale changes now, by parameter's id."""
+        """Return the gradients to rescale later if a scale changes now, by id of the parameter."""
         steps = iteration.steps.values()
         stepped: list[Step] = []
-        done: list[Step] = []  # those whose gradients nothing new can have come to since
+        done: list[Step] = []  # steps since which no loss was scaled
         for step in steps:
             if step.stage is Stage.STEPPED:
                 stepped.append(step)
@@ -123,7 +123,7 @@ class Unused:
             return {}
         self._prune()
         ids_done = {id(param) for step in done for param in step.parameters()}
-        # A step has used what was unscaled before it or by it, and not what was unscaled later.
+        # A step has used what was unscaled before or by it, but not what was unscaled afterwards.
         used = {
             (id(param), check)
             for step in stepped
@@ -156,7 +156,7 @@ class Unused:
         return found
 
     def _candidates(self, iteration: Iteration) -> Iterator[Tensor]:
-        """Yield the parameters whose gradients a step may not have used, some more than once."""
+        """Yield parameters whose gradients may be unused; some more than once."""
         for step in iteration.steps.values():
             yield from step.parameters()
         for blocks in iteration.blocks.values():
@@ -171,7 +171,7 @@ class Unused:
                 yield param
 
     def _prune(self) -> None:
-        """Forget the parameters of optimizers that have stepped, and those that waited long."""
+        """Forget parameters whose optimizers have stepped, and after NUM_UPDATES all of them."""
         self._num_updates += 1
         if self._num_updates >= NUM_UPDATES:
             self._loose = {}
@@ -181,9 +181,9 @@ class Unused:
             self._loose = {key: ref for key, ref in alive.items() if key not in known}
 
     def wait(self, found: dict[int, WaitingGradient], *, iteration_ends: bool = True) -> None:
-        """Let the gradients wait that :meth:`before_change` has found: their scale has changed.
+        """Keep the gradients found by :meth:`before_change`, whose scale has now changed.
 
-        ``iteration_ends``: which gradients were unscaled will be forgotten, so remember it.
+        ``iteration_ends``: the iteration's record of unscaled gradients is lost, so keep these too.
         """
         if not (found or self.waiting or self._hooks or self._running):
             return
@@ -192,7 +192,7 @@ class Unused:
             for key, one in found.items()
             if iteration_ends or one.before is not None or key in self.waiting
         }
-        self._end_backward()  # one that raised does not say so
+        self._end_backward()  # a backward pass that raised did not report its end
         self._unhook()
         ref = weakref.ref(self)
 
@@ -214,18 +214,18 @@ class Unused:
         self._hooks = []
 
     def before_adding(self) -> None:
-        """Use the gradients of a scale that wait if its loss is about to add to one of them."""
+        """Rescale the waiting gradients of a scale before its loss adds to one of them."""
         if self.has_compiled_losses:
             self._use(self.waiting)
         elif self._running is not None:
-            # All of them at once: views of one buffer, few kernels.
+            # All at once: views of one buffer need few kernels.
             self._use(key for key, one in self.waiting.items() if one.scale is self._running)
         self._end_backward()
 
     def use(self, params: Iterable[Tensor] | None = None) -> None:
-        """Multiply gradients that wait, of these or all, by what their scales have changed by.
+        """Rescale waiting gradients, all or those of ``params``, by the change of their scale.
 
-        On the CPU only if they have changed; elsewhere that is not known here: 2 G. Sync: none.
+        2 G, except on the CPU if the scale is unchanged; elsewhere that is not known. Sync: none.
         """
         if self.waiting:
             self._use(self.waiting if params is None else map(id, params))
