@@ -1,4 +1,4 @@
-"""Policies, which give each op a dtype, and the context that carries them out."""
+"""Policies, which assign a dtype to each op, and the autocast context that applies them."""
 
 from halfstep._autocast.context import autocast, custom_bwd, custom_fwd
 from halfstep._autocast.hold import hold_casts

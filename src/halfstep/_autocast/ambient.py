@@ -1,4 +1,4 @@
-"""A policy for the autocast of code that one does not write."""
+"""A policy for autocast contexts in other people's code."""
 
 import functools
 import threading
@@ -20,27 +20,27 @@ _Result = TypeVar("_Result")
 
 
 class use_policy:
-    """Let every autocast inside a block follow a policy, whoever enters it; switch nothing on.
+    """Apply a policy to every autocast context in a block, without enabling autocast.
 
-    Frameworks enter ``torch.autocast`` somewhere inside, where no policy can be given. In this
-    block it follows this one, on the CPU and the accelerator of this machine, and so does
-    :class:`halfstep.autocast` without a policy of its own. Ops outside of any autocast run as they
-    are. A context manager and a decorator; they nest, and the innermost counts.
+    Frameworks enter ``torch.autocast`` internally and offer no way to pass a policy. In this block
+    such contexts use this policy, on the CPU and on this machine's accelerator, and so does
+    :class:`halfstep.autocast` without a policy of its own. Ops outside of any autocast are
+    unaffected. It is a context manager and a decorator; blocks nest, and the innermost wins.
 
-    It holds for this thread, for checkpoints that are recomputed in others, and in the block's time
-    for all threads that have no policy of their own, such as those of ``DataParallel``. Code that
-    ``torch.compile`` makes is made for the policy; where another thread calls it, enter
-    ``use_policy`` in that thread too.
+    It applies to this thread, to checkpoints recomputed in other threads, and during the block to
+    all threads without a policy of their own, such as those of ``DataParallel``. ``torch.compile``
+    compiles code for the policy; if another thread calls that code, enter ``use_policy`` there too.
 
     Args:
         policy: A :class:`Policy` or its text: a preset and rules, ``"torch; softmax:lower"``.
-        module: The model, where the policy has rules for modules (``"standard; @head:fp32"``).
+        module: The model, if the policy has rules for modules (``"standard; @head:fp32"``).
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The policy is not one, or has rules for modules and there is no model, or none
-            of its modules is meant.
-        CallOrderError: It is left in another thread, or before what was entered inside it.
+        ValueError: The policy is invalid, or it has rules for modules and the model is missing or
+            has no matching modules.
+        CallOrderError: It is exited in another thread, or before a context that was entered inside
+            it.
 
     Sync: none.
 
@@ -89,7 +89,7 @@ class use_policy:
             raise CallOrderError(f"{self!r} is left and was not entered")
         self._is_entered = False
         with _lock:
-            # Equal ones are one object: which of two threads has left makes no difference.
+            # Equal entries are the same object, so it does not matter which thread exits first.
             del _entered[max(n for n, each in enumerate(_entered) if each is self._ambient)]
             scopes.ambient = _entered[-1] if _entered else scopes.NO_POLICIES
         scope = scopes.current()
@@ -99,15 +99,15 @@ class use_policy:
         where = "before a context that was entered in it"
         if not scopes.leave_below(self):
             where = "in another thread than it was entered in"
-        if kind is None:  # an error that is on its way tells more
+        if kind is None:  # the propagating error is more informative
             raise CallOrderError(f"{self!r} is left {where}")
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        """Return ``function`` with its calls run in such a block."""
+        """Return ``function`` with each call run in such a block."""
 
         @functools.wraps(function)
         def under_policy(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-            block = object.__new__(use_policy)  # a call may be inside of another one
+            block = object.__new__(use_policy)  # calls may be nested
             block._policies, block._is_entered = self._policies, False
             with block:
                 return function(*args, **kwargs)

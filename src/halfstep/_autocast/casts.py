@@ -1,6 +1,6 @@
-"""Casts of the arguments of ops: for each action of a rule, a kernel that casts and calls the op.
+"""Kernels for the actions of rules: each casts the arguments of an op and calls it.
 
-A kernel calls its op with the Autocast key excluded: what the op is made of is not cast again.
+A kernel calls its op with the Autocast key excluded, so that component ops are not cast again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from halfstep._pytorch.dispatch import Kernel, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
 
 
-@cache  # once our kernel is registered, it would be the answer
+@cache  # once halfstep's kernel is registered, the lookup would return that
 def pytorch_kernel(name: str, device: str) -> Kernel:
-    """Return what PyTorch does at the Autocast key of ``device``: cast, or nothing."""
+    """Return PyTorch's kernel at the Autocast key of ``device``, or one that casts nothing."""
     op, key = overload(name), dispatch.autocast_key(device)
     if dispatch.has_kernel(op, key):
         kernel: Kernel = torch.library.get_kernel(op, key).call_boxed
@@ -37,7 +37,7 @@ def pytorch_kernel(name: str, device: str) -> Kernel:
 
 @cache
 def _leave(name: str, device: str) -> Kernel:
-    """Go on to the next key. Autocast stays on: a composite's inner ops have their own rules."""
+    """Continue at the next key. Autocast stays on: a composite's inner ops have their own rules."""
     op, autocast = overload(name), _autocast_keys(device)
     below = dispatch.keys_below(dispatch.autocast_key(device))
     redispatch = dispatch.redispatch_of(op)
@@ -47,7 +47,7 @@ def _leave(name: str, device: str) -> Kernel:
         return redispatch(keys & below, *args, **kwargs)
 
     def leave_with_numbers(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        # x * 2 calls mul(Tensor, Tensor), and the 2 comes here as it is. Only a call takes it.
+        # x * 2 calls mul(Tensor, Tensor) with the number itself, which only a normal call accepts.
         if any(isinstance(args[i], (int, float, complex)) for i in tensors if i < len(args)):
             with dispatch.exclude_keys(autocast):
                 return op(*args, **kwargs)
@@ -56,7 +56,7 @@ def _leave(name: str, device: str) -> Kernel:
     return leave_with_numbers if dispatch.takes_numbers(op) else leave
 
 
-# Kernels are kept: all policies share them.
+# Kernels are cached and shared by all policies.
 
 
 def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
@@ -79,7 +79,7 @@ def carry_out(rule: Rule, name: str, device: str, dtype: torch.dtype) -> Kernel:
 
 @cache
 def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
-    """Return a kernel that leaves to PyTorch's, which is faster, all but the cache of weights."""
+    """Return a kernel that uses PyTorch's, which is faster, for everything but cached weights."""
     pytorch = pytorch_kernel(name, device)
     in_float64 = _promote(name, device)
 
@@ -89,12 +89,12 @@ def lower_with_pytorch(name: str, device: str, dtype: torch.dtype) -> Kernel:
             casts: Any = args
             if not are_for_pytorch(args, dtype):
                 casts = [cast_weights(arg, device, dtype) for arg in args]
-            torch.set_autocast_cache_enabled(False)  # PyTorch's, for the rest
+            torch.set_autocast_cache_enabled(False)  # only PyTorch's cache, for the other arguments
             return pytorch(keys, *casts, **kwargs)
         except Float64Met:
             return in_float64(keys, *args, **kwargs)
         except GatheredMet:
-            pass  # called outside of this block, whose error would be the context of the op's own
+            pass  # called below, to keep this exception out of the context of the op's errors
         finally:
             torch.set_autocast_cache_enabled(is_cache_on)
         return _with_gathered(lower, keys, args, kwargs, dtype)
@@ -107,9 +107,9 @@ def _autocast_keys(device: str) -> Keys:
 
 
 def _is_product(name: str) -> bool:
-    """Return whether an op is one of those that lower precision is for, or a custom one.
+    """Return whether an op benefits from lower precision, or is a custom one.
 
-    The results of these share no memory with their inputs: nobody can write to a kept cast.
+    Their results share no memory with their inputs, so a kept cast cannot be written to.
     """
     if "::" in name:
         return all(result.alias_info is None for result in schema_of(overload(name)).returns)
@@ -143,7 +143,7 @@ def _cast_to(name: str, device: str, dtype: torch.dtype, *, use_cache: bool = Fa
 
 
 def _with_gathered(kernel: Kernel, keys: Any, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
-    """Call a kernel with gathered weights cast already, and no cast saved for the backward pass."""
+    """Call a kernel with gathered weights already cast; autograd saves none of these casts."""
     lent = Lent(dtype)
     casts = lent.cast(args)
     with lent.until_backward():
@@ -189,7 +189,7 @@ def _ask_for_fp32(name: str, device: str) -> Kernel:
     op, autocast = overload(name), _autocast_keys(device)
     with_dtype = dispatch.overload_with_dtype(name)
     names = [argument.name for argument in schema_of(with_dtype).arguments][1:]
-    # The dispatcher leaves out arguments that have their default; with_dtype may have none.
+    # The dispatcher omits arguments that have default values; with_dtype may have no defaults.
     defaults = {a.name: a.default_value for a in schema_of(op).arguments if a.has_default_value()}
 
     def ask_for_fp32(_: Keys, *args: Any, **kwargs: Any) -> Any:
@@ -219,15 +219,15 @@ _TO: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float32: Tensor.float,
     torch.float64: Tensor.double,
 }
-"""The fastest ways to cast from Python: two thirds of the time of ``tensor.to(dtype)``."""
+"""The fastest casts from Python: two thirds of the time of ``tensor.to(dtype)``."""
 
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str})
-"""Looking here is faster than ``isinstance``, and than calling :func:`cast`."""
+"""Types without tensors; this lookup is faster than ``isinstance`` or calling :func:`cast`."""
 
 
-class Float64Met(Exception):  # noqa: N818  # nothing is wrong: see cast
-    """An argument is in float64."""
+class Float64Met(Exception):  # noqa: N818  # not an error: see cast
+    """Raised for a float64 argument."""
 
 
 def is_eligible(tensor: Tensor, device: str) -> bool:
@@ -240,13 +240,13 @@ def is_eligible(tensor: Tensor, device: str) -> bool:
 
 
 def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast a tensor, or the tensors in a list or tuple, if they are eligible; leave all else.
+    """Cast a tensor, or those in a list or tuple, if eligible; return other values unchanged.
 
     Differentiable. Sync: none.
 
     Raises:
-        Float64Met: there is a float64 tensor on the device, not one without dimensions. The op is
-            to run in float64 then, and this is the only pass over its arguments.
+        Float64Met: there is a float64 tensor with dimensions on the device. The op must then run in
+            float64. (Raising avoids a second pass over the arguments.)
     """
     if isinstance(value, Tensor):
         has = value.dtype
@@ -257,14 +257,14 @@ def cast(value: Any, device: str, dtype: torch.dtype) -> Any:
         if value.dim() > 0:
             raise Float64Met
         return value
-    # A list of an op has tensors and None, or numbers.
+    # A list argument of an op contains tensors and None, or numbers.
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], int):
         return type(value)(cast(item, device, dtype) for item in value)
     return value
 
 
 def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast what the cache of weights keeps, and nothing else.
+    """Cast the weights that the cache keeps; return other values unchanged.
 
     Differentiable. Sync: none.
 
@@ -281,23 +281,24 @@ def cast_weights(value: Any, device: str, dtype: torch.dtype) -> Any:
             raise Float64Met
         if has is dtype or not has.is_floating_point or not is_weight(value):
             return value
-        # No look at the device, which takes as long as all else: an op has its weights on its own.
+        # The device is not checked, which would double the time: an op has its weights on its
+        # device.
         if is_gathered(value):
             raise GatheredMet
         if kind is not nn.Parameter and kind is not Held:
             return value  # a DTensor: PyTorch does not count all writes to one
         kept = hold.cast(value, dtype)
         return value if kept is None else kept
-    # A product of one factor, einsum("ij->ji", weight) say, is a view of it.
+    # A product of one factor, such as einsum("ij->ji", weight), is a view of it.
     if isinstance(value, (list, tuple)) and len(value) > 1:
         return [cast_weights(item, device, dtype) for item in value]
     return value
 
 
 def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
-    """Return whether :func:`cast_weights` leaves all arguments of an op as they are.
+    """Return whether :func:`cast_weights` would surely return all arguments of an op unchanged.
 
-    False where it takes more than a look at each to tell. Sync: none.
+    False if it takes more than a glance at each to decide. Sync: none.
     """
     has_weights = False
     for arg in args:
@@ -311,24 +312,24 @@ def are_for_pytorch(args: Iterable[Any], dtype: torch.dtype) -> bool:
                 return False
         elif kind not in _NO_TENSORS:
             return False
-    # Where there are ranks, it may have been gathered.
+    # With several ranks the weight may have been gathered.
     return not (has_weights and torch.is_grad_enabled() and distributed.has_process_group())
 
 
 def cast_any(value: Any, device: str, dtype: torch.dtype) -> Any:
-    """Cast a floating-point tensor on the device, float64 too; leave all else. Sync: none."""
+    """Cast a tensor on the device if floating point, float64 too; else return it. Sync: none."""
     if isinstance(value, Tensor) and value.is_floating_point() and value.device.type == device:
         return value.to(dtype)
     return value
 
 
 def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
-    """Return the dtype that holds every eligible or float64 tensor in ``values``, None without one.
+    """Return the dtype to promote all eligible and float64 tensors to, None if there are none.
 
-    Two different half precisions meet in float32. Tensors without dimensions count where there is
-    no other, as in PyTorch.
+    Two different half precisions promote to float32. 0-dim tensors count only if there are no
+    others, as in PyTorch.
     """
-    dtypes: dict[bool, torch.dtype] = {}  # of those without dimensions and of those with some
+    dtypes: dict[bool, torch.dtype] = {}  # keyed by whether the tensors have dimensions
     for tensor in tensors_in(values):
         if tensor.is_floating_point() and tensor.device.type == device:
             key, dtype = tensor.dim() > 0, tensor.dtype
@@ -339,19 +340,19 @@ def widest(values: Iterable[Any], device: str) -> torch.dtype | None:
 # --- weights that are gathered from the ranks for an op, and freed after it -----------------------
 
 # fully_shard gathers the weights of a layer before its forward pass, frees them after it, and
-# gathers them again before its backward pass. A cast that autograd saves would stay: in the end one
-# of every weight, on every rank. So none is saved; the backward pass casts what was gathered again.
+# gathers them again before its backward pass. Casts saved by autograd would stay: eventually one of
+# every weight, on every rank. So none is saved; the backward pass casts the gathered weights again.
 
 
-class GatheredMet(Exception):  # noqa: N818  # nothing is wrong: see cast_weights
-    """An argument is a gathered weight."""
+class GatheredMet(Exception):  # noqa: N818  # not an error: see cast_weights
+    """Raised for a gathered weight."""
 
 
 def is_gathered(weight: Tensor) -> bool:
-    """Return whether others have the memory of a weight, and may free it before the backward pass.
+    """Return whether a weight's memory is shared, and may be freed before the backward pass.
 
-    Only where there are ranks, autograd saves something, and nobody else looks after what it saves
-    (activation checkpointing does: it saves nothing). Sync: none.
+    Only with several ranks, when autograd saves tensors, and without hooks on saved tensors
+    (activation checkpointing saves nothing anyway). Sync: none.
     """
     return (
         torch.is_grad_enabled()
@@ -365,16 +366,16 @@ def is_gathered(weight: Tensor) -> bool:
 
 
 class Lent:
-    """Casts of gathered weights for one op, made again when its backward pass asks for them."""
+    """Casts of gathered weights for one op, recomputed when its backward pass needs them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._weights: dict[int, Tensor] = {}  # by the memory of their casts, during the op
 
     def cast(self, value: Any) -> Any:
-        """Cast the gathered weights in ``value``, or in a list of them; leave all else.
+        """Cast gathered weights, also in a list; return other values unchanged.
 
-        Differentiable; gradients are not rounded on their way. Sync: none.
+        Differentiable; gradients are not rounded. Sync: none.
         """
         if isinstance(value, (list, tuple)):
             return [self.cast(item) for item in value]
@@ -392,12 +393,12 @@ class Lent:
 
     @contextmanager
     def until_backward(self) -> Iterator[None]:
-        """Let autograd save none of the casts in this block."""
+        """Keep autograd from saving the casts in this block."""
         with saved_tensors_hooks(self._pack, methodcaller("again")):
             try:
                 yield
             finally:
-                self._weights.clear()  # autograd keeps the hooks, and with them this object
+                self._weights.clear()  # autograd keeps the hooks, and through them this object
 
     def _pack(self, saved: Tensor) -> _Cast | _Other:
         weight = self._weights.get(_memory(saved)) if saved.dtype is self._dtype else None
@@ -407,7 +408,7 @@ class Lent:
 
 
 class _Cast:
-    """A cast that autograd saves, or a view of one such as its transpose."""
+    """A cast, or a view of one such as its transpose, as saved by autograd."""
 
     def __init__(self, weight: Tensor, cast: Tensor) -> None:
         local = distributed.local_part(cast)
@@ -436,7 +437,7 @@ class _Cast:
 
 
 class _Other:
-    """Anything else that autograd saves: itself, guarded as ever against later writes."""
+    """Any other saved tensor, with the usual check against later writes."""
 
     def __init__(self, saved: Tensor) -> None:
         self._saved = saved.detach()  # the tensor itself would keep its own node alive
@@ -453,7 +454,7 @@ class _Other:
 
 
 def is_weight(value: Any) -> bool:
-    """Return whether an argument of an op is a parameter, distributed or not."""
+    """Return whether an argument of an op is a parameter, including a DTensor."""
     if type(value) in (nn.Parameter, Held):
         return True
     return distributed.is_dtensor(value) and isinstance(value, nn.Parameter)

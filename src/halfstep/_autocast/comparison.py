@@ -1,4 +1,4 @@
-"""Differences between policies, and explanations of what one does: values that print."""
+"""Differences between policies, and explanations of one policy, as printable values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Rule = TypeVar("_Rule", Rule, Rule | None)
 
 
 class Case(NamedTuple):
-    """Where an op may run."""
+    """A combination of conditions under which an op may run."""
 
     device: str
     dtype: str
@@ -37,10 +37,10 @@ class Difference:
     """One op that two policies treat differently.
 
     Attributes:
-        op: The op; an overload of it if not all of its overloads differ alike.
-        before: What the first policy does.
-        after: What the second does.
-        cases: Where.
+        op: The op; a single overload if the overloads of the op differ in different ways.
+        before: The action of the first policy.
+        after: The action of the second policy.
+        cases: The cases in which they differ.
     """
 
     op: str
@@ -54,10 +54,10 @@ class PolicyDiff:
     """The result of :meth:`halfstep.Policy.diff`; its ``str()`` is a table.
 
     Attributes:
-        differences: By op, outside of modules that have rules.
-        devices: The device types that were compared.
-        only_before: Rules about modules that only the first policy has.
-        only_after: And only the second.
+        differences: Differences by op, outside of modules that have rules.
+        devices: The compared device types.
+        only_before: Rules for modules that only the first policy has.
+        only_after: Rules for modules that only the second policy has.
     """
 
     differences: tuple[Difference, ...]
@@ -80,7 +80,7 @@ class PolicyDiff:
 
 
 def _where(cases: Sequence[Case], devices: Sequence[str]) -> str:
-    """Return in a few words where something holds; nothing if everywhere."""
+    """Describe some cases briefly; empty if they are all cases."""
     if set(cases) == set(_cases(devices)):
         return ""
     known: tuple[Sequence[str], ...] = (devices, tuple(_DTYPES), PHASES)
@@ -96,7 +96,7 @@ def _by_rule(rules: Iterable[tuple[Case, _Rule]]) -> dict[_Rule, list[Case]]:
 
 
 def diff(before: Policy, after: Policy, ops: frozenset[str], devices: Sequence[str]) -> PolicyDiff:
-    """Compare what two policies do with some overloads on some device types."""
+    """Compare the actions of two policies for some overloads on some device types."""
     found: dict[tuple[str, Action, Action], list[Case]] = {}
     for op, case in product(sorted(ops), _cases(devices)):
         where = (case.device, _DTYPES[case.dtype], case.phase)
@@ -113,7 +113,7 @@ def diff(before: Policy, after: Policy, ops: frozenset[str], devices: Sequence[s
 
 
 def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[Difference]:
-    """Name the op instead of its overloads where all of them differ alike."""
+    """Replace overloads by their op if all of them differ in the same way."""
     num_overloads = Counter(op.rpartition(".")[0] for op in ops)
     of_op = [replace(each, op=each.op.rpartition(".")[0]) for each in differences]
     num_alike = Counter(of_op)
@@ -128,12 +128,12 @@ def _merged(differences: Sequence[Difference], ops: frozenset[str]) -> Iterator[
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a policy for some overloads of an op, all alike.
+    """The decision of a policy for overloads of an op that are all treated alike.
 
     Attributes:
         overloads: Their names.
-        rules: The rule that decides in every case, None where none holds.
-        overruled: Rules about them that never decide, the last one first.
+        rules: The deciding rule in each case, None if no rule applies.
+        overruled: Rules that name them but never decide, last one first.
     """
 
     overloads: tuple[str, ...]
@@ -155,9 +155,9 @@ class Explanation:
     """The result of :meth:`halfstep.Policy.explain`; its ``str()`` is text.
 
     Attributes:
-        decisions: For every overload that the name means.
-        islands: The rules by which the module, or one around it, is an island, where autocast is
-            off and nothing else decides.
+        decisions: Decisions for all overloads that the name includes.
+        islands: The rules that make the module, or one around it, an island. There autocast is off,
+            and no other rule applies.
     """
 
     decisions: tuple[Decision, ...]
@@ -175,7 +175,7 @@ class Explanation:
 def explain(
     policy: Policy, overloads: Iterable[str], devices: Sequence[str], module: str
 ) -> Explanation:
-    """Find which rules decide in a module for the overloads of an op."""
+    """Find the rules that decide in a module for the overloads of an op."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for overload in sorted(overloads):
         rules = tuple(

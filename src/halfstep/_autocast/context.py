@@ -1,4 +1,4 @@
-"""The autocast context manager, and what goes with it in a ``torch.autograd.Function``."""
+"""The autocast context manager, and its decorators for ``torch.autograd.Function``."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 
 
 def _view(read: Callable[["autocast"], Any]) -> property:
-    """Return an attribute that code written for ``torch.autocast`` reads."""
+    """Return a read-only property for an attribute that ``torch.autocast`` also has."""
 
     def refuse(context: "autocast", value: object) -> None:
         raise AttributeError(
@@ -34,43 +34,44 @@ def _view(read: Callable[["autocast"], Any]) -> property:
 
 
 class autocast(Region):
-    """Run the ops of a block each in the dtype that a policy gives it.
+    """Run each op of a block in the dtype that a policy assigns to it.
 
-    Works as ``torch.autocast`` does: as a context manager or a decorator, nested, per thread,
-    inside and around ``torch.compile``. PyTorch's own switches are on inside, so that code
-    which asks ``torch.is_autocast_enabled()`` or ``torch.get_autocast_dtype()`` sees it.
+    Works like ``torch.autocast``: as a context manager or a decorator, nested, per thread, inside
+    and around ``torch.compile``. PyTorch's own switches are on inside, so code that calls
+    ``torch.is_autocast_enabled()`` or ``torch.get_autocast_dtype()`` sees it.
 
-    A plain ``torch.autocast`` inside the block changes the dtype or switches casting off, as
-    always; the policy stays. Outside the block, and in other threads, it is what it was.
+    A plain ``torch.autocast`` inside the block changes the dtype or disables casting, as usual; the
+    policy stays. Outside the block and in other threads, plain autocast is unaffected.
 
-    What code reads of ``torch.autocast`` is there, and cannot be written: ``device``,
-    ``custom_backend_name``, ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and while the context
-    is entered, what was outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
+    The attributes of ``torch.autocast`` exist, read-only: ``device``, ``custom_backend_name``,
+    ``fast_dtype``, ``_enabled``, ``_cache_enabled``; and, while the context is entered, the values
+    outside of it: ``prev``, ``prev_fastdtype``, ``prev_cache_enabled``.
 
     Args:
-        device_type: ``"cuda"``, ``"cpu"``, ...; the index of ``"cuda:0"`` does not matter. None for
-            the accelerator of this machine, or the CPU if it has none.
+        device_type: ``"cuda"``, ``"cpu"``, ...; the index of ``"cuda:0"`` is ignored. None for the
+            accelerator of this machine, or the CPU if it has none.
         dtype: the lower precision: ``torch.float16`` or ``torch.bfloat16`` (``torch.float32``
-            lowers nothing); None for PyTorch's default for the device. Where ``enabled`` is False
-            any dtype will do.
+            lowers nothing); None for PyTorch's default for the device. Any dtype is accepted if
+            ``enabled`` is False.
         enabled: False runs the block with autocast off.
-        cache_enabled: whether casts of weights are kept (see :class:`halfstep.hold_casts`); None to
-            leave this as it is outside.
+        cache_enabled: whether casts of weights are kept (see :class:`halfstep.hold_casts`); None
+            for the setting outside of the context.
         policy: a :class:`Policy` or its text: a preset (``"standard"``, ``"torch"``, ...) and
             rules, ``"standard; softmax:lower"``. None for ``"standard"``, or, inside another
-            context for the device, for the policy there.
-        module: the model, where the policy has rules for modules (``"standard; @head:fp32"``): it
-            is by its names that they are meant. Modules that have rules get a class derived from
-            theirs, of the same name, for good; outside of this policy they run as they did.
+            context for the device, for that context's policy.
+        module: the model, if the policy has rules for modules (``"standard; @head:fp32"``), which
+            select modules by name. Modules with rules permanently get a subclass of their class,
+            with the same name; outside of this policy they run as before.
 
     Raises:
-        ValueError: the device is not there; the dtype or the policy is not one of the above; the
-            policy has rules for modules and there is no model, or none of its modules is meant.
+        ValueError: the device is not available; the dtype or the policy is invalid; or the policy
+            has rules for modules and the model is missing or has no matching modules.
         TypeError: an argument has the wrong type.
-        RuntimeError: it is entered where ops are recorded for a program that would lose the policy:
+        RuntimeError: it is entered while ops are recorded for a program that would lose the policy:
             by ``torch.export`` or ``make_fx(pre_dispatch=True)``.
-        CallOrderError: it is left in another thread, or before another one that was entered inside
-            it and that does something else: asyncio tasks took turns, or a generator waits inside.
+        CallOrderError: it is exited in another thread, or before another context that was entered
+            inside it and has a different effect: asyncio tasks alternated, or a generator is
+            suspended inside.
 
     Sync: none.
 
@@ -94,7 +95,7 @@ class autocast(Region):
         policy: Policy | str | None = None,
         module: nn.Module | None = None,
     ) -> None:
-        # No super().__init__, which would take a tenth of the time of a context.
+        # super().__init__() would take a tenth of the time of a context.
         self._settings = _settle(device_type, dtype, enabled, cache_enabled, policy, module)
         self._traced = []
 
@@ -118,19 +119,19 @@ class autocast(Region):
 
         @functools.wraps(function)
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
-            with Region(settings):  # made here: torch.compile enters only what it saw made
+            with Region(settings):  # created here: torch.compile must trace its creation
                 return function(*args, **kwargs)
 
         return under_autocast
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The number of a policy means nothing in another process.
+        # The number of a policy is only valid in this process.
         switches, number, inherit = self._settings
         policy = None if inherit or number is None else kernels.prepared(number).policy
         return functools.partial(autocast, policy=policy), tuple(switches)
 
 
-# --- checking what the user asks for --------------------------------------------------------------
+# --- validation of arguments ----------------------------------------------------------------------
 
 
 @compiler.run_while_tracing
@@ -142,13 +143,13 @@ def _settle(
     policy: Policy | str | None,
     module: nn.Module | None,
 ) -> Settings:
-    # Most contexts are made in the same few ways again and again.
+    # Most contexts are created repeatedly with a few combinations of arguments.
     key = None
     if enabled is True and cache_enabled is None and module is None and dtype is not None:
         key = device_type, dtype, torch.is_autocast_cache_enabled(), policy, kernels.native
         try:
             return _settled[key]
-        except (KeyError, TypeError):  # TypeError: it cannot be hashed, and is refused below
+        except (KeyError, TypeError):  # TypeError: unhashable, and rejected below
             pass
     settings = _check(device_type, dtype, enabled, cache_enabled, policy, module)
     if key is not None:
@@ -208,7 +209,7 @@ def _device(device_type: str | None, enabled: bool) -> str:
     if device_type in known:
         return device_type
     without_index = re.sub(r":\d+$", "", device_type)
-    # Switching off needs no kernels. PyTorch does so for every device in compiled backwards.
+    # Switching off needs no kernels. PyTorch does so for every device in compiled backward passes.
     if without_index not in (known if enabled else amp.switch_devices()):
         raise ValueError(
             f"halfstep has no autocast for {device_type!r}; it has for {', '.join(known)}"
@@ -217,7 +218,7 @@ def _device(device_type: str | None, enabled: bool) -> str:
 
 
 def default_device() -> str:
-    """Return the type of this machine's accelerator if autocast knows it, else ``"cpu"``."""
+    """Return the type of this machine's accelerator if autocast supports it, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and torch.amp.is_autocast_available(accelerator.type):
         return accelerator.type
@@ -240,7 +241,7 @@ def _check_device(device: str, dtype: torch.dtype) -> None:
 
 
 def settled_policy(policy: Policy | str | None) -> Policy:
-    """Return a policy from what the user gives for it; None is the standard one."""
+    """Return the policy for a user's argument; None means the standard one."""
     match policy:
         case None:
             return preset("standard")
@@ -279,14 +280,14 @@ def custom_fwd(
 ) -> Any:
     """Decorate the ``forward`` of a ``torch.autograd.Function`` for use under autocast.
 
-    Does what ``torch.amp.custom_fwd`` does. Goes with :func:`custom_bwd` on ``backward``.
+    Does the same as ``torch.amp.custom_fwd``. Use :func:`custom_bwd` on ``backward``.
 
     Args:
         fwd: the method, when used without arguments: ``@custom_fwd``.
         device_type: ``"cuda"``, ``"cpu"``, ...; None as in :class:`~halfstep.autocast`.
         cast_inputs: None runs ``forward`` under the autocast of its caller. A dtype casts the
-            floating-point inputs on the device, float64 ones excepted, to it and runs ``forward``
-            with autocast off. Outside autocast neither has an effect.
+            floating-point inputs on the device, except float64 ones, to it and runs ``forward``
+            with autocast off. Outside of autocast, neither has an effect.
 
     Sync: none.
 
@@ -336,9 +337,9 @@ def custom_bwd(bwd: _Method, *, device_type: str | None = None) -> _Method: ...
 
 
 def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
-    """Decorate the ``backward`` that goes with a :func:`custom_fwd`.
+    """Decorate the ``backward`` that belongs to a :func:`custom_fwd`.
 
-    ``backward`` runs under the autocast, and the policy, that ``forward`` ran under.
+    ``backward`` runs under the same autocast and policy as ``forward``.
 
     Args:
         bwd: the method, when used without arguments: ``@custom_bwd``.
@@ -361,7 +362,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
                 "so its autocast is not known. Decorate forward with halfstep.custom_fwd"
             )
         if torch.compiler.is_compiling():
-            # The one context of ours that it can enter in the backward of a Function.
+            # The only context of ours that torch.compile can enter in the backward of a Function.
             with in_graph(settings):
                 return bwd(ctx, *gradients)
         with Region(settings):
@@ -371,7 +372,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 def _remember(ctx: Any, settings: Settings) -> None:
-    """Note for ``backward``, that of torch.amp too, what to run under."""
+    """Store the settings for ``backward``, also for torch.amp's."""
     ctx._halfstep_settings = settings
     amp.remember_for_custom_bwd(ctx, settings.switches)
 

@@ -1,4 +1,4 @@
-"""Casts of weights that are held from context to context, as long as a user says so."""
+"""Casts of weights that a user holds across autocast contexts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class HoldInfo(NamedTuple):
     """The result of :meth:`halfstep.hold_casts.info`.
 
     Attributes:
-        weights: Parameters that are held.
-        casts: Casts that are kept.
-        bytes: The size of these casts.
-        hits: How often a kept cast was used.
-        misses: How often a held weight was cast.
-        stale: How often a kept cast was dropped, since its weight had or may have changed.
+        weights: Number of held parameters.
+        casts: Number of kept casts.
+        bytes: Total size of these casts.
+        hits: Number of uses of a kept cast.
+        misses: Number of casts of held weights.
+        stale: Number of kept casts that were dropped because the weight changed or may have
+            changed.
     """
 
     weights: int
@@ -49,34 +50,32 @@ class HoldInfo(NamedTuple):
 class hold_casts:
     """Keep the casts of a model's weights from one autocast context to the next.
 
-    Without it, weights are cast again in every context, as under ``torch.autocast``. That is most
-    of the time of a small batch: of each token in generation, each image in a service, each
-    micro-batch. Holding them costs memory: half the size of the weights.
+    By default, weights are cast again in every context, as under ``torch.autocast``. That takes
+    most of the time of small batches: each token in generation, each image in a service, each
+    micro-batch. Holding the casts costs memory: half the size of the weights.
 
     As a context manager it ends with the block, as a decorator it holds during each call (of a
-    generator function too), and without either it lasts until :meth:`release`. It holds in every
-    thread.
+    generator function too), and otherwise until :meth:`release`. It applies to all threads.
 
-    **What it sees**, so that a cast is made anew: writes in place, ``load_state_dict``, steps of
-    optimizers, ``weight.data = ...``, writes through ``weight.data``, through views, NumPy arrays,
-    DLPack capsules and storages of a weight, whether they live on or are gone.
+    **Detected writes**, after which a weight is cast again: in-place ops, ``load_state_dict``,
+    optimizer steps, ``weight.data = ...``, and writes through ``weight.data``, views, NumPy arrays,
+    DLPack capsules and storages of a weight, whether or not these still exist.
 
-    **What it cannot see** is a write by code that calls no function of PyTorch's Python interface
-    with the parameter: through a raw pointer, by a collective of ``torch.distributed``, a CUDA
-    graph that was captured before, TorchScript, or through a tensor that got the memory by
-    ``other.data = weight`` or ``to_dlpack(weight)`` and is gone when the weight is used again. Call
-    :meth:`clear` after one.
+    **Undetected writes** are those by code that calls no function of PyTorch's Python interface
+    with the parameter: through a raw pointer, by a collective of ``torch.distributed``, a
+    previously captured CUDA graph, TorchScript, or through a tensor that received the memory by
+    ``other.data = weight`` or ``to_dlpack(weight)`` and no longer exists when the weight is used
+    again. Call :meth:`clear` after such a write.
 
-    While held, the parameters are of a class derived from ``nn.Parameter``: that is how they are
-    watched. (So the fast path of ``nn.MultiheadAttention``, which autocast does not take either, is
-    off.) Not held are parameters that the model gets later, those of other classes (``DTensor``,
-    quantized ones), those that another hold has, and on the CPU those under 128 KiB, which are cast
-    faster than watched.
+    While held, the parameters have a subclass of ``nn.Parameter``, which detects writes. (This
+    disables the fast path of ``nn.MultiheadAttention``, which autocast does not use either.) Not
+    held are parameters added to the model later, those of other classes (``DTensor``, quantized
+    ones), those of another hold, and on the CPU those under 128 KiB, for which casting is faster
+    than detection.
 
     Args:
-        model: The module whose parameters are held, those of its submodules included.
-        max_bytes: The most that its casts may take; those beyond it are made each time. None for no
-            limit.
+        model: The module whose parameters are held, including those of its submodules.
+        max_bytes: Maximum total size of the casts; further casts are not kept. None for no limit.
 
     Raises:
         TypeError: ``model`` is not a module, or ``max_bytes`` not an int.
@@ -85,7 +84,7 @@ class hold_casts:
     Warns:
         UserWarning: No parameter of the model can be held.
 
-    ``make_fx`` over a function that uses held parameters which are not among its arguments raises
+    ``make_fx`` over a function that uses held parameters without taking them as arguments raises
     :class:`CallOrderError`: call it outside of the hold.
 
     Sync: none.
@@ -136,7 +135,7 @@ class hold_casts:
         self.release()
 
     def __call__(self, function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-        """Return ``function`` with its calls run in a hold of their own."""
+        """Return ``function`` with each call run in a hold of its own."""
         is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
         if not callable(function) or is_async:
             raise TypeError(
@@ -165,7 +164,7 @@ class hold_casts:
         return f"<hold_casts of {type(self._model).__name__}: {self.info()}>"
 
     def release(self) -> None:
-        """Free the casts; from now on they end with their context. May be called again."""
+        """Free the casts and stop holding; later casts end with their context. May be repeated."""
         self.clear()
         for weight in self._weights:
             casts = _held_casts(weight)
@@ -175,12 +174,12 @@ class hold_casts:
         self._weights, self._is_released = [], True
 
     def clear(self) -> None:
-        """Forget all casts, after a write that cannot be seen; the counts start again."""
+        """Drop all casts, after an undetected write, and reset the counts."""
         self._forget()
         self._num_uses = self._num_misses = self._num_stale = 0
 
     def info(self) -> HoldInfo:
-        """Return what is kept, and how often it was of use. Sync: none."""
+        """Return what is kept and how often it was used. Sync: none."""
         num_casts = sum(e.kept is not None for casts in self._casts() for e in casts.values())
         num_hits = self._num_uses - self._num_misses
         counts = self._num_bytes, num_hits, self._num_misses, self._num_stale
@@ -196,20 +195,20 @@ class hold_casts:
 
 
 class Held(nn.Parameter):
-    """A parameter whose hold learns of whatever may write to it unseen.
+    """A held parameter, whose hold is notified of possible undetected writes.
 
-    A function that is given the parameter may hand out its memory (``.data``, a view, an array) and
-    later writes to that are not counted. While what was handed out lives, the storage has a second
-    user and no cast is served. So it is enough to forget the casts when it is handed out.
+    A function that gets the parameter may expose its memory (``.data``, a view, an array), and
+    later writes to that are not counted. While the exposed object lives, the storage has a second
+    user and casts are not used. So it suffices to drop the casts when memory is exposed.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True, **others: Any) -> nn.Parameter:  # type: ignore[misc]
-        """Return a plain parameter: copies of a held one are not held."""
+        """Return a plain parameter: copies of a held parameter are not held."""
         others.pop(_ATTRIBUTE, None)  # accelerate copies parameters by their attributes
         return nn.Parameter(data, requires_grad, **others)
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Become a plain parameter: ``nn.Parameter(held)`` is one of the memory of ``held``."""
+        """Become a plain parameter: ``nn.Parameter(held)`` shares memory with ``held``."""
         self.__dict__.clear()
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
@@ -218,22 +217,22 @@ class Held(nn.Parameter):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``function``, then forget the casts of what it wrote to or handed out."""
+        """Call ``function``, then drop the casts of parameters it wrote to or exposed."""
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             with modes.no_torch_function():
                 return function(*args, **kwargs)
         if function is Tensor.__dlpack__ and not args[0].requires_grad:
-            # Of a tensor of its own: then the storage has a second user, as with all else.
+            # Export a tensor of its own, so that the storage visibly has a second user.
             args = (args[0].detach(), *args[1:])
         try:
-            # What is handed out is to live until it is looked for.
+            # The result must stay alive until the storage's users are counted.
             result = _call(function, types, args, kwargs)
         finally:
             with modes.no_torch_function():
                 _forget_unseen(function, (*args, *kwargs.values()))
         if function is Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:
-            result.__class__ = cls  # it asks for the class of what it was given
+            result.__class__ = cls  # nn.Parameter expects the class of its argument
         return result
 
 
@@ -260,25 +259,25 @@ def _call(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _forget_unseen(function: Any, arguments: Any) -> None:
-    """Forget the casts of held parameters that a function may have written to or handed out."""
+    """Drop the casts of held parameters that a function may have written to or exposed."""
     writes = _writes_unseen(function)
     for argument in arguments:
         for weight in argument if type(argument) in (list, tuple) else (argument,):
             casts = _held_casts(weight)
             if casts is None:
                 continue
-            if function is torch.autograd.grad:  # hooks have run, and seen no held parameters
+            if function is torch.autograd.grad:  # hooks have run, which bypass held parameters
                 casts.hold._forget()
             elif writes or not storages.is_used_once(weight):
                 casts.forget()
 
 
 class _HeldCasts(Casts):
-    """The casts of a held weight; an attribute of it, so that they live as long."""
+    """The casts of a held weight, stored as its attribute to share its lifetime."""
 
     def __init__(self, weight: Tensor, hold: hold_casts) -> None:
         self.hold = hold
-        self.weight_id = id(weight)  # others may have got its attributes
+        self.weight_id = id(weight)  # its attributes may have been copied to another tensor
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
         cast = super().cast(weight, dtype)
@@ -305,7 +304,7 @@ class _HeldCasts(Casts):
             self.hold._num_bytes -= kept.cast.nbytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        return OrderedDict, ()  # what is saved needs no casts, and no halfstep to be loaded
+        return OrderedDict, ()  # saved files need neither casts nor halfstep
 
 
 def _held_casts(weight: Any) -> _HeldCasts | None:
@@ -320,9 +319,9 @@ _HAND_OUT_ADDRESSES = (Tensor.data_ptr, Tensor.__cuda_array_interface__.__get__)
 
 @functools.lru_cache(maxsize=4096)
 def _writes_unseen(function: Any) -> bool:
-    """Return whether a function may write, now or later, what neither versions nor owners show."""
+    """Return whether versions and storage users may miss a function's writes, now or later."""
     name = getattr(function, "__name__", "")
-    is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones change no versions
+    is_in_place = name.endswith("_") and not name.endswith("__")  # fused ones do not bump versions
     return is_in_place or function in _HAND_OUT_ADDRESSES or dispatch.writes_to_arguments(function)
 
 
@@ -339,10 +338,10 @@ def _can_be_held(weight: Tensor) -> bool:
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return a parameter in ``dtype``, or None where the caller is to cast it.
+    """Return a parameter in ``dtype``, or None if the caller must cast it.
 
-    As :meth:`halfstep._autocast.weight_cache.Casts.cast` says. Not for a DTensor: not all writes to
-    one are counted. Sync: none.
+    See :meth:`halfstep._autocast.weight_cache.Casts.cast`. Not for DTensors, some writes to which
+    are not counted. Sync: none.
     """
     casts = _held_casts(weight)
     if casts is None:
@@ -353,14 +352,14 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 @functools.cache
 def follow_writes() -> None:
-    """Let casts be forgotten when PyTorch's are, and after steps; once and for good."""
+    """Drop casts when PyTorch's are cleared and after optimizer steps; installed only once."""
     amp.call_when_cache_is_cleared(weight_cache.clear)
     register_optimizer_step_post_hook(_forget_stepped)
 
 
 def _forget_stepped(optimizer: Optimizer, *_: object) -> None:
-    """Forget the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
-    if torch.compiler.is_compiling():  # what is compiled changes versions, whatever it does
+    """Drop the casts of weights that fused optimizers, or writes to ``.data``, have changed."""
+    if torch.compiler.is_compiling():  # compiled steps always bump versions
         return
     for group in optimizer.param_groups:
         for weight in group["params"]:

@@ -1,13 +1,14 @@
-"""Policies carried out: kernels at PyTorch's Autocast dispatch keys.
+"""Application of policies: kernels at PyTorch's Autocast dispatch keys.
 
-The dispatcher calls the kernel of an op at ``AutocastCPU``, ``AutocastCUDA``, ... when an argument
-lives on that device and autocast is on for it. There, above autograd, casts are differentiated,
-and composites written in C++ (attention, recurrent layers) are seen too.
+The dispatcher calls the kernel of an op at ``AutocastCPU``, ``AutocastCUDA``, ... if an argument is
+on that device and autocast is enabled for it. These keys are above autograd, so casts are
+differentiated, and inside of composites written in C++ (attention, recurrent layers) the ops are
+seen too.
 
-PyTorch has kernels of its own at these keys. A :class:`Plan` names only the ops for which a policy
-wants something else; kernels of ours are registered for those, the first time that a policy needs
-them, and stay. A kernel of ours asks which plan is active in its thread and, when there is none or
-the plan does not name its op, does what PyTorch would have done.
+PyTorch has its own kernels at these keys. A :class:`Plan` contains only the ops for which a policy
+differs from them; halfstep registers kernels for those when a policy first needs them, and never
+removes them. Such a kernel looks up the active plan of its thread. If there is none, or the plan
+does not contain its op, it does what PyTorch would have done.
 """
 
 import threading
@@ -27,14 +28,14 @@ from halfstep._pytorch import autograd, compiler, dispatch
 from halfstep._pytorch.dispatch import Kernel, Key, Keys, overload, schema_of
 from halfstep.errors import CallOrderError
 
-# What a policy does to each op, where PyTorch's autocast does something else.
+# The kernel of each op that a policy treats differently from PyTorch's autocast.
 Plan = dict[str, Kernel]
 
 
 class PolicyOnDevice:
-    """A policy on one device type: a plan for each lower precision, made when asked for.
+    """A policy on one device type, with a plan for each lower precision, made on demand.
 
-    :func:`prepare` tells of the arguments, and :func:`prepared` finds it by ``number``.
+    :func:`prepare` documents the arguments; :func:`prepared` finds it by ``number``.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class PolicyOnDevice:
         self.module = module
         self.only_observed = only_observed
         self.has_phases = any(rule.phase is not None for rule in policy.rules)
-        self.plan_for = cache(self._plan)  # not a method: a hit costs no call of a Python function
-        # Also where PyTorch's does the same: it would not be told.
+        self.plan_for = cache(self._plan)  # not a method: a cache hit makes no Python call
+        # Even where PyTorch's kernel does the same, because that one could not be observed.
         self.observed_kernel = cache(partial(self._kernel, native=False))
         self._casts_for = cache(self._casts)
         self._native = native
@@ -62,7 +63,7 @@ class PolicyOnDevice:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that is the same in every process for the same rules in force."""
+        """A short text that is equal in every process for the same rules in effect."""
         within = self.policy.rules_within(self.module)
         return self.policy.fingerprint + ("@" + "; ".join(map(str, within)) if within else "")
 
@@ -70,7 +71,7 @@ class PolicyOnDevice:
         return "eval" if self.has_phases and not torch.is_grad_enabled() else "train"
 
     def now(self) -> tuple[torch.dtype, Phase]:
-        """Return the lower precision and the phase of this thread."""
+        """Return the lower precision and the phase of the current thread."""
         return torch.get_autocast_dtype(self.device), self.phase()
 
     def rule(self, op: str) -> Rule | None:
@@ -78,16 +79,16 @@ class PolicyOnDevice:
         return self._rule(op, *self.now())
 
     def casts(self) -> Plan:
-        """Return all that the policy does now, by our kernels, also where PyTorch's agree."""
+        """Return halfstep's kernels for all current rules, even where PyTorch's would do."""
         return self._casts_for(*self.now())
 
     def ops(self) -> set[str]:
-        """Return the overloads that some plan names."""
+        """Return the overloads that any plan contains."""
         phases = PHASES if self.has_phases else PHASES[:1]
         return {op for dtype in LOWER_PRECISIONS for p in phases for op in self.plan_for(dtype, p)}
 
     def table(self) -> frozenset[str]:
-        """Return the overloads that the policy rules or PyTorch casts."""
+        """Return the overloads that have a rule in the policy or an autocast kernel in PyTorch."""
         return dispatch.overloads_with_autocast_kernel(self.device) | self._ruled
 
     def _rule(self, op: str, dtype: torch.dtype, phase: Phase) -> Rule | None:
@@ -128,11 +129,11 @@ def _leaving(op: str) -> Rule:
 
 
 def _is_native(rule: Rule, theirs: Action) -> bool:
-    """Return whether PyTorch's own kernel does what a rule says."""
+    """Return whether PyTorch's own kernel does what a rule requires."""
     match theirs:
-        case "lower":  # PyTorch's cache may give an old cast of a weight
+        case "lower":  # PyTorch's cache may return a stale cast of a weight
             return False
-        case "promote":  # PyTorch's promotion refuses the other half precision
+        case "promote":  # PyTorch's promotion rejects the other half precision
             return rule in preset("torch").rules
     return rule.action == theirs
 
@@ -142,10 +143,10 @@ def _is_native(rule: Rule, theirs: Action) -> bool:
 
 @contextmanager
 def only_our_kernels() -> Iterator[None]:
-    """Let contexts made meanwhile carry out every rule with halfstep's kernels.
+    """Make contexts created in the block apply every rule with halfstep's kernels.
 
-    For tests and for comparing: PyTorch's kernels are faster and do the same. Holds for the whole
-    process.
+    This is for tests and comparisons: PyTorch's kernels are faster and equivalent. It affects the
+    whole process.
     """
     global native
     before, native = native, False
@@ -156,7 +157,7 @@ def only_our_kernels() -> Iterator[None]:
 
 
 native = True
-"""Whether PyTorch's kernels carry out the rules that they agree with; part of what is prepared."""
+"""Whether PyTorch's kernels apply the rules that they agree with; part of the cache key."""
 
 _numbers: dict[tuple[Policy, str, bool, tuple[Rule, ...], bool], int] = {}
 _prepared: list[PolicyOnDevice] = []
@@ -164,17 +165,17 @@ _lock = threading.Lock()
 
 
 def prepare(policy: Policy, device: str, module: str = "", *, only_observed: bool = False) -> int:
-    """Make ``policy`` ready on ``device``: register every kernel that it needs.
+    """Prepare ``policy`` on ``device``: register every kernel that it needs.
 
     Args:
         policy: the policy.
         device: the device type.
-        module: the module in which it is to be active, empty outside of those with rules. Modules
-            in which the same rules hold share a number.
-        only_observed: whether it is active only while an observer is: half of the time suffices.
+        module: the module in which it will be active, empty outside of modules with rules. Modules
+            with the same rules share a number.
+        only_observed: whether it is active only while there is an observer, which halves the time.
 
     Returns:
-        The number by which :func:`prepared` finds it.
+        The number for :func:`prepared`.
 
     Raises:
         ValueError: a rule names an op that does not exist.
@@ -208,7 +209,7 @@ def prepare(policy: Policy, device: str, module: str = "", *, only_observed: boo
 def number_within(
     active: PolicyOnDevice, module: str, dtype: torch.dtype, phase: Phase
 ) -> int | None:
-    """Return the number of the policy of ``active`` in a module, None if that is an island."""
+    """Return the number of ``active``'s policy in a module, None if that is an island."""
     if active.policy.island(module, active.device, dtype, phase):
         return None
     return prepare(active.policy, active.device, module, only_observed=active.only_observed)
@@ -220,7 +221,7 @@ def prepared(number: int) -> PolicyOnDevice:
 
 # --- observing ------------------------------------------------------------------------------------
 
-# (op, rule, policy): a context in which the op runs by the rule.
+# (op, rule, policy) -> a context in which the op runs by the rule.
 Observer = Callable[[str, Rule, PolicyOnDevice], AbstractContextManager[object]]
 
 _observer: Observer | None = None
@@ -229,13 +230,13 @@ _observed_kernels: dispatch.TemporaryKernels | None = None
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Run every op for which a rule decides inside of ``observer``, in every thread.
+    """Run every op with a deciding rule inside of ``observer``, in every thread.
 
-    Meanwhile our kernels carry out every rule, also in contexts that were made before. The kernels
-    that this takes are gone afterwards: the ops are as fast as they were.
+    In the block halfstep's kernels apply every rule, also in contexts made earlier. The kernels
+    that this requires are removed afterwards, which restores the speed of the ops.
 
     Raises:
-        CallOrderError: There is an observer already.
+        CallOrderError: There already is an observer.
     """
     global _observer, _observed_kernels
     with _lock:
@@ -271,7 +272,7 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
     names = [argument.name for argument in schema_of(overload(name)).arguments]
 
     def run(keys: Keys, *args: Any, **kwargs: Any) -> Any:
-        # Such a rule stands aside where the caller asked for a dtype, as cross_entropy does.
+        # An fp32-dtype rule does not apply if the caller passes a dtype, as cross_entropy does.
         asked = (dict(zip(names, args, strict=False)) | kwargs).get("dtype")
         if rule.action == "fp32-dtype" and asked is not None:
             return kernel(keys, *args, **kwargs)
@@ -286,13 +287,13 @@ def _run_observed(observer: Observer, policy: PolicyOnDevice, name: str, pytorch
 
 @cache
 def _register(name: str, device: str) -> None:
-    """Register our kernel for one overload at the Autocast key of ``device``, once."""
+    """Register halfstep's kernel for one overload at the Autocast key of ``device``, once."""
     dispatch.register_kernel(overload(name), dispatch.autocast_key(device), _kernel(name, device))
 
 
 @cache
 def _kernel(name: str, device: str) -> Kernel:
-    """Return our kernel for one overload; first called before any is registered for it."""
+    """Return halfstep's kernel for one overload; call it before one is registered."""
     pytorch, thread = pytorch_kernel(name, device), scopes.thread
     lower_precision = torch.get_autocast_dtype
 
@@ -315,19 +316,20 @@ def _kernel(name: str, device: str) -> Kernel:
 
 # --- inside torch.func ----------------------------------------------------------------------------
 
-# vmap, grad, jvp and what is made of them: there the dispatcher comes to the keys of functorch
-# before the Autocast keys. vmap takes a composite such as linear apart, or replaces an op by its
-# batched form, before autocast can see which op was called; and what autocast has switched off
-# inside an op is on again in the next transform. So each op of a policy's table gets a kernel of
-# ours at the keys of functorch too. It does to the op what the policy says, with autocast off for
-# every transform below, and goes on to the kernel that was there.
+# In vmap, grad, jvp and their compositions the dispatcher reaches the keys of functorch before the
+# Autocast keys. vmap decomposes a composite such as linear, or replaces an op by its batched form,
+# before autocast can see which op was called; and what autocast disables inside an op is enabled
+# again in the next transform. So each op in a policy's table also gets a halfstep kernel at the
+# keys of functorch. It applies the policy to the op, with autocast off for every transform below,
+# and then calls the previous kernel.
 #
-# Not so mul, add and their like, to whose kernels PyTorch gives x * 2 in a form that none can pass
-# on. They are no composites: below vmap they come to the Autocast keys as they are.
+# mul, add and similar ops are exceptions: PyTorch passes x * 2 to their kernels in a form that a
+# Python kernel cannot pass on. They are not composites, so below vmap they reach the Autocast keys
+# unchanged.
 
 
 def _register_in_functorch(ops: Iterable[str]) -> None:
-    """Register our kernels for overloads at the keys of functorch, each once and for good."""
+    """Register halfstep's kernels for overloads at the keys of functorch, each once."""
     for op in sorted(ops):
         if not dispatch.takes_numbers(overload(op)):
             for key in dispatch.FUNCTORCH_KEYS:
@@ -348,9 +350,9 @@ def _register_at(name: str, key: Key) -> None:
         cast = scopes.policies()[device].casts().get(name)
         if cast is not None:
             return cast(keys, *args, **kwargs)
-        if is_composite:  # the ops it is made of have rules of their own
+        if is_composite:  # its component ops have their own rules
             return pytorch(keys, *args, **kwargs)
-        # Its batched form has none: matmul in the place of a mm that is left alone.
+        # Its batched form has none: matmul replaces an mm that must be left alone.
         with dispatch.exclude_keys(dispatch.key_set(dispatch.autocast_key(device))):
             return pytorch(keys, *args, **kwargs)
 
@@ -358,7 +360,7 @@ def _register_at(name: str, key: Key) -> None:
 
 
 def _device_of(args: Iterable[Any]) -> str | None:
-    """Return the device type of a tensor for which a policy is active and autocast is on."""
+    """Return the device type of a tensor with an active policy and autocast on."""
     for device in filter(torch.is_autocast_enabled, scopes.policies()):
         if any(tensor.device.type == device for tensor in tensors_in(args)):
             return device

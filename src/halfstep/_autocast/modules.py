@@ -1,8 +1,8 @@
-"""Modules that run under other rules than what is around them, and the names that find them.
+"""Modules that run under their own rules, and the names that select them.
 
-Such a module gets a class of the same name, derived from its own, whose ``forward`` looks up how to
-run. (Not a ``forward`` of the object itself: a replica or a copy would run that of the original.
-Not hooks: these are called once the module's own have been, and stop ``torch.compile``.)
+Such a module gets a subclass of its class, with the same name, whose ``forward`` looks up how to
+run. (A ``forward`` on the instance would be shared by replicas and copies and run the original.
+Hooks run after the module's own hooks, and break ``torch.compile``.)
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ def keep(
     dtype: torch.dtype = torch.float32,
     cast_back: bool = False,
 ) -> Kept:
-    """Run modules in one dtype, also under autocast: for good, or as long as a block.
+    """Run modules in one dtype even under autocast, permanently or during a block.
 
-    Their floating-point inputs are cast to ``dtype`` and autocast is off inside, for all of their
-    submodules too. Parameters, ``state_dict`` and the kind of the modules stay as they are. Works
+    Their floating-point inputs are cast to ``dtype`` and autocast is off inside them, including
+    their submodules. Parameters, ``state_dict`` and ``isinstance`` checks are unaffected. Works
     inside ``torch.compile`` and activation checkpointing, in copies of the model and in threads.
 
     Args:
-        model: The model; the patterns go by its names.
+        model: The model whose module names the patterns match.
         *patterns: Globs over the names of ``model.named_modules()``: ``"head"``, ``"*.norm"``; a
-            ``*`` stands for dots too.
-        dtype: A floating dtype, that of the modules' parameters.
-        cast_back: Cast outputs of ``dtype`` to that of the first floating-point input.
+            ``*`` also matches dots.
+        dtype: A floating dtype, the one of the modules' parameters.
+        cast_back: Whether to cast outputs of ``dtype`` to the dtype of the first floating-point
+            input.
 
     Returns:
-        What undoes it, by ``keep(...).remove()`` or ``with keep(...):``.
+        An object that undoes it: ``keep(...).remove()`` or ``with keep(...):``.
 
     Raises:
-        TypeError: ``model`` is no module, or ``dtype`` no floating dtype.
-        ValueError: A pattern matches no module (the message names those like it), or the parameters
+        TypeError: ``model`` is not a module, or ``dtype`` is not a floating dtype.
+        ValueError: A pattern matches no module (the message lists similar names), or the parameters
             of a module have another dtype.
 
     Sync: none.
@@ -80,7 +81,7 @@ def keep(
 
 
 class Kept:
-    """Modules that are kept in one dtype until :meth:`remove`, or until the block is left."""
+    """Modules that are kept in one dtype until :meth:`remove`, or until the block ends."""
 
     def __init__(self, modules: list[nn.Module], island: Island) -> None:
         self._modules = modules
@@ -90,7 +91,7 @@ class Kept:
             wrapped._islands = (*wrapped._islands, island)
 
     def remove(self) -> None:
-        """Let the modules run as autocast says again."""
+        """Return the modules to autocast's rules."""
         for module in map(wrap, self._modules):
             module._islands = tuple(each for each in module._islands if each is not self._island)
             unwrap(module)
@@ -110,12 +111,12 @@ class Kept:
 
 
 def name_modules(model: nn.Module | None, policy: Policy) -> None:
-    """Let the modules of ``model`` that ``policy`` has rules for look these up when they run.
+    """Make the modules of ``model`` that have rules in ``policy`` look these up when they run.
 
     Raises:
-        ValueError: There is no model, a rule is for no module of it, or the parameters of a module
-            that is to be an island have another dtype.
-        TypeError: ``model`` is something else.
+        ValueError: There is no model, a rule matches none of its modules, or the parameters of a
+            module that must be an island have another dtype.
+        TypeError: ``model`` is not a module.
     """
     if model is None:
         rules = "; ".join(map(str, policy.module_rules))
@@ -136,11 +137,11 @@ def name_modules(model: nn.Module | None, policy: Policy) -> None:
 
 
 class Island(NamedTuple):
-    """The way in which a module is kept.
+    """The settings of an island.
 
     Attributes:
-        dtype: What its floating-point inputs are cast to.
-        cast_back: Whether its outputs of that dtype are cast to the dtype that came in.
+        dtype: The dtype of its floating-point inputs.
+        cast_back: Whether to cast outputs of that dtype to the original input dtype.
     """
 
     dtype: torch.dtype
@@ -148,15 +149,15 @@ class Island(NamedTuple):
 
 
 class Wrapped:
-    """The class that stands before the own one of a wrapped module."""
+    """The mixin class that precedes the original class of a wrapped module."""
 
     _islands: tuple[Island, ...]
-    """What keep() made of it; the last one holds."""
+    """The islands from keep(); the last one applies."""
     _path: str
     """Its name in the model, if a policy has rules for it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own ``forward`` as it is to run here."""
+        """Run the module's own ``forward`` under its rules."""
         run = super().forward  # type: ignore[misc]
         if self._islands:
             return _run_on_island(self, self._islands[-1], run, args, kwargs)
@@ -173,17 +174,17 @@ class Wrapped:
             return run(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its class cannot be found by name: what is saved makes it anew.
+        # The class cannot be imported by name, so it is recreated on load.
         reduced: Any = super().__reduce_ex__(protocol)
         _, args, *rest = reduced
         return _new, (type(self).__mro__[2], *args[1:]), *rest
 
 
 def wrap(module: nn.Module) -> Any:
-    """Let ``module`` look up how to run, from now on.
+    """Make ``module`` look up how to run.
 
     Raises:
-        ValueError: It is a lazy module, which will change its class itself.
+        ValueError: It is a lazy module, which will change its own class.
     """
     if isinstance(module, LazyModuleMixin):
         raise ValueError(
@@ -198,7 +199,7 @@ def wrap(module: nn.Module) -> Any:
 
 
 def unwrap(module: Any) -> None:
-    """Give ``module`` its class back, if nothing is to be looked up."""
+    """Restore the class of ``module`` if nothing needs to be looked up."""
     base = type(module).__mro__[2]
     if not module._islands and not module._path and type(module) is _wrapped(base):
         module.__class__ = base
@@ -216,7 +217,7 @@ def require_parameters(name: str, module: nn.Module, dtype: torch.dtype) -> None
 
 @cache
 def _wrapped(cls: Any) -> Any:
-    # Of the same name, for repr(model) and messages.
+    # The same name, for repr(model) and messages.
     wrapped = type(cls.__name__, (Wrapped, cls), {"__module__": cls.__module__})
     wrapped.__qualname__ = cls.__qualname__
     return wrapped
@@ -253,7 +254,7 @@ def _run_on_island(module: Any, island: Island, run: Any, args: Any, kwargs: Any
 def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
     """Raise ``ValueError`` if fully_shard gathers parameters of an island in another dtype."""
     for name, module in island.named_modules():
-        # The parameters of a module that is sharded by itself are not gathered yet.
+        # A module that is sharded by itself has not gathered its parameters yet.
         gathered = distributed.gathered_dtype(module)
         dtypes = {param.dtype for param in module.parameters(recurse=False)} | {gathered}
         wrong = [each for each in dtypes if each not in (None, dtype) and each.is_floating_point]
@@ -270,17 +271,17 @@ def _require_gathered(island: nn.Module, dtype: torch.dtype) -> None:
 # --- names ----------------------------------------------------------------------------------------
 
 
-# What torch.compile, FSDP and checkpoint wrappers put into the names of modules.
+# The components that torch.compile, FSDP and checkpoint wrappers add to module names.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 
 
 def without_wrappers(name: str) -> str:
-    """Return the name that a module has before it, or one around it, is wrapped."""
+    """Return the name of a module without the components that wrappers add."""
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """Return what data parallelism runs copies of; another module as it is."""
+    """Return the module inside a data parallel wrapper; any other module unchanged."""
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         inner: nn.Module = model.module
         return inner
@@ -288,10 +289,10 @@ def replicated(model: nn.Module) -> nn.Module:
 
 
 def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]:
-    """Return the modules whose names in ``model`` are like a glob, whose ``*`` stands for dots too.
+    """Return the modules of ``model`` whose names match a glob; its ``*`` also matches dots.
 
     Raises:
-        ValueError: There is none; the message names those like it.
+        ValueError: None matches; the message lists similar names.
     """
     modules = replicated(model).named_modules(remove_duplicate=False)
     names = {without_wrappers(name): module for name, module in modules if name}
@@ -304,7 +305,7 @@ def matching(model: nn.Module, pattern: str, asker: str) -> dict[str, nn.Module]
     return found
 
 
-# --- islands as lines of code that need PyTorch alone ---------------------------------------------
+# --- export of islands as code that needs only PyTorch --------------------------------------------
 
 CODE = '''\
 import torch
@@ -347,14 +348,14 @@ def run_in_float32(module):
 
 
 '''
-"""What a policy does to an island; without autocast the result has the dtype that came in."""
+"""The effect of a policy on an island; without autocast the result has the input dtype."""
 
 
 def exported(policy: Policy, model: nn.Module, dtype: torch.dtype) -> str:
-    """Return the lines that keep the modules of a model in float32 for which a policy has rules.
+    """Return code that keeps the modules with rules in float32.
 
     Raises:
-        ValueError: A rule cannot be carried out module by module.
+        ValueError: A rule cannot be applied to whole modules.
     """
     for rule in policy.module_rules:
         matching(model, rule.module or "", f"policy rule {rule}")
@@ -375,7 +376,7 @@ _ONLY_MODULES = (
 
 
 def _islands(policy: Policy, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Rule]]:
-    """Yield the names of the outermost modules to keep in float32, and the rules that say so."""
+    """Yield the names of the outermost modules to keep in float32, with their rules."""
     param = next(model.parameters(), None)
     device = "cpu" if param is None else param.device.type
     found: set[str] = set()

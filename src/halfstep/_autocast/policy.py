@@ -1,4 +1,4 @@
-"""Policies: which dtype each op runs in, as data.
+"""Policies: the dtype of each op, as data.
 
 A :class:`Policy` is an ordered list of :class:`Rule`; later rules win. It can be built, compared,
 printed and saved without running anything.
@@ -22,22 +22,22 @@ from halfstep._common.text import did_you_mean, preformatted
 from halfstep._pytorch import compiler, dispatch
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
-"""The device types that policies are compared and explained for if no others are asked for."""
+"""Default device types for comparing and explaining policies."""
 
 
 @compiler.constant_while_tracing
 class Policy:
-    """An ordered list of rules; the last one that holds for an op decides.
+    """An ordered list of rules; the last one that applies to an op decides.
 
-    An op for which no rule holds runs on its inputs as they are. Policies are values: two with the
-    same rules are equal. ``str()`` of one is its text form, which :meth:`parse` reads.
+    An op without an applicable rule runs on its inputs as they are. Policies are values: two with
+    the same rules are equal. ``str()`` returns the text form, which :meth:`parse` reads.
 
     Args:
-        rules: :class:`Rule` values, in order. Those of a preset come first as a rule: see
-            :meth:`parse` and ``preset(...) | rules``.
+        rules: :class:`Rule` values, in order. To start from a preset, see :meth:`parse` and
+            ``preset(...) | rules``.
 
     Raises:
-        TypeError: Something else than a rule is among them.
+        TypeError: An element is not a rule.
 
     Example:
         >>> from halfstep import Rule, preset
@@ -69,15 +69,16 @@ class Policy:
 
     @staticmethod
     def parse(text: str) -> Policy:
-        """Return the policy of a text such as ``"standard; softmax:lower"``.
+        """Return the policy for a text such as ``"standard; softmax:lower"``.
 
-        A preset to start from, then rules, later ones win: ``op,op@module[conditions]:action``. The
-        conditions, which may be left out, are a device type, ``fp16`` or ``bf16``, and ``train`` or
-        ``eval``; the module, a glob, too, and so may the ops before it. docs/policies.md has the
-        grammar.
+        The text is a preset, then rules, of which later ones win:
+        ``op,op@module[conditions]:action``. The optional conditions are a device type, ``fp16`` or
+        ``bf16``, and ``train`` or ``eval``. The module, a glob, is optional; with it, so are the
+        ops. docs/policies.md has the grammar.
 
         Raises:
-            ValueError: It says which part is wrong, and the nearest name that would be right.
+            ValueError: The text is invalid. The message names the wrong part and the nearest valid
+                name.
 
         Example:
             >>> print(Policy.parse("standard; conv*,F.linear[cuda,fp16]:fp32"))
@@ -91,7 +92,8 @@ class Policy:
 
         Raises:
             OSError: The file cannot be read.
-            ValueError: It says which line is wrong, what is there and what could be.
+            ValueError: The file is invalid. The message names the line, the value and the valid
+                ones.
         """
         text = Path(path).read_text(encoding="utf-8")
         name, rules = written.parse_toml(text, str(path))
@@ -111,34 +113,33 @@ class Policy:
     def export(self, model: nn.Module, dtype: torch.dtype = torch.float16) -> str:
         """Return code that keeps modules of a model in float32, for a program without halfstep.
 
-        It imports ``torch`` alone. Under ``torch.autocast`` such a module gets float32 inputs and
-        returns float32, as under this policy; in a model that is itself in lower precision
-        (``model.half()``), the module is cast and its outputs have the dtype that came in. What the
-        policy says of ops elsewhere is not exported: there PyTorch's rules hold.
+        The code imports only ``torch``. Under ``torch.autocast`` such a module gets float32 inputs
+        and returns float32, as under this policy. In a model that is itself in lower precision
+        (``model.half()``), the module is cast and its outputs have the input dtype. Rules about ops
+        elsewhere are not exported: there PyTorch's rules apply.
 
         Args:
             model: The model, for the names of modules.
-            dtype: The lower precision, for rules that hold in one only.
+            dtype: The lower precision, for rules that apply to only one.
 
         Returns:
             Lines that expect the model in a variable ``model``. For a rule about an op of a module,
-            ``"softmax@attn:fp32"``, the whole module is kept in float32, and a comment says so.
+            ``"softmax@attn:fp32"``, the whole module is kept in float32, with a comment.
 
         Raises:
-            ValueError: No rule keeps a module in float32, or a rule for modules does something
-                else.
+            ValueError: No rule keeps a module in float32, or a rule for modules has another action.
 
         Example:
             >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(dim=-1))
             >>> print(Policy.parse("torch; @1:fp32").export(model).splitlines()[-1])
             run_in_float32(model.get_submodule('1'))
         """
-        from halfstep._autocast.modules import exported  # it imports this module
+        from halfstep._autocast.modules import exported  # exported's module imports this one
 
         return exported(self, model, dtype)
 
     def __or__(self, rules: Rule | Iterable[Rule] | str) -> Policy:
-        """Return a policy with more rules: a rule, several, or their text (``"softmax:fp32"``)."""
+        """Return a policy with more rules: one, several, or their text (``"softmax:fp32"``)."""
         if isinstance(rules, Rule):
             rules = [rules]
         elif isinstance(rules, str):
@@ -157,7 +158,7 @@ class Policy:
         return preformatted("\n".join([str(self), *lines]))
 
     def by_action(self) -> dict[str, list[str]]:
-        """Return the names of the ops by what happens to them; overruled rules are left out."""
+        """Return the names of the ops by action; overruled rules are left out."""
         return written.by_action(self.rules)
 
     # --- deciding ---------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Policy:
     def island(
         self, module: str, device: str, dtype: torch.dtype, phase: Phase = "train"
     ) -> Rule | None:
-        """Return the rule that makes a module, named as in the model, an island, or None."""
+        """Return the rule that makes a module, given by name, an island, or None."""
         for rule in reversed(self.module_rules):
             is_meant = rule.is_for_whole_module and rule.is_about(module)
             if is_meant and rule.holds_where(device, dtype, phase):
@@ -181,11 +182,11 @@ class Policy:
 
     @cached_property
     def module_rules(self) -> tuple[Rule, ...]:
-        """The rules that hold in some modules only."""
+        """The rules that apply only in some modules."""
         return tuple(rule for rule in self.rules if rule.module is not None)
 
     def rules_within(self, module: str) -> tuple[Rule, ...]:
-        """Return the rules about ops that hold in a module, but not everywhere."""
+        """Return the rules about ops that apply in a module but not everywhere."""
         if not module:
             return ()
         ops = (rule for rule in self.module_rules if not rule.is_for_whole_module)
@@ -194,9 +195,9 @@ class Policy:
     def action(
         self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
     ) -> Action:
-        """Return what happens to ``op`` on ``device`` with the lower precision ``dtype``.
+        """Return the action for ``op`` on ``device`` with the lower precision ``dtype``.
 
-        ``module``: the name of the module that calls it, as in ``model.named_modules()``.
+        ``module``: the name of the calling module, as in ``model.named_modules()``.
 
         Example:
             >>> preset("standard").action("linear.default", "cpu", torch.bfloat16)
@@ -206,7 +207,7 @@ class Policy:
         return "leave" if rule is None else rule.action
 
     def _about(self, op: str) -> list[Rule]:
-        """Return the rules that may be about ``op``, the last one first."""
+        """Return the rules that may concern ``op``, last one first."""
         named = self._index.get(op, []) + self._index.get(op.rpartition(".")[0], [])
         return [rule for _, rule in sorted(named + self._globs, key=lambda item: -item[0])]
 
@@ -222,7 +223,7 @@ class Policy:
         return [(position, rule) for position, rule in enumerate(self.rules) if rule.is_glob]
 
     def diff(self, other: Policy, devices: Sequence[str] = DEVICES) -> PolicyDiff:
-        """Return what ``other`` does differently, op by op; it prints as a table.
+        """Return how ``other`` differs from this policy, op by op; it prints as a table.
 
         Args:
             other: The policy to compare with.
@@ -237,15 +238,15 @@ class Policy:
     def explain(
         self, op: str, devices: Sequence[str] = DEVICES, *, module: str = ""
     ) -> Explanation:
-        """Return which rule decides for an op, and which are overruled; it prints as text.
+        """Return the rule that decides for an op, and the overruled ones; it prints as text.
 
         Args:
             op: The name of an op as in a :class:`Rule`.
-            devices: The device types to ask for.
-            module: The name of the module that calls the op, as in ``model.named_modules()``.
+            devices: The device types.
+            module: The name of the calling module, as in ``model.named_modules()``.
 
         Raises:
-            ValueError: There is no such op; the message names those like it.
+            ValueError: There is no such op; the message lists similar names.
 
         Example:
             >>> print(Policy.parse("standard; exp[bf16]:leave").explain("torch.exp"))
@@ -261,10 +262,10 @@ class Policy:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that is the same in every process for the same rules."""
+        """A short text that is equal in every process for the same rules."""
         return hashlib.sha256(repr(self.rules).encode()).hexdigest()[:16]
 
-    # The hash of some 200 rules costs 20 us; entering a context asks for it each time.
+    # Cached: hashing some 200 rules costs 20 us, and every entered context needs the hash.
     @cached_property
     def _hash(self) -> int:
         return hash(self.rules)
@@ -278,13 +279,13 @@ class Policy:
         return self is other or self.rules == other.rules
 
     def __reduce__(self) -> tuple[object, ...]:
-        # What is cached stays here: hashes of strings differ from process to process.
+        # Caches are not pickled: hashes of strings differ between processes.
         return Policy, (self.rules,)
 
 
 @cache
 def preset(name: str) -> Policy:
-    """Return a policy that comes with halfstep.
+    """Return a predefined policy.
 
     Args:
         name: ``"standard"``, ``"torch"``, ``"torch-2.11"`` to ``"torch-2.15"``, ``"torch-cuda"``,
@@ -306,7 +307,7 @@ def preset(name: str) -> Policy:
     return Policy(rules_of(name))
 
 
-@cache  # entering autocast(policy="...") asks each time
+@cache  # called each time autocast(policy="...") is entered
 def _parsed(text: str) -> Policy:
     name, rules = written.parse(text)
     return preset(name) | _checked(rules)
@@ -319,18 +320,18 @@ def _checked(rules: list[Rule]) -> list[Rule]:
 
 # --- the ops that rules are about -----------------------------------------------------------------
 
-# "softmax.int" is an overload of the ATen op "softmax"; "mylib::attention.default" of a custom one.
+# "softmax.int" is an overload of the ATen op "softmax"; "mylib::attention.default" of a custom op.
 
 
 def meant_by(rules: Iterable[Rule]) -> frozenset[str]:
-    """Return the overloads that rules are about."""
+    """Return the overloads that the rules name."""
     return frozenset(op for rule in rules for op in _meant_by(rule.op) if rule.names(op))
 
 
 def check(rules: Iterable[Rule]) -> None:
-    """Raise ``ValueError`` if a rule cannot be carried out.
+    """Raise ``ValueError`` if a rule cannot be applied.
 
-    An op of a preset may be missing: some are in some versions and builds of PyTorch only.
+    An op of a preset may be missing: some exist only in some versions and builds of PyTorch.
     """
     ours = _preset_rules()
     checked: set[tuple[str, str]] = set()  # of a million rules, most name the same few ops
@@ -363,7 +364,7 @@ def _check(rule: Rule) -> None:
 def _meant_by(rule_op: str) -> frozenset[str]:
     if "::" not in rule_op:
         return _of_aten(rule_op)
-    # Not kept for other libraries than ATen: they may be loaded later.
+    # Not cached for libraries other than ATen, which may be loaded later.
     glob = Rule(rule_op, "leave")
     names = _overloads_beside(rule_op)
     return frozenset(name for name in names if glob.names(name) and not _writes_out(name))
@@ -401,19 +402,19 @@ def _preset_rules() -> frozenset[Rule]:
 
 @cache
 def _table() -> frozenset[str]:
-    """Return the ops, or overloads, that a preset names: those that a glob ranges over."""
+    """Return the ops, or overloads, that any preset names: the domain of globs."""
     return frozenset(rule.op for rule in _preset_rules() if not rule.is_glob)
 
 
 def _writes_out(name: str) -> bool:
-    """Return whether it writes to something else than its first argument, and in place."""
+    """Return whether an op writes to anything but the first argument of an in-place op."""
     aliases = [arg.alias_info for arg in dispatch.arguments_of(name)]
     written = [alias is not None and alias.is_write for alias in aliases]
     return any(written[1:]) or (any(written) and not is_in_place(name.rpartition(".")[0]))
 
 
 def _must_name_dtype(name: str) -> bool:
-    """The caller has decided: ``norm(x, 2, dtype=...)`` is an overload of its own."""
+    """Return whether the caller must pass a dtype, as in the overload ``norm(x, 2, dtype=...)``."""
     return any(
         arg.name in ("dtype", "out_dtype") and not arg.has_default_value()
         for arg in dispatch.arguments_of(name)

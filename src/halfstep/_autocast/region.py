@@ -1,4 +1,4 @@
-"""Entering and leaving autocast, with everything settled; in torch.compile's graphs too."""
+"""Entering and exiting of validated autocast contexts, also in torch.compile's graphs."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from halfstep.errors import CallOrderError
 
 
 class Settings(NamedTuple):
-    """The settings of a context: constants all, so that torch.compile can carry them in a graph.
+    """The settings of a context, all constants, so that torch.compile can put them into a graph.
 
     Attributes:
-        switches: what PyTorch's switches are set to.
-        policy: the number of the policy (see :func:`kernels.prepare`), None where autocast is off.
-        inherit: whether the policy of a context outside this one goes before it.
+        switches: the values for PyTorch's switches.
+        policy: the number of the policy (see :func:`kernels.prepare`), None if autocast is off.
+        inherit: whether the policy of an outer context takes precedence.
     """
 
     switches: amp.Switches
@@ -36,7 +36,7 @@ _NOT_IN_A_PROGRAM = (
 
 
 class Region:
-    """The context manager behind :class:`autocast`, with everything settled."""
+    """The context manager behind :class:`autocast`, with validated settings."""
 
     _is_users = True
 
@@ -69,16 +69,16 @@ class Region:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The length, for torch.compile of 2.11; first, since it is the faster of the two.
+        # Use the length for torch.compile of 2.11; test it first, since it is faster.
         if len(self._traced) and torch.compiler.is_compiling():
             self._traced.pop().__exit__(kind, error, traceback)
             return
         scope = scopes.thread.state.scope
-        if scope.context is self:  # and so it has no nesting depth
+        if scope.context is self:  # so the scope has no nesting depth
             _exit(scope)
         else:
             problem = _exit_below_others(self)
-            if problem is not None and kind is None:  # an error that is on its way tells more
+            if problem is not None and kind is None:  # the propagating error is more informative
                 raise problem
 
     def __repr__(self) -> str:
@@ -91,12 +91,12 @@ class Region:
 
 
 LISTENERS: list[Callable[[amp.Switches], object]] = []
-"""Are told what a context of the user has switched on, in its thread, where no graph is traced."""
+"""Callbacks that receive the switches of user contexts, in their thread, outside of tracing."""
 
 
 @contextmanager
 def listening(listener: Callable[[amp.Switches], object]) -> Iterator[None]:
-    """Tell a listener of the contexts that are entered in a block."""
+    """Notify a listener of the contexts that are entered in a block."""
     LISTENERS.append(listener)
     try:
         yield
@@ -105,7 +105,7 @@ def listening(listener: Callable[[amp.Switches], object]) -> Iterator[None]:
 
 
 class ModuleRegion(Region):
-    """The region of a module with rules of its own, inside of what the user has entered."""
+    """The region of a module with its own rules, inside of the user's context."""
 
     _is_users = False
 
@@ -119,7 +119,7 @@ _thread = _Thread()
 
 @contextmanager
 def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
-    """Let what the user enters meanwhile in this thread switch on what ``change`` makes of it."""
+    """Apply ``change`` to the settings of contexts that the user enters in this thread."""
     before, _thread.change = _thread.change, change
     try:
         yield
@@ -128,10 +128,10 @@ def changed(change: Callable[[Settings], Settings]) -> Iterator[None]:
 
 
 def outside_of(context: Region) -> amp.Switches:
-    """Return PyTorch's switches as they were where ``context`` was entered in this thread.
+    """Return the values that PyTorch's switches had outside of ``context`` in this thread.
 
     Raises:
-        AttributeError: It was not, or was left.
+        AttributeError: The context is not entered in this thread.
     """
     scope: scopes.Scope | None = scopes.current()
     while scope is not None and scope.context is not context:
@@ -142,7 +142,7 @@ def outside_of(context: Region) -> amp.Switches:
 
 
 def current_policy(device_type: str) -> Policy | None:
-    """Return the policy that decides for ops on ``device_type`` in this thread, None for PyTorch's.
+    """Return the policy for ops on ``device_type`` in this thread, None for PyTorch's rules.
 
     Sync: none.
     """
@@ -152,7 +152,7 @@ def current_policy(device_type: str) -> Policy | None:
 
 @compiler.run_while_tracing
 def current_settings(device_type: str) -> Settings:
-    """Return what a :class:`Region` must be given to run a block as it would run now."""
+    """Return the settings of a :class:`Region` that runs a block like the current context."""
     active = scopes.policies().get(device_type)
     switches = amp.autocast_switches(device_type)
     if active is not None:
@@ -163,9 +163,9 @@ def current_settings(device_type: str) -> Settings:
 
 @compiler.run_while_tracing
 def settings_within(module: str, device_type: str) -> Settings | None:
-    """Return how a module, by its name, is to run in this thread; None for as what is around it.
+    """Return the settings for a module, by name, in this thread; None if it needs no change.
 
-    Autocast is on for ``device_type``, that of what it computes with.
+    Autocast must be on for ``device_type``, the device of the module's computation.
     """
     active = scopes.policies().get(device_type)
     if active is None:
@@ -201,7 +201,7 @@ def _exit(scope: scopes.Scope) -> None:
     assert outer is not None
     assert switches is not None
     scopes.leave(scope)
-    # As in torch.autocast: its kernels for other devices may have kept casts of weights.
+    # As in torch.autocast: PyTorch's kernels for other devices may have cached casts of weights.
     if _decrement_nesting() == 0:
         amp.clear_autocast_cache()
     amp.set_autocast_switches(switches)
@@ -212,9 +212,9 @@ _decrement_nesting = torch.autocast_decrement_nesting
 
 
 def _exit_below_others(context: Region) -> CallOrderError | None:
-    """Leave a context that is not the innermost one; those inside it stay as if it had not been.
+    """Exit a context that is not the innermost one; re-enter those inside it.
 
-    Returns what is wrong; None if those inside do the same: no op ran in a way of another.
+    Return an error, or None if the inner contexts have the same effect, so that no op was affected.
     """
     inner: list[scopes.Scope] = []
     scope = scopes.current()
@@ -256,7 +256,7 @@ def _exit_below_others(context: Region) -> CallOrderError | None:
 
 
 def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool) -> scopes.Policies:
-    """Return what is to be active inside: what is active outside, and the policy of ``device``."""
+    """Return the outer policies, with the new one for ``device`` unless it is inherited."""
     if amp.has_function_mode() and modes.is_tracing_before_autocast():
         raise RuntimeError(_NOT_IN_A_PROGRAM.format("make_fx(pre_dispatch=True)"))
     is_outside = inherit and device in outside
@@ -267,9 +267,9 @@ def _policies(outside: scopes.Policies, device: str, number: int, inherit: bool)
 
 @contextmanager
 def in_graph(settings: Settings) -> Iterator[None]:
-    """While torch.compile traces: make a graph whose ops run by ``settings``."""
+    """Trace a graph with torch.compile whose ops run with ``settings``."""
     _allow_in_graph()
-    # By name: before 2.13 torch.compile cannot take a named tuple apart.
+    # Use attributes: before 2.13 torch.compile cannot unpack a named tuple.
     switches = settings.switches
     with torch_autocast(switches.device, switches.dtype, switches.enabled, switches.cache):
         _enter_scope(switches.device, settings.policy, settings.inherit)
@@ -279,8 +279,8 @@ def in_graph(settings: Settings) -> Iterator[None]:
             _leave_scope()
 
 
-# torch.compile puts calls of these into its graphs as they are and makes them while it traces: the
-# kernels that run meanwhile then see the scope.
+# torch.compile puts calls of these functions into its graphs unchanged and executes them during
+# tracing, so that the kernels that run then see the scope.
 def _enter_scope(device: str, number: int | None, inherit: bool) -> None:
     outer = scopes.current()
     policies = outer.policies or scopes.ambient

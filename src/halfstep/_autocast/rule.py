@@ -1,4 +1,4 @@
-"""One rule: what happens to some ops under autocast. Nothing here knows tensors' values."""
+"""Rules: the action for some ops under autocast, independent of tensor values."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 PHASES: tuple[Phase, ...] = get_args(Phase)
 DTYPE_NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-# The names people use, in front of an op. Longest first.
+# Common prefixes of op names, longest first.
 _PREFIXES = {
     "torch.nn.functional.": "",
     "nn.functional.": "",
@@ -45,40 +45,40 @@ _MODULE = re.compile(r"[\w*?-]+(\.[\w*?-]+)*")
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to an op under autocast, or to several.
+    """The action for one op, or for several, under autocast.
 
     Args:
         op: the name of an ATen op, of a custom op (``"mylib::attention"``), or a glob over the ops
-            that some preset names (``"conv*"``). ``"softmax"`` means every overload that takes and
-            returns values (no ``out=``, no overload whose caller must name a dtype);
-            ``"softmax.int"`` or ``"exp.default"`` means that one overload. Names such as
-            ``"F.layer_norm"``, ``"torch.linalg.qr"`` and ``"aten::mm"`` are understood and become
-            those of ATen. ``""``, with a module, means the module as a whole: ``"fp32"`` makes it
-            an island (see :func:`halfstep.keep`), ``"leave"`` overrules an earlier such rule.
-        action: what to do with the floating-point inputs on the autocast device. Integers and
-            complex numbers are never touched. Where an input is float64, ``"lower"``, ``"fp32"``
-            and ``"promote"`` run the op in float64.
+            named by any preset (``"conv*"``). ``"softmax"`` means every overload that takes and
+            returns values (no ``out=``, no overload with a required dtype); ``"softmax.int"`` or
+            ``"exp.default"`` means that one overload. Names such as ``"F.layer_norm"``,
+            ``"torch.linalg.qr"`` and ``"aten::mm"`` are converted to those of ATen. ``""``, with a
+            module, means the module as a whole: ``"fp32"`` makes it an island (see
+            :func:`halfstep.keep`), ``"leave"`` overrules an earlier such rule.
+        action: how to cast the floating-point inputs on the autocast device. Integers and complex
+            numbers are never cast. If an input is float64, ``"lower"``, ``"fp32"`` and
+            ``"promote"`` run the op in float64.
 
             * ``"lower"``: cast them to the lower precision (float16 or bfloat16).
             * ``"fp32"``: cast them to float32.
-            * ``"fp32-dtype"``: ask the op for a float32 result through its ``dtype`` argument,
-              unless the caller asked for another; the inputs stay as they are.
+            * ``"fp32-dtype"``: request a float32 result through the op's ``dtype`` argument, unless
+              the caller passes one; the inputs are not cast.
             * ``"promote"``: cast them to the widest dtype among them.
-            * ``"destination"``: for an op in place (``"index_put_"``): cast the others to the dtype
-              of the tensor that is written to, float64 included.
+            * ``"destination"``: for an in-place op (``"index_put_"``): cast the other inputs to the
+              dtype of the tensor that is written to, float64 included.
             * ``"refuse"``: raise ``RuntimeError`` with ``message``.
             * ``"leave"``: run the op as if it had no rule.
         device: a device type (``"cpu"``, ``"cuda"``, ...), or None for every device.
-        dtype: the lower precision for which the rule holds, or None for every one.
-        phase: ``"train"`` where gradients are recorded (``torch.is_grad_enabled()``), ``"eval"``
-            where they are not, or None for both.
-        message: for ``"refuse"``: why, and what to use instead.
+        dtype: the lower precision for which the rule applies, or None for all.
+        phase: ``"train"`` if gradients are recorded (``torch.is_grad_enabled()``), ``"eval"`` if
+            not, or None for both.
+        message: for ``"refuse"``: the reason, and what to use instead.
         module: a glob over the names of ``model.named_modules()`` (``"blocks.*.attn"``; a ``*``
-            stands for dots too): the rule holds in these modules and in their submodules. None for
+            also matches dots): the rule applies in these modules and in their submodules. None for
             everywhere.
 
     Raises:
-        ValueError: An argument is not one of the above.
+        ValueError: An argument is invalid.
 
     Example:
         >>> Rule("F.softmax", "lower", dtype=torch.bfloat16)
@@ -136,20 +136,20 @@ class Rule:
 
     @property
     def is_for_whole_module(self) -> bool:
-        """Whether it is about modules, not about ops in them."""
+        """Whether the rule concerns whole modules, not ops in them."""
         return self.op == "" and self.module is not None
 
     @cached_property
     def is_glob(self) -> bool:
-        """Whether it may name several ops."""
+        """Whether the op is a glob."""
         return "*" in self.op or "?" in self.op
 
     def names(self, op: str) -> bool:
-        """Return whether the rule is about ``op``, an overload such as ``"exp.default"``."""
+        """Return whether the rule names ``op``, an overload such as ``"exp.default"``."""
         of_any_overload = op.rpartition(".")[0]
         casts_in_place, casts = self.action == "destination", self.action not in ("leave", "refuse")
         if casts and is_in_place(of_any_overload) != casts_in_place:
-            return False  # of what is written to, a copy would be cast
+            return False  # the cast would write to a copy of the destination
         if self.is_glob:
             return fnmatchcase(op if "." in self.op else of_any_overload, self.op)
         return self.op in (op, of_any_overload)
@@ -157,13 +157,13 @@ class Rule:
     def holds(
         self, op: str, device: str, dtype: torch.dtype, phase: Phase = "train", module: str = ""
     ) -> bool:
-        """Return whether the rule decides ``op``, an overload such as ``"exp.default"``."""
+        """Return whether the rule applies to ``op``, an overload such as ``"exp.default"``."""
         return (
             self.holds_where(device, dtype, phase) and self.names(op) and self.holds_within(module)
         )
 
     def holds_where(self, device: str, dtype: torch.dtype, phase: Phase) -> bool:
-        """Return whether its conditions are met."""
+        """Return whether the conditions of the rule are met."""
         return (
             self.device in (None, device)
             and self.dtype in (None, dtype)
@@ -171,16 +171,16 @@ class Rule:
         )
 
     def holds_within(self, module: str) -> bool:
-        """Return whether it holds in a module: by its name, or that of one around it."""
+        """Return whether the rule names a module, or one that contains it."""
         return self.module is None or any(map(self.is_about, around(module)))
 
     def is_about(self, module: str) -> bool:
-        """Return whether it names this very module."""
+        """Return whether the rule names this module itself."""
         return self.module is not None and fnmatchcase(module, self.module)
 
     @property
     def limits_and_action(self) -> str:
-        """What comes after the op in the text form: ``"@blocks.*[cuda,fp16]:fp32"``."""
+        """The part after the op in the text form: ``"@blocks.*[cuda,fp16]:fp32"``."""
         dtype = next((name for name, dtype in DTYPE_NAMES.items() if dtype is self.dtype), None)
         limits = ",".join(limit for limit in (self.device, dtype, self.phase) if limit)
         module = f"@{self.module}" if self.module else ""
@@ -202,7 +202,7 @@ class Rule:
 
 @lru_cache(maxsize=10_000)
 def canonical(name: str) -> str:
-    """Return the name that ATen has for an op, without looking whether there is one."""
+    """Return the ATen name of an op, without checking that it exists."""
     for prefix, instead in _PREFIXES.items():
         if name.startswith(prefix):
             name = instead + name.removeprefix(prefix)
@@ -211,11 +211,11 @@ def canonical(name: str) -> str:
 
 
 def around(module: str) -> list[str]:
-    """Return the names of the modules around one, and its own: a, a.b and a.b.c for a.b.c."""
+    """Return the names of the modules that contain one, and its own: a, a.b, a.b.c for a.b.c."""
     names = module.split(".")
     return [".".join(names[: end + 1]) for end in range(len(names))] if module else []
 
 
 def is_in_place(op: str) -> bool:
-    """Return whether the name of an op is that of one which writes to its first argument."""
+    """Return whether a name is that of an in-place op."""
     return op.endswith("_") and not op.endswith("__")

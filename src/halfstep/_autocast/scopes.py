@@ -1,13 +1,13 @@
-"""The policies that are active in a thread, and what torch.compile knows of them.
+"""The active policies of a thread, and their marks for torch.compile.
 
-A :class:`Scope` is made by entering a context and is never changed; leaving the context brings
-back the one outside it. A plain ``torch.autocast`` inside a scope changes the dtype and switches
-casting on and off as always; the policy of the scope stays.
+Entering a context creates an immutable :class:`Scope`; exiting it restores the outer one. A plain
+``torch.autocast`` inside a scope changes the dtype and enables or disables casting as usual; the
+policy of the scope stays.
 
-Code that torch.compile made under one policy must not run under another. Its guards and the keys of
-its on-disk caches know the switches of autocast, not our policies. So a thread that activates
-policies also writes a number for them where the guards look, and a fingerprint into the tag that is
-part of every key.
+Code compiled by torch.compile under one policy must not run under another. But the guards and the
+keys of the on-disk caches only depend on the autocast switches, not on halfstep's policies. So a
+thread that activates policies also writes a number for them where the guards look, and a
+fingerprint into the tag that is part of every key.
 """
 
 import threading
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class Policies(dict[str, "PolicyOnDevice"]):
-    """The active policy of each device type that has one. Never changed; equal ones are one."""
+    """The active policy of each device type that has one. Immutable and interned."""
 
     def __init__(self, policies: Mapping[str, "PolicyOnDevice"]) -> None:
         super().__init__(policies)
-        self.key = frozenset(map(id, policies.values()))  # policies on devices are kept for good
-        # Those inside of a context, by the number of its policy and whether it inherits.
+        self.key = frozenset(map(id, policies.values()))  # policies on devices are never freed
+        # The resulting policies inside a context, by its policy's number and whether it inherits.
         self.within: dict[tuple[int, bool], Policies] = {}
 
     def with_policy(self, policy: "PolicyOnDevice") -> "Policies":
-        """Return these, but on the device of ``policy`` that one."""
+        """Return these policies, with ``policy`` on its device."""
         made = Policies({**self, policy.device: policy})
         return _all_policies.setdefault(made.key, made)
 
@@ -44,19 +44,19 @@ NO_POLICIES = Policies({})
 _all_policies = {NO_POLICIES.key: NO_POLICIES}
 
 ambient = NO_POLICIES
-"""The policies of threads that have none of their own; see :class:`halfstep.use_policy`."""
+"""The policies of threads without their own; see :class:`halfstep.use_policy`."""
 
 
 class Scope(NamedTuple):
-    """The policies and switches that are active in a thread.
+    """The active policies and switches of a thread.
 
     Attributes:
-        outer: the scope outside this one, None for the scope of a thread outside every context.
-        context: the autocast that was entered, None for all else.
-        settings: what it has switched on.
-        switches: PyTorch's autocast switches as they were outside.
-        nesting: for a scope that a compiled graph entered, the nesting depth of autocast there. A
-            graph whose tracing was given up half-way leaves such a scope behind; the depth tells.
+        outer: the scope outside this one, None for the scope of a thread outside of all contexts.
+        context: the autocast that was entered, None for other scopes.
+        settings: its settings.
+        switches: PyTorch's autocast switches outside of it.
+        nesting: for a scope entered by a compiled graph, its autocast nesting depth. If tracing is
+            aborted, such a scope is left behind; the depth reveals it.
         block: the use_policy that was entered.
     """
 
@@ -70,15 +70,15 @@ class Scope(NamedTuple):
 
 
 class _State:
-    """The state of a thread, in one object: attributes of thread-locals take long to look up."""
+    """The state of a thread, in one object, because attributes of thread-locals are slow."""
 
     __slots__ = ("followed", "guard", "guard_outside", "scope")
 
     def __init__(self) -> None:
         self.scope = Scope(NO_POLICIES)  # current(), unless it has a nesting depth
-        self.followed = NO_POLICIES  # what torch.compile knows of
-        self.guard = compiler.compile_guard()  # what it knows them by
-        self.guard_outside = self.guard  # what was there before there were any
+        self.followed = NO_POLICIES  # the policies that torch.compile's mark stands for
+        self.guard = compiler.compile_guard()  # the guard value for them
+        self.guard_outside = self.guard  # the guard value outside of all policies
 
 
 class _Thread(threading.local):
@@ -105,7 +105,7 @@ def current() -> Scope:
 
 
 def policies() -> Policies:
-    """Return the policies that are active in this thread."""
+    """Return the active policies of this thread."""
     return current().policies or ambient
 
 
@@ -119,7 +119,7 @@ def enter(
 ) -> Scope:
     """Make a :class:`Scope` inside of ``outer`` the current one; :func:`leave` undoes it."""
     state = thread.state
-    # In half the time of Scope(...).
+    # Takes half the time of Scope(...).
     scope = tuple.__new__(Scope, (policies, outer, context, settings, switches, None, block))
     state.scope = scope
     if policies is not state.followed:
@@ -128,18 +128,19 @@ def enter(
 
 
 def enter_in_graph(outer: Scope, policies: Policies) -> None:
-    """Do it where torch.compile is tracing the call, or runs what it traced."""
+    """Enter a scope while torch.compile traces the call, or when the compiled graph runs it."""
     thread.state.scope = Scope(policies, outer, nesting=_nesting())
 
 
 def leave(scope: Scope) -> None:
-    """Bring back the scope outside the current one, which is ``scope``."""
+    """Restore the scope outside of ``scope``, the current one."""
     state, outer = thread.state, scope.outer
     assert outer is not None
     state.scope = outer
     if scope.nesting is None and outer.policies is not state.followed:
         _follow(state, outer.policies)
-    # No context and no graph is entered, but in recomputation: here casts of weights end.
+    # Outside of all contexts and graphs, or at the end of a recomputation: drop the casts of
+    # weights.
     if outer.context is None and outer.nesting is None:
         weight_cache.clear()
 
@@ -165,10 +166,10 @@ def leave_below(block: "use_policy") -> bool:
 
 
 class _Mark(NamedTuple):
-    """The mark by which torch.compile knows a set of policies."""
+    """The mark by which torch.compile distinguishes sets of policies."""
 
     guard: compiler.CompileGuard  # unique in this process
-    tag: str  # in the keys of caches; the same in every process
+    tag: str  # part of the cache keys; equal in every process
 
 
 _marks: dict[frozenset[int], _Mark] = {}
@@ -176,10 +177,10 @@ _lock = threading.Lock()
 
 
 def _follow(state: _State, policies: Policies) -> None:
-    """Let torch.compile know, in this thread, that these policies are active now.
+    """Mark these policies as active in this thread, for torch.compile.
 
-    The tag holds for the whole process: compiling in two threads under different policies at the
-    same time can miss a cache that would have been right.
+    The tag applies to the whole process: compiling in two threads under different policies at the
+    same time can miss a valid cache entry.
     """
     if not state.followed:
         state.guard = state.guard_outside = compiler.compile_guard()
@@ -203,10 +204,10 @@ def _mark(policies: Policies) -> _Mark:
 
 
 def carry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with later calls, in whichever thread, under the policies of now.
+    """Return ``function`` such that later calls, in any thread, use the current policies.
 
     torch.utils.checkpoint runs a function again in the backward pass. It re-enters
-    ``torch.autocast`` with the switches of the forward pass, but knows of no policy.
+    ``torch.autocast`` with the switches of the forward pass, but without the policy.
     """
     then = policies()
 
@@ -224,6 +225,6 @@ def carry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nesting() -> int:
-    """Return how many autocast contexts of any kind this thread is in."""
+    """Return the number of autocast contexts of any kind that this thread is in."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

@@ -1,11 +1,12 @@
-"""Casts of weights that are kept, and served only while a weight is seen to be what it was.
+"""Cached casts of weights, used only while the weight is known to be unchanged.
 
-PyTorch's cache ends with the outermost context, as this one does, but knows neither versions nor
-dtypes, and shares one cast between all uses of a weight, whose gradients are then added up in lower
-precision. Here each use of a weight adds its own gradient to it, in the weight's dtype.
+Like PyTorch's cache, this one ends with the outermost context. But PyTorch's checks neither
+versions nor dtypes, and shares one cast between all uses of a weight, whose gradients are then
+summed in lower precision. Here each use of a weight adds its own gradient to it, in the weight's
+dtype.
 
-Some writes cannot be seen: ``weight.data`` has a version counter of its own. So casts outlive a
-context only for the models that :class:`halfstep.hold_casts` names, whose weights it watches.
+Some writes cannot be detected: ``weight.data`` has its own version counter. So casts outlive a
+context only for the models passed to :class:`halfstep.hold_casts`, whose weights are watched.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from torch import Tensor
 from halfstep._pytorch import modes, storages
 
 SMALL = 2**17
-"""On the CPU, weights of fewer bytes are cast faster than looked up."""
+"""Size in bytes below which casting a weight on the CPU is faster than a lookup."""
 
 
 def is_small(weight: Tensor) -> bool:
-    """Return whether a weight is cast faster than its cast is looked up."""
+    """Return whether casting a weight is faster than looking up its cast."""
     is_plain = weight.is_cpu and weight.layout is torch.strided and not weight.is_nested
     return is_plain and weight.nbytes < SMALL
 
 
 def can_be_kept(weight: Tensor) -> bool:
-    """Return whether casts of a weight may be kept and served now.
+    """Return whether casts of a weight may be kept and used now.
 
-    Not where the cache is off, inside ``vmap`` and its like, under a dispatch mode (selective
-    checkpointing replays ops by their order), and while a graph is traced.
+    They may not if the cache is disabled, inside ``vmap`` and the like, under a dispatch mode
+    (selective checkpointing replays ops in order), or during tracing.
     """
     return (
         weight.layout is torch.strided
@@ -47,17 +48,17 @@ def can_be_kept(weight: Tensor) -> bool:
 
 
 class _Marks(NamedTuple):
-    """Signs that a weight is still what it was."""
+    """Values that change when a weight may have changed."""
 
     version: int
-    """Counts writes in place, except those through ``.data`` or to the storage itself."""
+    """Version counter; ignores writes through ``.data`` or to the storage itself."""
     storage: int
-    """Where the storage is described; it and the next three change with ``weight.data = ...``."""
+    """Address of the storage object; like the next three it changes with ``weight.data = ...``."""
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     stream: int
-    """Which stream of the device made the cast; another one does not wait for it."""
+    """The stream that made the cast; other streams do not wait for it."""
 
 
 def _marks(weight: Tensor) -> _Marks:
@@ -69,47 +70,46 @@ def _marks(weight: Tensor) -> _Marks:
         weight.stride(),
         0 if weight.is_cpu else storages.stream_of(weight),
     )
-    return tuple.__new__(_Marks, marks)  # in half the time of _Marks(...)
+    return tuple.__new__(_Marks, marks)  # takes half the time of _Marks(...)
 
 
 class _Kept(NamedTuple):
-    """A cast, and what its weight was then."""
+    """A cast, with the marks of its weight at that time."""
 
     marks: _Marks
     cast: Tensor
-    storage: object  # a weak reference: while it lives, no other storage gets the same address
+    storage: object  # a weak reference, which keeps the address from being reused
 
 
 class _Entry:
-    """A weight and a dtype."""
+    """The cast of a weight to one dtype."""
 
     __slots__ = ("kept", "last")
 
     def __init__(self) -> None:
         self.kept: _Kept | None = None
-        self.last: _Marks | None = None  # when it was last cast
+        self.last: _Marks | None = None  # at the last cast
 
 
 class Casts(dict[torch.dtype, _Entry]):
-    """The casts of one weight, in a context: kept from the second unchanged use on.
+    """The casts of one weight in a context, kept from the second unchanged use on.
 
-    So training with one forward pass per context keeps nothing. Nor is anything kept of a weight
-    that shares its memory with others: they may write to it unseen, as fully_shard does when it
-    gathers.
+    So training with one forward pass per context keeps nothing. Nor are casts kept of a weight that
+    shares memory with others: they may write to it undetected, as fully_shard does when it gathers.
     """
 
     _num_forgotten = 0
-    """How often they were forgotten; another thread may be casting meanwhile."""
+    """Number of calls of :meth:`forget`; another thread may be casting at the same time."""
 
     _is_captured = False
-    """Whether a CUDA graph reads the weight; it may write to it as well, unseen."""
+    """Whether a CUDA graph reads the weight; the graph may also write to it, undetected."""
 
     def cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return the weight in ``dtype``, or None where the caller is to cast it.
+        """Return the weight in ``dtype``, or None if the caller must cast it.
 
-        Nobody may write to the result. Differentiable; gradients are not rounded to ``dtype`` on
-        their way, whether the cast was kept or is new. (After ``weight.to(dtype)`` autograd would
-        round them, and add up those of several uses rounded.) Sync: none.
+        The result must not be written to. Differentiable; gradients are not rounded to ``dtype``,
+        whether or not the cast was kept. (With ``weight.to(dtype)`` autograd would round them, and
+        sum those of several uses rounded.) Sync: none.
         """
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
@@ -134,15 +134,15 @@ class Casts(dict[torch.dtype, _Entry]):
         entry.last, num_forgotten = marks, self._num_forgotten
         if not (is_worth_it and _is_its_own(weight)):
             return weight.detach().to(dtype)
-        with torch.inference_mode(False):  # what is made in it autograd cannot use later
+        with torch.inference_mode(False):  # autograd cannot save inference tensors
             cast = weight.detach().to(dtype)
-        # Else another thread may have written to it meanwhile.
+        # Otherwise another thread may have written to the weight.
         if self._num_forgotten == num_forgotten:
             self._keep(entry, _Kept(marks, cast, storages.memory_of(weight)))
         return cast
 
     def forget(self) -> None:
-        """Forget them: the weight was written to, or may have been."""
+        """Drop the casts: the weight has changed or may have changed."""
         self._num_forgotten += 1
         for entry in list(self.values()):
             self._drop(entry)
@@ -159,21 +159,21 @@ class Casts(dict[torch.dtype, _Entry]):
 
 
 def _is_its_own(weight: Tensor) -> bool:
-    """Return whether nothing but the weight has its memory: no tensor, no array, no process."""
+    """Return whether only the weight uses its memory: no tensor, array or process shares it."""
     if not storages.is_used_once(weight):
         return False
     storage = weight.untyped_storage()
-    return storage.resizable() and not storage.is_shared()  # memory of arrays cannot be resized
+    return storage.resizable() and not storage.is_shared()  # array memory cannot be resized
 
 
 # --- the casts of a context -----------------------------------------------------------------------
 
 
 class _Thread(threading.local):
-    """The weights that were cast in the outermost context of a thread, by ``id``, and their casts.
+    """The weights cast in the outermost context of a thread, by ``id``, with their casts.
 
-    Nothing is noted on the weights, which others copy and save, and no weak reference is made,
-    which would stop ``torch.utils.swap_tensors``.
+    The weights get no attributes, which would be copied and saved, and no weak references, which
+    would block ``torch.utils.swap_tensors``.
     """
 
     def __init__(self) -> None:
@@ -184,9 +184,9 @@ _thread = _Thread()
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Do what :meth:`Casts.cast` does, for the outermost context of this thread.
+    """Return :meth:`Casts.cast` of a weight, for the outermost context of this thread.
 
-    No more is kept than torch.autocast keeps: casts of float32 parameters that require a gradient,
+    It keeps no more than torch.autocast does: casts of float32 parameters that require a gradient,
     outside of inference mode. Sync: none.
     """
     if not (can_be_kept(weight) and _is_kept_by_torch(weight)):
@@ -207,12 +207,12 @@ def _is_kept_by_torch(weight: Tensor) -> bool:
 
 
 def forget(weight: Tensor) -> None:
-    """Forget the casts of a weight that was written to."""
+    """Drop the casts of a weight that was written to."""
     if id(weight) in _thread.casts:
         _thread.casts[id(weight)][1].forget()
 
 
 def clear() -> None:
-    """Free the casts of this thread: its outermost context ends."""
+    """Free the casts of this thread, at the end of its outermost context."""
     if _thread.casts:
         _thread.casts.clear()

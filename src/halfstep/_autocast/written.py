@@ -1,15 +1,15 @@
-"""Policies as they are written: the text form, TOML files, and the presets, which are such files.
+"""Text and TOML forms of policies, and the presets, which are TOML files.
 
-The text form is ``standard; linear,matmul:fp32; softmax[cuda,fp16]:lower``: a preset to start from,
-then rules, later ones win; parts end with ``;``. A rule is
+The text form is ``standard; linear,matmul:fp32; softmax[cuda,fp16]:lower``: a preset, then rules,
+of which later ones win; parts end with ``;``. A rule is
 
     op , op ... @ module [ condition , ... ] : action
 
-where the module, a glob over names, may be left out, or the ops for the module as a whole, and the
-brackets, which may be left out, hold a device type, ``fp16`` or ``bf16``, and ``train``
-or ``eval``. The action ``refuse`` is followed by its message in double quotes, as in JSON.
+The module, a glob over names, is optional; without ops the rule is for the module as a whole. The
+brackets are optional and contain a device type, ``fp16`` or ``bf16``, and ``train`` or ``eval``.
+The action ``refuse`` is followed by its message in double quotes, as in JSON.
 
-A file says the same in tables:
+A file expresses the same in tables:
 
     preset = "standard"
 
@@ -21,11 +21,11 @@ A file says the same in tables:
     phase = "train"
     module = "blocks.*"  # without ops: the module as a whole
 
-The presets that come with halfstep:
+The presets:
 
 * ``standard``: one table for every device, the default.
-* ``torch``: PyTorch's own lists of the running version, a different one for each device.
-* ``torch-2.11`` to ``torch-2.15``: those of that version, whichever runs.
+* ``torch``: the lists of the running PyTorch version, a different one for each device.
+* ``torch-2.11`` to ``torch-2.15``: the lists of that version, whichever is running.
 * ``torch-cuda``: PyTorch's list for CUDA, on every device.
 * ``bf16-lean``: standard, but norms, softmax and losses stay in bfloat16.
 * ``apex-o1``: the lists of NVIDIA Apex, opt level O1.
@@ -71,7 +71,7 @@ _VERSIONS = {f"torch-2.{minor}": (2, minor) for minor in range(11, 16)}
 PRESETS = ("standard", "torch", "torch-cuda", "bf16-lean", "apex-o1", "fp32", *_VERSIONS)
 
 _FIRST = {"rms_norm": (2, 12), "linalg_matrix_sqrth": (2, 14)}
-"""The first version in which PyTorch's autocast casts an op, and below the last one."""
+"""First and last versions in which PyTorch's autocast casts an op."""
 _LAST = {"cholesky": (2, 13), "qr": (2, 13)}
 
 
@@ -103,7 +103,7 @@ def _read(preset: str) -> list[Rule]:
 
 
 def _has_kernel(rule: Rule) -> bool:
-    """Return whether the running version of PyTorch has an autocast kernel for the op of a rule."""
+    """Return whether the running PyTorch has an autocast kernel for the op of a rule."""
     device = rule.device
     assert device is not None
     ops: Iterable[str] = dispatch.overloads_with_autocast_kernel(device)
@@ -123,9 +123,9 @@ def _by_op(overloads: frozenset[str]) -> dict[str, list[str]]:
 
 
 def _base(rules: tuple[Rule, ...]) -> tuple[str, tuple[Rule, ...]]:
-    """Return the preset with most rules that these begin with, and the rest of them."""
+    """Return the longest preset that the rules begin with, and the remaining rules."""
     begun = (name for name in PRESETS if rules[: len(rules_of(name))] == rules_of(name))
-    preset = max(begun, key=lambda name: len(rules_of(name)))  # of "fp32" there are none
+    preset = max(begun, key=lambda name: len(rules_of(name)))  # "fp32" is empty and always matches
     return preset, rules[len(rules_of(preset)) :]
 
 
@@ -135,7 +135,7 @@ _all_but_op = attrgetter(
 
 
 def _runs(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
-    """Yield rules in a row that differ in their ops alone; one for a whole module by itself."""
+    """Yield runs of rules that differ only in their ops; a rule for a whole module stands alone."""
     for _, alike in groupby(rules, _all_but_op):
         run = list(alike)
         yield from [[rule] for rule in run] if run[0].is_for_whole_module else [run]
@@ -153,10 +153,10 @@ _RULE = re.compile(
 
 
 def parse(text: str) -> tuple[str, list[Rule]]:
-    """Return the preset that a text names, and the rules to come after it.
+    """Return the preset that a text names, and the rules after it.
 
     Raises:
-        ValueError: The message names the part that is wrong, and what could be there.
+        ValueError: The message names the invalid part and the valid choices.
     """
     preset, *parts = _parts(text) or [""]
     if preset not in PRESETS:
@@ -168,12 +168,12 @@ def parse(text: str) -> tuple[str, list[Rule]]:
 
 
 def parse_rules(text: str) -> list[Rule]:
-    """Read rules without a preset before them."""
+    """Parse rules without a preset."""
     return [rule for part in _parts(text) for rule in _rules(part)]
 
 
 def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
-    """Return the ops of each action with the same limits, by its title; overruled ones left out."""
+    """Return the ops by action and limits, keyed by title; overruled ones are left out."""
     later: set[str] = set()
     found = []
     for rule in reversed(rules):
@@ -191,7 +191,7 @@ def by_action(rules: Sequence[Rule]) -> dict[str, list[str]]:
 
 
 def to_text(rules: tuple[Rule, ...]) -> str:
-    """Return what :func:`parse` reads as these rules."""
+    """Return the text from which :func:`parse` gets these rules."""
     preset, rest = _base(rules)
     runs = (",".join(rule.op for rule in run) + run[0].limits_and_action for run in _runs(rest))
     return "; ".join([preset, *runs])
@@ -259,7 +259,7 @@ def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
     """Return the preset that a file (``source``) names, ``""`` for none, and its own rules.
 
     Raises:
-        ValueError: The message names the line, what is there and what could be.
+        ValueError: The message names the line, the value and the valid choices.
     """
     try:
         table = tomllib.loads(text)
@@ -280,7 +280,7 @@ def parse_toml(text: str, source: str) -> tuple[str, list[Rule]]:
 
 
 def to_toml(rules: tuple[Rule, ...]) -> str:
-    """Return what :func:`parse_toml` reads as these rules."""
+    """Return the TOML from which :func:`parse_toml` gets these rules."""
     preset, rest = _base(rules)
     tables = [f'preset = "{preset}"\n']
     for run in _runs(rest):
@@ -300,19 +300,19 @@ def to_toml(rules: tuple[Rule, ...]) -> str:
 
 
 def _quoted(text: str) -> str:
-    # A string of JSON is one of TOML, but for pairs of escapes and for DEL.
+    # JSON strings are TOML strings, except for surrogate pairs and DEL.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 class _Place(NamedTuple):
-    """Where in a file something stands: in the line ``first``, or below. tomllib does not tell."""
+    """A position in a file: the line ``first`` or below, since tomllib does not report lines."""
 
     lines: list[str]
     source: str
     first: int
 
     def error(self, seen: object, message: str) -> ValueError:
-        """Return the error for what was seen."""
+        """Return an error with the line of a value."""
         found = (n for n in range(self.first, len(self.lines)) if str(seen) in self.lines[n])
         return ValueError(f"{self.source}, line {next(found, self.first) + 1}: {message}")
 
