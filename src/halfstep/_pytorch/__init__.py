@@ -1,5 +1,5 @@
-"""Every private name of PyTorch that halfstep uses, by the parts of PyTorch.
+"""Every private name of PyTorch that halfstep uses, grouped by PyTorch's parts.
 
-When a new PyTorch moves one of these, this is the only folder to change. docs/versions.md says what
-was run with which version, and what differs.
+If a new PyTorch version moves one of them, only this folder changes. docs/versions.md lists what
+was tested with which version, and the differences.
 """

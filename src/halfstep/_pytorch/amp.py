@@ -1,4 +1,4 @@
-"""torch.amp: the switches of autocast, the kernels and the state of the scaler."""
+"""torch.amp: autocast's switches, and the scaler's kernels and state."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ import torch.amp.autocast_mode
 from halfstep._pytorch.compiler import GUARD_DEVICE
 
 # (gradients, found_inf, inv_scale): sets found_inf to 1 if any entry is inf or NaN, then multiplies
-# all gradients by inv_scale in place, in float32 arithmetic. The gradients are of one device and
-# one real dtype, found_inf and inv_scale float32 scalars on that device.
+# all gradients by inv_scale in place, in float32 arithmetic. The gradients have one device and one
+# real dtype; found_inf and inv_scale are float32 scalars on that device.
 check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
-# (tensors, p, dtype=): the p-norm of each tensor, all of one device.
+# (tensors, p, dtype=): the p-norm of each tensor, all on one device.
 norms_of_each = torch._foreach_norm
 
 # (tensors, others): adds each to its tensor in place, in few kernels.
 add_to_each_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_add_
 
-# (tensors, others): write others to tensors, one to each, converted to its dtype.
+# (tensors, others): copies each to its tensor, converted to the tensor's dtype.
 copy_to_each_ = torch._foreach_copy_
 
-# (tensors): what torch.autograd.graph.increment_version() calls.
+# (tensors): the implementation of torch.autograd.graph.increment_version().
 increment_version: Callable[[Iterable[torch.Tensor]], None] = torch._C._increment_version
 
-# (is_on): what torch.no_grad() calls, twice, from seven functions.
+# (is_on): the implementation of torch.no_grad(), which reaches it through seven functions, twice.
 set_grad_enabled = torch._C._set_grad_enabled
 
 # (scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval): the transition
-# of torch.amp in place on the device. Scale and found_inf are float32 scalars, growth_tracker is an
-# int32 one. It grows the scale when growth_tracker + 1 == growth_interval, by equality.
+# of torch.amp, in place on the device. Scale and found_inf are float32 scalars, growth_tracker is
+# an int32 scalar. The scale grows when growth_tracker + 1 == growth_interval, by equality.
 update_scale_ = torch._amp_update_scale_
 
 
-# (): the name of the backend that a library has added, else "privateuseone".
+# (): the name of a backend added by a library, else "privateuseone".
 custom_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
 
 def restart_scaler(scaler: torch.amp.GradScaler, scale: float | None) -> None:
-    """Give PyTorch's scaler new books, so that those it has are left alone.
+    """Give PyTorch's scaler new state objects, and leave the existing ones unchanged.
 
     Args:
-        scaler: Its attributes are replaced; keep ``vars(scaler)`` to bring them back.
-        scale: The scale; None for the one that it has.
+        scaler: Its attributes are replaced; save ``vars(scaler)`` to restore them.
+        scale: The scale; None for its current one.
     """
     attributes: Any = vars(scaler)
     device = None if attributes["_scale"] is None else attributes["_scale"].device
@@ -77,7 +77,7 @@ _set_cache_enabled = torch.set_autocast_cache_enabled
 
 
 def autocast_switches(device_type: str) -> Switches:
-    """Read the switches of this thread."""
+    """Return the switches of this thread."""
     return Switches(
         device_type, _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
     )
@@ -92,46 +92,46 @@ def set_autocast_switches(switches: Switches) -> None:
 
 
 def exchange_autocast_switches(switches: Switches) -> Switches:
-    """Set the switches of this thread, and return what they were for the same device type."""
+    """Set the switches of this thread, and return the previous ones for the same device type."""
     device_type, dtype, enabled, cache = switches
     before = _get_dtype(device_type), _is_enabled(device_type), _is_cache_enabled()
     _set_enabled(device_type, enabled)
     if dtype is not before[0]:
         _set_dtype(device_type, dtype)
     _set_cache_enabled(cache)
-    return tuple.__new__(Switches, (device_type, *before))  # half the time of Switches(...)
+    return tuple.__new__(Switches, (device_type, *before))  # takes half the time of Switches(...)
 
 
-# (): whether some __torch_function__ mode is active in this thread.
+# (): whether any __torch_function__ mode is active in this thread.
 has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
-# (): what torch.clear_autocast_cache is before call_when_cache_is_cleared.
+# (): the original torch.clear_autocast_cache, before call_when_cache_is_cleared replaces it.
 clear_autocast_cache: Callable[[], None] = torch.clear_autocast_cache
 
 
 def switches_of(context: torch.amp.autocast_mode.autocast) -> Switches:
-    """Return what a context of plain ``torch.autocast`` sets the switches to."""
+    """Return the switches that a plain ``torch.autocast`` context sets."""
     return Switches(
         context.device, context.fast_dtype, context._enabled, bool(context._cache_enabled)
     )
 
 
 def remember_for_custom_bwd(ctx: Any, switches: Switches) -> None:
-    """Tell ``torch.amp.custom_bwd``, as ``custom_fwd`` does, what the forward pass ran under."""
+    """Store the forward pass's switches for ``torch.amp.custom_bwd``, as ``custom_fwd`` does."""
     ctx._fwd_used_autocast, ctx._dtype = switches.enabled, switches.dtype
 
 
 @cache
 def switch_devices() -> list[str]:
-    """Return the device types for which this build of PyTorch has autocast's switches."""
+    """Return the device types for which this PyTorch build has autocast switches."""
     return [each for each in torch._C._autocast_supported_devices() if each != GUARD_DEVICE]
 
 
 @cache
 def autocast_devices() -> list[str]:
-    """Return those of :func:`switch_devices` for which PyTorch takes kernels for autocast.
+    """Return the :func:`switch_devices` for which autocast kernels can be registered.
 
-    For some others (XLA) it has autocast, but no Python name for the key.
+    For some others (XLA) there is autocast, but no Python name of its key.
     """
     keys = torch._C.DispatchKey.__members__
     return [
@@ -142,7 +142,7 @@ def autocast_devices() -> list[str]:
 
 
 def call_when_cache_is_cleared(function: Callable[[], None]) -> None:
-    """Let ``torch.clear_autocast_cache()`` call ``function`` too, for good."""
+    """Make ``torch.clear_autocast_cache()`` also call ``function``, permanently."""
     clear = torch.clear_autocast_cache
 
     @functools.wraps(clear)

@@ -19,7 +19,7 @@ _Value = TypeVar("_Value")
 
 
 def allow_in_graph(*functions: Callable[..., None]) -> None:
-    """Let torch.compile put calls of the functions into its graphs as they are."""
+    """Make torch.compile put calls of the functions into its graphs unchanged."""
     torch.compiler.allow_in_graph(list(functions))  # type: ignore[no-untyped-call]
 
 
@@ -28,12 +28,12 @@ def do_not_compile_alone(
 ) -> Callable[_Params, _Result]:
     """Let torch.compile trace into ``function`` from its caller, but not start in it.
 
-    Where torch.compile gives up on a function it runs it as it is and compiles what it calls. A
-    graph made of code that switches autocast on would do so while it is traced, and never again.
+    If torch.compile gives up on a function, it runs it eagerly and compiles its callees. A graph of
+    code that enables autocast would do so only during tracing, and never when it runs.
 
     Args:
-        function: what is not to be compiled.
-        nor_below: not to start in anything that it calls either.
+        function: the function.
+        nor_below: whether the functions that it calls are excluded too.
     """
     frames = torch._C._dynamo.eval_frame
     skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
@@ -43,9 +43,9 @@ def do_not_compile_alone(
 
 
 def keep_out_of_graphs(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Let torch.compile end a graph where ``function`` is called, and compile nothing in it.
+    """Make torch.compile break the graph at ``function`` and compile nothing in it.
 
-    As ``torch.compiler.disable``, which would import all of torch.compile.
+    Like ``torch.compiler.disable``, which would import all of torch.compile.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it keeps books in Python"  # type: ignore[attr-defined]
@@ -53,19 +53,19 @@ def keep_out_of_graphs(function: Callable[_Params, _Result]) -> Callable[_Params
 
 
 def run_while_tracing(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Let torch.compile call ``function`` while it traces, and take the result for a constant.
+    """Make torch.compile call ``function`` during tracing and treat the result as a constant.
 
-    As ``torch.compiler.assume_constant_result``, which would import all of torch.compile.
+    Like ``torch.compiler.assume_constant_result``, which would import all of torch.compile.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def constant_while_tracing(kind: type[_Value]) -> type[_Value]:
-    """Let torch.compile of 2.11 pass values of a class to what :func:`run_while_tracing` marks.
+    """Let torch.compile of 2.11 pass values of a class to :func:`run_while_tracing` functions.
 
-    Later versions do without. The class has ``__eq__`` and ``__hash__`` and is no dataclass; its
-    values never change. Code that was compiled with one value is guarded by it.
+    Later versions do not need this. The class must be immutable, have ``__eq__`` and ``__hash__``,
+    and not be a dataclass. Compiled code is guarded by the value.
     """
     torch.utils._pytree.register_constant(kind)
     return kind
@@ -73,34 +73,34 @@ def constant_while_tracing(kind: type[_Value]) -> type[_Value]:
 
 @run_while_tracing
 def is_exporting() -> bool:
-    """Return whether torch.export traces; 2.11's own answer is True for torch.compile too."""
+    """Return whether torch.export is tracing. 2.11's own function also counts torch.compile."""
     return torch.compiler.is_exporting()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Say whether calls of a module run what torch.compile made of it."""
+    """Return whether calls of a module run compiled code."""
     return module._compiled_call_impl is not None or compiled_from(module) is not None
 
 
 def compiled_from(module: torch.nn.Module) -> Any:
-    """Return the module that torch.compile has made ``module`` of; None if it has not."""
+    """Return the module from which torch.compile made ``module``; None for other modules."""
     return getattr(module, "_orig_mod", None)
 
 
 def script_instead(wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
-    """Let torch.jit.script compile ``original`` where it finds ``wrapper``; torch.compile too."""
+    """Make torch.jit.script, and torch.compile, compile ``original`` in place of ``wrapper``."""
     vars(wrapper).update(__script_if_tracing_wrapper=True, __original_fn=original)
 
 
-# torch.compile guards on the autocast dtype of every device type for which autocast is on. This one
-# (Graphcore's) lost its backend, so no op ever looks at it, and a number written there as a dtype
-# becomes part of the guards. It does count for torch._C._is_any_autocast_enabled().
+# torch.compile guards on the autocast dtype of every device type with autocast on. This type
+# (Graphcore's) has no backend any more, so no op depends on it, and a number encoded there as a
+# dtype becomes part of the guards. It does count for torch._C._is_any_autocast_enabled().
 GUARD_DEVICE = "ipu"
 
 _get_dtype, _set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
-_USUAL = _get_dtype(GUARD_DEVICE)  # the first number, so that most programs need not write it
+_USUAL = _get_dtype(GUARD_DEVICE)  # the first number, so that most programs need no write
 _DTYPES = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _GUARD_VALUES = [_USUAL, *sorted(_DTYPES - {_USUAL}, key=str)]
 NUM_GUARD_VALUES = len(_GUARD_VALUES)
@@ -110,32 +110,33 @@ CompileGuard = tuple[bool, torch.dtype]
 
 
 def numbered_guard(number: int) -> CompileGuard:
-    """Return a guard that differs from that of another number, below :data:`NUM_GUARD_VALUES`."""
+    """Return the guard for a number below :data:`NUM_GUARD_VALUES`; all guards differ."""
     return True, _GUARD_VALUES[number]
 
 
 def compile_guard() -> CompileGuard:
-    """Return what code compiled in this thread now is guarded by."""
+    """Return the guard of code that is compiled in this thread now."""
     return _is_enabled(GUARD_DEVICE), _get_dtype(GUARD_DEVICE)
 
 
 _TAG_MARK = "|halfstep:"
 _tags_after: dict[tuple[object, str], str] = {}
 
-# Where PyTorch keeps an override and what has changed in context variables (from 2.13 on), they are
-# read and written in a tenth of the time of the attribute of the configuration.
+# The places where PyTorch stores an override and a change flag, context variables from 2.13 on.
+# Access takes a tenth of the time of the configuration attribute.
 _override: Any = torch.compiler.config._config["cache_key_tag"].user_override  # type: ignore[attr-defined]
 _has_changed: Any = getattr(torch.compiler.config, "_hash_dirty_var", None)
 _tag_variable: ContextVar[object] | None = None if _has_changed is None else _override
 
 
 def set_compile_mark(was: CompileGuard, guard: CompileGuard, tag: str) -> None:
-    """Let code compiled in this thread from now on run only while the same guard is set again.
+    """Set the guard and the tag for code that this thread compiles from now on.
 
-    ``was`` is the guard that is set now; the on-disk caches tell this code by ``tag``.
+    ``was`` is the current guard. The code runs only under the same guard; ``tag`` distinguishes it
+    in the on-disk caches.
     """
     enabled, dtype = guard
-    _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off, and on
+    _set_enabled(GUARD_DEVICE, enabled)  # always: PyTorch itself switches all of them off and on
     if dtype is not was[1]:
         _set_dtype(GUARD_DEVICE, dtype)
     if _tag_variable is None:
@@ -157,11 +158,11 @@ def _with_tag(tag: str) -> str:
 
 
 def is_loaded() -> bool:
-    """Return whether torch.compile is imported in this process; else it has compiled nothing."""
+    """Return whether torch.compile is imported in this process; otherwise nothing is compiled."""
     return "torch._dynamo" in sys.modules
 
 
-# It keeps the classes of autocast that it finds when it is imported.
+# The module that stores the autocast classes which exist when it is imported.
 MODULE_OF_CONTEXTS = "torch._dynamo.variables.torch"
 
 
@@ -173,10 +174,10 @@ def forget_compiled_code() -> None:
 
 @contextmanager
 def eager(*, has_global_hooks: bool) -> Iterator[None]:
-    """Run compiled code eager in the block.
+    """Run compiled code eagerly in the block.
 
     Args:
-        has_global_hooks: Whether compiled modules run under hooks for all modules, of which they
+        has_global_hooks: Whether global module hooks are installed, about which compiled modules
             warn.
     """
     with ExitStack() as stack:
@@ -189,11 +190,11 @@ def eager(*, has_global_hooks: bool) -> Iterator[None]:
 
 
 class Captured(NamedTuple):
-    """What torch.compile has made of the code that was called in a block.
+    """The graphs that torch.compile captured in a block.
 
     Attributes:
         num_graphs: The number of graphs.
-        breaks: Why a graph ended, or none began, in one line for each reason.
+        breaks: One line for each reason of a graph break or of a graph that was not started.
     """
 
     num_graphs: int
@@ -202,10 +203,10 @@ class Captured(NamedTuple):
 
 @contextmanager
 def compiled_anew() -> Iterator[Callable[[], Captured]]:
-    """Compile what is called in the block, of which nothing is compiled yet; forget it afterwards.
+    """Compile the code called in the block from scratch; discard it afterwards.
 
     Yields:
-        What returns what was captured in the block so far.
+        A function that returns the graphs captured in the block so far.
     """
     from torch._dynamo.utils import counters
 
@@ -222,7 +223,7 @@ def compiled_anew() -> Iterator[Callable[[], Captured]]:
     torch.compiler.reset()
     try:
         with torch.compiler.set_stance("default"), warnings.catch_warnings():
-            # Of the compiler itself, which looks at the gradient of each input.
+            # Caused by the compiler itself, which reads the gradient of each input.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not")
             yield captured
     finally:
@@ -236,7 +237,7 @@ def raised_inside(error: Exception) -> Exception:
 
 
 def lacks_cpp_compiler(error: Exception) -> bool:
-    """Return whether torch.compile failed since there is no C++ compiler."""
+    """Return whether torch.compile failed for lack of a C++ compiler."""
     return type(raised_inside(error)).__name__ == "InvalidCxxCompiler"
 
 

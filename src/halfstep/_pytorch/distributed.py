@@ -1,6 +1,6 @@
-"""torch.distributed: process groups, DTensors, and what wraps a model for several ranks.
+"""torch.distributed: process groups, DTensors and wrappers of models.
 
-None of it is imported here; what a program has not imported, it does not use.
+None of it is imported here: a program that has not imported it does not use it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from halfstep._pytorch.compiler import keep_out_of_graphs
 
 
 def default_store() -> Any:
-    """Return the store through which the ranks of this job have found each other."""
+    """Return the store that the ranks of this job used for rendezvous."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.device:
-    """Return where the ranks of a group exchange small tensors: the same kind on all of them.
+    """Return the device on which a group exchanges small tensors, of the same type on all ranks.
 
-    An accelerator if the group has a backend for it that is not that of the CPU, else the CPU.
+    It is an accelerator if the group has a backend for it other than the CPU's, else the CPU.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator in process_group._device_types:
@@ -36,9 +36,10 @@ def exchange_device(process_group: torch.distributed.ProcessGroup) -> torch.devi
 
 
 def saving_group() -> torch.distributed.ProcessGroup | None:
-    """Return the ranks on which torch.distributed.checkpoint asks for states to save now.
+    """Return the ranks for which torch.distributed.checkpoint is collecting state dicts now.
 
-    None if it does not, or on one rank only. It tells nobody; the arguments of its ``save`` do.
+    None if it is not, or for one rank only. There is no API for this; the arguments of ``save`` on
+    the stack show it.
     """
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -52,46 +53,46 @@ def saving_group() -> torch.distributed.ProcessGroup | None:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether ``value`` is a DTensor, without importing what defines them."""
+    """Return whether ``value`` is a DTensor, without importing DTensor."""
     return type(value) is not torch.Tensor and is_dtensor_class(type(value))
 
 
 def is_dtensor_class(kind: type) -> bool:
-    """Return whether the tensors of a class are DTensors."""
+    """Return whether a class is DTensor or derived from it."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # else there are none
     return issubclass(kind, getattr(module, "DTensor", ()))
 
 
 def has_dtensors(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether there are DTensors among these. Thousands are asked in one go."""
+    """Return whether any of the tensors is a DTensor; fast for thousands of them."""
     return any(map(is_dtensor_class, set(map(type, tensors))))
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """Return what this rank holds of a DTensor; another tensor as it is. No collective.
+    """Return the local part of a DTensor; any other tensor unchanged. No collective.
 
-    It shares memory with the DTensor and is below autograd.
+    The result shares memory with the DTensor and is below autograd.
     """
     if not is_dtensor(tensor):
         return tensor  # type: ignore[no-any-return]
     local: torch.Tensor = tensor._local_tensor  # to_local() takes 20 times longer
-    # The result of a collective that may be under way.
+    # It may be the result of a collective in flight.
     return local if type(local) is torch.Tensor or not hasattr(local, "wait") else local.wait()
 
 
 def spec_of(tensor: Any) -> Any:
-    """Return the value that says where a DTensor lies, None for another tensor.
+    """Return the value that describes the layout of a DTensor, None for another tensor.
 
-    DTensors with the same one lie on the same ranks in the same way.
+    DTensors with the same spec are spread over the same ranks in the same way.
     """
     return getattr(tensor, "_spec", None)
 
 
 def settle(param: Any, grad: Any) -> Any:
-    """Return a gradient, a DTensor, whose entries are final: each rank of some holds a summand.
+    """Return a DTensor gradient with final entries, by adding up partial placements.
 
-    Tensor parallel leaves such gradients of parameters that all its ranks have. One collective for
-    each of them.
+    Tensor parallelism leaves partial gradients for parameters that are replicated on its ranks.
+    Each one takes a collective.
     """
     if spec_of(grad) is spec_of(param) or not any(place.is_partial() for place in grad.placements):
         return grad
@@ -105,7 +106,7 @@ def settle(param: Any, grad: Any) -> Any:
 
 
 def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what makes of this rank's part a whole tensor that lies on the ranks as ``tensor``."""
+    """Return a function that wraps a local part in a DTensor with the layout of ``tensor``."""
     if not is_dtensor(tensor):
         return lambda local: local
     cls: Any = type(tensor)
@@ -114,10 +115,10 @@ def placed_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def in_place_of(tensor: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, of any dtype, as a whole tensor that lies as ``tensor`` does.
+    """Return a local part, of any dtype, as a DTensor with the layout of ``tensor``.
 
-    Unlike :func:`placed_like`, whose tensors are thought to be of the dtype of ``tensor``: what is
-    computed with this one is of its own dtype.
+    Unlike the DTensors of :func:`placed_like`, which claim the dtype of ``tensor``, this one has
+    its own dtype, and so do results computed from it.
     """
     if not is_dtensor(tensor):
         return local
@@ -130,12 +131,13 @@ def in_place_of(tensor: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 class Swap:
-    """A parameter that is another tensor for a while, of any dtype: data, gradient, version.
+    """A temporary exchange of a parameter's data, gradient and version for another tensor's.
 
-    It stays the same Python object. What autograd keeps of it is left alone, too: assigned to
-    ``param.data``, a tensor of another dtype would make PyTorch forget the node that accumulates
-    its gradient, and so the hooks there, by which DistributedDataParallel reduces gradients.
-    ``other`` is a leaf that nothing else knows; it is the parameter meanwhile.
+    The parameter stays the same Python object, and autograd's data about it is unaffected. In
+    contrast, assigning a tensor of another dtype to ``param.data`` makes PyTorch discard the node
+    that accumulates its gradient, with its hooks, through which DistributedDataParallel reduces
+    gradients. ``other`` is a leaf without other references; during the exchange it holds the
+    parameter's contents.
     """
 
     __slots__ = ("_id", "_own", "other", "param")
@@ -146,13 +148,13 @@ class Swap:
         self._own = (param._local_tensor, param._spec) if is_dtensor(param) else None
 
     def is_made(self) -> bool:
-        """Return whether the parameter is the other tensor."""
+        """Return whether the exchange is in effect."""
         made: bool = self.param._cdata != self._id
         return made
 
     @keep_out_of_graphs
     def make(self) -> None:
-        """Let it be the other tensor. Interrupted, it is wholly so or can be undone."""
+        """Exchange the contents. If interrupted, the exchange is complete or can be undone."""
         if self._own is not None:
             self.param._local_tensor = self.other._local_tensor
             self.param._spec = self.other._spec
@@ -160,7 +162,7 @@ class Swap:
 
     @keep_out_of_graphs
     def undo(self) -> None:
-        """Let it be itself, whether it is already or not."""
+        """Undo the exchange, if it is in effect."""
         if self.is_made():
             torch._C._swap_tensor_impl(self.param, self.other)
         if self._own is not None:
@@ -168,9 +170,9 @@ class Swap:
 
 
 def shard_name(tensor: Any) -> str:
-    """Return a name for the part of a DTensor that this rank has, "" for what all ranks have.
+    """Return a name for the part of a DTensor on this rank, "" if all ranks have the same.
 
-    Ranks with the same name have the same parts of all tensors whose parts have that name.
+    Ranks with the same name have the same parts of all tensors with that name.
     """
     if not is_dtensor(tensor):
         return ""
@@ -184,9 +186,9 @@ def shard_name(tensor: Any) -> str:
 
 
 def has_process_group() -> bool:
-    """Return whether this process is one of several that work together, or may be.
+    """Return whether this process may be one of several that work together.
 
-    As ``torch.distributed.is_initialized()``, but with one call in place of four.
+    Like ``torch.distributed.is_initialized()``, with one call instead of four.
     """
     return _c10d is not None and _c10d._world._default_pg is not None
 
@@ -209,7 +211,7 @@ def gathered_dtype(module: Any) -> torch.dtype | None:
 
 
 class _BucketsAsTheyAre:
-    """The reducer of a DistributedDataParallel, which makes its buckets anew at another time."""
+    """A DistributedDataParallel reducer that does not rebuild its buckets."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -222,29 +224,29 @@ class _BucketsAsTheyAre:
 
 
 def keep_buckets(module: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Let forward passes not ask the other ranks for the order of buckets, as the second one does.
+    """Stop forward passes from rebuilding buckets, a collective, as the second one does.
 
-    Until the attribute ``reducer`` is put back.
+    To undo it, restore the attribute ``reducer``.
     """
     module.reducer = _BucketsAsTheyAre(module.reducer)  # type: ignore[assignment]
 
 
 def wrapped_by(module: torch.nn.parallel.DistributedDataParallel) -> torch.nn.Module | None:
-    """Return what a DistributedDataParallel wraps; None if its constructor has raised."""
+    """Return the module in a DistributedDataParallel; None if its constructor raised."""
     wrapped: torch.nn.Module | None = vars(module).get("_modules", {}).get("module")
     return wrapped
 
 
 def has_comm_hook(module: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return whether the gradients are reduced by a function of the user's."""
+    """Return whether a user's function reduces the gradients."""
     return bool(module._comm_hooks)
 
 
 def reduce_in_float32(module: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Let all gradients of a DistributedDataParallel be float32. A collective of its ranks.
+    """Make all gradients of a DistributedDataParallel float32. A collective of its ranks.
 
     Raises:
-        ValueError: It keeps the buckets that it has made, in the dtypes of its parameters.
+        ValueError: Its buckets are fixed, with the dtypes of its parameters.
     """
     if module.find_unused_parameters and not module.static_graph:
         raise ValueError(
@@ -253,8 +255,8 @@ def reduce_in_float32(module: torch.nn.parallel.DistributedDataParallel) -> None
         )
     reducer: Any = module.reducer
     reducer._set_mixed_precision_param_dtype(torch.float32)
-    # Buckets are of that dtype once they are made anew; and again after a backward pass, in whose
-    # order they shall be.
+    # Rebuilding applies the dtype to the buckets. They must be rebuilt again after a backward pass,
+    # in its order.
     reducer._reset_state()
     reducer._push_all_rebuilt_params()
     is_rebuilt = reducer._rebuild_buckets()
@@ -263,7 +265,7 @@ def reduce_in_float32(module: torch.nn.parallel.DistributedDataParallel) -> None
 
 
 def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str]:
-    """Return the names of parameters whose gradients DistributedDataParallel leaves alone."""
+    """Return the names of parameters whose gradients DistributedDataParallel ignores."""
     names: set[str] = module.parameters_to_ignore
     return names
 
@@ -271,14 +273,14 @@ def names_left_out(module: torch.nn.parallel.DistributedDataParallel) -> set[str
 def reduced_by(
     params: Sequence[torch.Tensor],
 ) -> Iterator[tuple[int, torch.nn.parallel.DistributedDataParallel]]:
-    """Yield the ids of the parameters that some DistributedDataParallel reduces, and which one."""
+    """Yield the ids of parameters that a DistributedDataParallel reduces, with that module."""
     wanted = set(map(id, params))
     # PyTorch keeps no list of them. Once for each optimizer, some 50 ms for a million objects.
     for candidate in gc.get_objects():
         if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
             module = wrapped_by(candidate)
             if module is None:
-                continue  # its constructor has raised
+                continue  # its constructor raised
             left_out = names_left_out(candidate)
             for name, param in module.named_parameters():
                 if id(param) in wanted and name not in left_out:

@@ -1,4 +1,4 @@
-"""Functions of PyTorch that others listen to: they are replaced while anybody does."""
+"""Listeners for calls of PyTorch functions, which are replaced while there are any."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.nn.utils import clip_grad
 
 
 class _Heard:
-    """A function of a module, and those who listen to its calls; they may leave in any order.
+    """A function of a module with listeners, which may be removed in any order.
 
-    PyTorch looks it up by its name at each call. ``call`` gets the function, the listeners, and
-    what it is called with.
+    PyTorch must look the function up by name at each call. ``call`` receives the original, the
+    listeners and the arguments.
     """
 
     def __init__(self, module: Any, name: str, call: Callable[..., Any]) -> None:
@@ -79,15 +79,16 @@ _norms = _Heard(clip_grad, "_get_total_norm", _norm)
 
 
 def listening_to_backward(listener: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Hear of backward passes before they begin: of their roots."""
+    """Call ``listener`` with the roots of each backward pass before it begins."""
     return _backwards.by(listener)
 
 
 def listening_to_norms(
     listener: Callable[[list[torch.Tensor], torch.Tensor], None],
 ) -> AbstractContextManager[None]:
-    """Hear of gradients and their L2 norm, a scalar, that torch.nn.utils.clip_grad_norm_ measures.
+    """Call ``listener`` with the gradients and the norm that clip_grad_norm_ measures.
 
-    By whatever name that is known.
+    The norm is the L2 norm, a scalar. This covers every reference to
+    ``torch.nn.utils.clip_grad_norm_``.
     """
     return _norms.by(listener)

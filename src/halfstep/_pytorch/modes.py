@@ -18,28 +18,28 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from halfstep._pytorch.amp import Switches, autocast_switches, has_function_mode
 from halfstep._pytorch.dispatch import autocast_key
 
-# (with no_torch_function(): ...) runs a block as if no tensor had a __torch_function__ of its own.
+# (with no_torch_function(): ...) runs a block as if no tensor had its own __torch_function__.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
-# (with no_function_modes(): ...) does that, and runs it unseen by modes for functions.
+# (with no_function_modes(): ...) does the same, and also disables torch function modes.
 no_function_modes = torch._C.DisableTorchFunction
 
-# (tensor): whether it stands for others inside torch.func.grad or vmap, where nothing outside may
-# be written to.
+# (tensor): whether it is a wrapper in torch.func.grad or vmap, where writing to outer tensors is
+# forbidden.
 is_inside_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 
-# (): whether torch.jit.trace, or an export that uses it, records what runs in this thread.
+# (): whether torch.jit.trace, or an export based on it, is tracing in this thread.
 is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 
 
-# (): how many dispatch modes see the ops of this thread.
+# (): the number of dispatch modes that see the ops of this thread.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode whose ``__torch_dispatch__`` sees every op of a thread, below autocast and autograd.
 
-    PyTorch's own imports all of torch.compile with the first op, to keep out of its graphs.
+    PyTorch's base class imports all of torch.compile at the first op, to stay out of its graphs.
     """
 
     supports_higher_order_operators = True
@@ -53,14 +53,14 @@ class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FunctionMode(torch.overrides.TorchFunctionMode):
-    """A mode whose ``__torch_function__`` sees calls of PyTorch's functions in a thread.
+    """A mode whose ``__torch_function__`` sees calls of PyTorch functions in a thread.
 
-    Not the calls that such a function makes itself.
+    It does not see calls made by these functions.
     """
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let it see the calls of a block, wherever in the stack of modes it lies at the end."""
+        """Activate the mode in a block, wherever in the stack of modes it is at the end."""
         _push(self)
         try:
             yield
@@ -71,9 +71,9 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
                 _push(mode)
 
     def leave(self) -> bool:
-        """See nothing from now on, if this is the innermost mode; return whether it was.
+        """Deactivate the mode if it is the innermost one; return whether it was.
 
-        A mode that is left costs nothing.
+        An inactive mode costs nothing.
         """
         depth = torch._C._len_torch_function_stack()
         if not depth or _mode_at(depth - 1) is not self:
@@ -83,13 +83,13 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
         return True
 
     def come_back(self) -> None:
-        """See calls again, at the same place in the stack: a block may have begun since."""
+        """Reactivate the mode at its former place in the stack: a block may have begun since."""
         for mode in (self, *_pop_from(self._place)):
             _push(mode)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let it see nothing in a block, if it is the innermost mode."""
+        """Deactivate the mode in a block if it is the innermost one."""
         was_left = self.leave()
         try:
             yield
@@ -107,18 +107,18 @@ def _push(mode: Any) -> None:
 
 
 def _pop_from(place: int) -> list[Any]:
-    """Take the function modes off the stack from a place on, and return them, outermost first."""
+    """Pop the function modes from a stack position on; return them, outermost first."""
     count = torch._C._len_torch_function_stack() - place
     return [torch.overrides._pop_mode() for _ in range(count)][::-1]  # type: ignore[no-untyped-call]
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Return the modes that see the ops of this thread, the innermost last."""
+    """Return the dispatch modes of this thread, innermost last."""
     return [torch._C._get_dispatch_stack_at(i) for i in range(num_dispatch_modes())]
 
 
 def unseen_by_modes() -> AbstractContextManager[object]:
-    """Return a context whose ops no mode of the user sees."""
+    """Return a context whose ops are hidden from all of the user's modes."""
     has_functions, has_ops = has_function_mode(), num_dispatch_modes() > 0
     if not has_ops:
         return torch._C.DisableTorchFunction() if has_functions else nullcontext()
@@ -130,7 +130,7 @@ def unseen_by_modes() -> AbstractContextManager[object]:
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
-    """Return a context outside of the transforms of ``torch.func`` around the caller."""
+    """Return a context outside of the surrounding transforms of ``torch.func``."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -139,10 +139,11 @@ def outside_of_transforms() -> AbstractContextManager[object]:
 
 
 def is_tracing() -> bool:
-    """Say whether ops are not simply carried out, once each.
+    """Return whether ops are not simply executed once each.
 
-    So it is under vmap, grad and the like, forward-mode AD, fake tensors, jit.trace, make_fx, and
-    under dispatch modes: some replay ops, or look at their order. Ours only look on.
+    This includes vmap, grad and the like, forward-mode AD, fake tensors, jit.trace, make_fx, and
+    dispatch modes, some of which replay ops or depend on their order. Halfstep's own modes are only
+    observers.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():
         return True
@@ -154,10 +155,10 @@ def is_tracing() -> bool:
 
 
 def is_tracing_before_autocast() -> bool:
-    """Return whether ops are recorded before they come to the Autocast keys, and not run.
+    """Return whether ops are recorded, instead of run, before they reach the Autocast keys.
 
-    So does ``make_fx(pre_dispatch=True)``, and what is made of it; :func:`amp.has_function_mode` is
-    True then, and is faster to ask for.
+    ``make_fx(pre_dispatch=True)`` and its users do so. :func:`amp.has_function_mode`, which is then
+    true, is faster to check.
     """
     proxy = torch._C._TorchDispatchModeKey.PROXY
     mode = torch._ops._get_dispatch_mode_pre_dispatch(proxy)  # type: ignore[no-untyped-call]
@@ -165,26 +166,26 @@ def is_tracing_before_autocast() -> bool:
 
 
 def is_making_graph() -> bool:
-    """Return whether ``make_fx`` records ops; it takes no subclass that it was not given."""
+    """Return whether ``make_fx`` is recording; it rejects subclasses among captured tensors."""
     proxy = torch._C._TorchDispatchModeKey.PROXY
     return torch._C._get_dispatch_mode(proxy) is not None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has no values: it belongs to a FakeTensorMode."""
+    """Return whether a tensor has no values because it belongs to a FakeTensorMode."""
     module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # else there is none
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def autocast_again(device_type: str) -> Any:
-    """In a dispatch mode: return a context in which autocast casts, as it does in the program."""
+    """Return a context, for a dispatch mode, in which autocast casts as in the program."""
     return torch._C._SetExcludeDispatchKeyGuard(autocast_key(device_type), False)
 
 
 def autocast_switches_of_caller(device_type: str) -> Switches:
-    """In a dispatch mode: read the switches under which the program called the op.
+    """Return, in a dispatch mode, the switches under which the program called the op.
 
-    The mode itself runs with all keys above its own excluded, and with them autocast.
+    The mode runs with all keys above its own excluded, including autocast's.
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         return autocast_switches(device_type)
@@ -192,8 +193,8 @@ def autocast_switches_of_caller(device_type: str) -> Switches:
 
 # --- torch.func -----------------------------------------------------------------------------------
 
-# (module, name): what torch.func.grad, grad_and_value, vmap and functional_call call. Looked up in
-# the module at each call.
+# (module, name): the implementations of torch.func.grad, grad_and_value, vmap and functional_call,
+# which are looked up in the module at each call.
 CALLED_AS_A_WHOLE: tuple[tuple[Any, str], ...] = (
     (torch._functorch.eager_transforms, "grad_impl"),
     (torch._functorch.eager_transforms, "grad_and_value_impl"),
@@ -206,6 +207,6 @@ RETURNING_GRADIENTS = {"grad_impl", "grad_and_value_impl"}
 
 
 def has_transforms() -> bool:
-    """Return whether a transform of ``torch.func`` runs in this thread."""
+    """Return whether a transform of ``torch.func`` is active in this thread."""
     active: bool = torch._C._are_functorch_transforms_active()
     return active

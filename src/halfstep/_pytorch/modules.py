@@ -1,4 +1,4 @@
-"""torch.nn and torch.utils.data: what modules hold, what calls them, and what loads batches."""
+"""torch.nn and torch.utils.data: contents and calls of modules, and loaders of batches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.utils.data.dataloader
 
 
 def registers_of(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    """Return the dictionaries that hold the parameters, buffers and modules of a module itself."""
+    """Return the dicts of a module's own parameters, buffers and submodules."""
     held = vars(module)
     return held["_parameters"], held["_buffers"], held["_modules"]
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary that holds the buffers of a module itself."""
+    """Return the dict of a module's own buffers."""
     return module._buffers
 
 
-# What the call of a module runs in; its locals `args` and `kwargs` are what the module is given.
+# The code object in which a module is called; its locals `args` and `kwargs` are the inputs.
 CALL_CODE = torch.nn.Module._call_impl.__code__
 
 # The class whose ``__next__`` returns the batches of every DataLoader.

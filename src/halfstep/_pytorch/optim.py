@@ -1,4 +1,4 @@
-"""torch.optim and the clipping of gradients: steps that run, schedulers, norms."""
+"""torch.optim and gradient clipping: steps, step hooks, schedulers and norms."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 
 
 def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Say whether an optimizer of this class was made: then its ``step`` calls the step hooks."""
+    """Return whether ``step`` of a class has hooks, which its first instance installs."""
     return getattr(optimizer_class.step, "hooked", False)
 
 
 def is_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer saves its own state: wrappers have that of another one saved.
+    """Return whether an optimizer saves its own state, unlike wrappers, which save another's.
 
-    Those of many libraries do not call ``Optimizer.__init__``.
+    Wrappers in many libraries do not call ``Optimizer.__init__``.
     """
     sharded: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     is_sharded = isinstance(optimizer, getattr(sharded, "ZeroRedundancyOptimizer", ()))
     return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks") and not is_sharded
 
 
-# The code of the function that PyTorch puts around ``step`` of every class of optimizers.
+# The code object of PyTorch's wrapper around ``step`` of every optimizer class.
 _STEP_CODE = torch.optim.Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def optimizer_step_depth() -> int:
-    """Return how many steps of optimizers, each inside the one before, run in this thread."""
+    """Return the number of nested optimizer steps running in this thread."""
     frame: Any = sys._getframe(1)
     depth = 0
     while frame is not None:
@@ -39,16 +39,16 @@ def optimizer_step_depth() -> int:
     return depth
 
 
-# (function): what calls the step hooks of an optimizer around a function, as around its ``step``.
+# (function): wraps a function with the step hooks of its optimizer, like ``step``.
 with_step_hooks: Callable[[Callable[..., Any]], Callable[..., Any]] = (
     torch.optim.Optimizer.profile_hook_step
 )
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """Return the ``step`` of an optimizer's class alone, bound; None if it has another one.
+    """Return the unhooked, bound ``step`` of an optimizer's class; None if it was replaced.
 
-    One that a scheduler has put there, to see that it is called, does not count.
+    A wrapper that a scheduler installed to detect calls does not count as a replacement.
     """
     own: Any = type(optimizer).step
     there: Any = vars(optimizer).get("step")
@@ -56,13 +56,13 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] |
         return None
     if is_hooked(type(optimizer)):
         if getattr(own, "__code__", None) is not _STEP_CODE:
-            return None  # put there since, with functools.wraps: it calls the hooked one
+            return None  # replaced later, with functools.wraps: it calls the hooked one
         own = own.__wrapped__
     return MethodType(own, optimizer)
 
 
 def tell_scheduler(optimizer: torch.optim.Optimizer) -> None:
-    """Tell a scheduler that the ``step`` was called which it has put there."""
+    """Record a call of ``step``, in place of the wrapper that a scheduler installed."""
     if _is_schedulers(optimizer.step):
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -72,5 +72,5 @@ def _is_schedulers(step: Any) -> bool:
 
 
 def is_being_made(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
-    """Say whether a scheduler's ``step`` is the one that its constructor makes."""
+    """Return whether the current ``step`` of a scheduler is the one made by its constructor."""
     return scheduler._is_initial

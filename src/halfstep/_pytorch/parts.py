@@ -1,4 +1,4 @@
-"""The plain tensors that hold the values of a tensor of any kind."""
+"""Plain tensors that hold the values of a tensor of any kind."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _OF_TRACERS = ("FakeTensor", "FunctionalTensor", "ProxyTensor")
 
 
 def parts_of(tensor: Tensor) -> list[Tensor] | None:
-    """Return the plain tensors that hold the values of a tensor; None if nothing can be seen.
+    """Return the plain tensors that hold the values of a tensor; None if they are inaccessible.
 
-    That of one inside of ``torch.func`` is what it wraps, with all samples of ``vmap``. That of a
-    DTensor is the local part; a sparse tensor has its values, a subclass what
-    ``__tensor_flatten__`` names. To be called inside of :func:`modes.outside_of_transforms`.
+    Inside of ``torch.func`` this is the wrapped tensor, with all samples of ``vmap``; for a DTensor
+    the local part; for a sparse tensor its values; for a subclass the tensors named by
+    ``__tensor_flatten__``. Call it inside of :func:`modes.outside_of_transforms`.
     """
     if modes.is_inside_functorch(tensor):
         return parts_of(torch._C._functorch.get_unwrapped(tensor))
@@ -42,7 +42,7 @@ def parts_of(tensor: Tensor) -> list[Tensor] | None:
 
 
 def is_made_of_others(cls: type) -> bool:
-    """Return whether the tensors of a class run ops as ops on other tensors."""
+    """Return whether a class of tensors implements ops with ops on other tensors."""
     return (
         getattr(cls, "__torch_dispatch__", _NOT_SUBCLASSED) != _NOT_SUBCLASSED
         and cls.__name__ not in _OF_TRACERS
@@ -50,5 +50,5 @@ def is_made_of_others(cls: type) -> bool:
 
 
 def any_made_of_others(classes: Iterable[Any]) -> bool:
-    """Return whether :func:`is_made_of_others` holds for one of several classes."""
+    """Return whether :func:`is_made_of_others` is true for any of several classes."""
     return any(cls is not Tensor and is_made_of_others(cls) for cls in classes)

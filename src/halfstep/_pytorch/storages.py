@@ -1,4 +1,4 @@
-"""The memory of tensors: its owners, its streams, and aliases of it."""
+"""Tensor memory: its users, its streams, and aliases."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch.multiprocessing.reductions
 from halfstep._pytorch.dispatch import callable_of
 from halfstep._pytorch.modes import no_torch_function
 
-# (sparse tensor): the tensor that holds its values, below autograd and whether coalesced or not.
+# (sparse tensor): the tensor of its values, below autograd, whether or not coalesced.
 values_of_sparse: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 
 
 def is_used_once(tensor: torch.Tensor) -> bool:
-    """Return whether nothing but ``tensor`` has its memory: no tensor, no array, no storage object.
+    """Return whether only ``tensor`` uses its memory: no other tensor, array or storage object.
 
-    Not seen are raw pointers.
+    Raw pointers are not detected.
     """
     return _users(tensor) == _ONE_USER
 
 
 def _users(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the owners of the memory of a tensor, and the references to its storage object."""
-    storage = tensor.untyped_storage()  # one owner more, and one object for all who ask
+    """Return the use count of a tensor's memory, and the references to its storage object."""
+    storage = tensor.untyped_storage()  # adds one use; all callers get the same object
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-_ONE_USER = _users(torch.empty(1))  # how references are counted differs between Pythons
+_ONE_USER = _users(torch.empty(1))  # reference counts differ between Python versions
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """Return what tells a memory from all other while it lives; later another may have it."""
+    """Return a number that identifies a memory while it lives; it may be reused afterwards."""
     return int(storage._cdata)
 
 
@@ -47,8 +47,8 @@ def number_of_memory(tensor: torch.Tensor) -> int | None:
 def memory_of(tensor: torch.Tensor) -> Any:
     """Return a weak reference to the memory of a tensor, None if it has none of its own.
 
-    Its ``cdata`` tells the memory from all other while the reference is held. The memory is freed
-    as always; only its address is not used again.
+    While the reference exists, its ``cdata`` is unique. The memory is freed as usual; only its
+    address is not reused.
     """
     storage = _storage_of(tensor)
     if storage is None:
@@ -60,11 +60,11 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     try:
-        if type(tensor) is torch.Tensor:  # the context takes longer than all else
+        if type(tensor) is torch.Tensor:  # the context takes longer than everything else
             return tensor.untyped_storage()
         with no_torch_function():
             return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse, or a subclass that has parts
+    except (NotImplementedError, RuntimeError):  # sparse, or a subclass made of other tensors
         return None
 
 
@@ -72,9 +72,9 @@ _Value = TypeVar("_Value")
 
 
 class ByMemory(Generic[_Value]):
-    """Values, none of them None, by the memory of tensors, which views share.
+    """A mapping from memory, which views share, to values other than None.
 
-    It keeps no memory alive. A tensor without memory of its own has no value.
+    It keeps no memory alive. A tensor without its own memory has no value.
     """
 
     def __init__(self) -> None:
@@ -96,18 +96,18 @@ class ByMemory(Generic[_Value]):
             self._items[reference.cdata] = (reference, value)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Forget the value for the memory of a tensor, if there is one."""
+        """Remove the value for the memory of a tensor, if there is one."""
         number = number_of_memory(tensor) if self._items else None
         if number is not None:
             self._items.pop(number, None)
 
     def values(self) -> Iterator[_Value]:
-        """Yield all values, in the order in which memories came."""
+        """Yield all values, in order of insertion."""
         return (value for _, value in self._items.values())
 
 
 def stream_of(tensor: torch.Tensor) -> int:
-    """Return the current stream of the device of ``tensor``; 0 where there is one only."""
+    """Return the current stream of the device of ``tensor``; 0 if the device has only one."""
     if tensor.is_cpu or tensor.is_mps:
         return 0
     if tensor.is_cuda:
@@ -121,10 +121,10 @@ _unsafe_view = callable_of(torch.ops.aten._unsafe_view.default)
 def in_place_of(source: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` as if they had been computed from ``source``, of the same shape.
 
-    The gradient with respect to the result, cast to the dtype of ``source``, goes to ``source``.
-    Neither is copied, and a later write to ``source`` does not count as one to the result.
+    The gradient with respect to the result is cast to the dtype of ``source`` and passed to it.
+    Nothing is copied, and a later write to ``source`` does not count as a write to the result.
     """
-    # The alias is one that autograd does not take for a view; the engine casts its gradient.
+    # Autograd does not treat this alias as a view; the engine casts its gradient.
     stand_in: torch.Tensor = _unsafe_view(source, source.shape)
     stand_in.data = values
     return stand_in
