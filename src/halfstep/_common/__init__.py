@@ -1,1 +1,1 @@
-"""What several rooms share: text, numbers, JSON, nested values, random states, patches, machine."""
+"""Shared utilities: text, numbers, JSON, nested values, random states, patches, machine."""

@@ -1,6 +1,6 @@
-"""JSON from a file as values of known types, and the numbers that such values may hold.
+"""JSON as values of known types, with limits on their numbers.
 
-JSON has no NaN and no inf: where a float is expected, "nan", "inf" and "-inf" stand for them.
+JSON has no NaN and no inf: the strings "nan", "inf" and "-inf" are accepted as floats.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from msgspec.structs import asdict
 _Kind = TypeVar("_Kind")
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
-"""A number of things; to divide and to draw it is exact as a float too."""
+"""A count; exact as a float too, for divisions and plots."""
 Finite: TypeAlias = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Magnitude: TypeAlias = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Positive: TypeAlias = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 LARGEST = 2.0**128
-"""No finite float32 is larger."""
+"""An upper bound of all finite float32 numbers."""
 Scale: TypeAlias = Annotated[float, Meta(ge=2.0**-149, le=LARGEST)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 def decoded(kind: type[_Kind], text: str | bytes) -> _Kind:
-    """Return JSON as a value of a type; keys that the type does not have are left out.
+    """Return JSON as a value of a type; keys that the type does not have are ignored.
 
     Args:
-        kind: A data class or a ``msgspec.Struct``, of such or of plain types.
+        kind: A dataclass or ``msgspec.Struct``, with fields of such or plain types.
         text: The JSON.
 
     Raises:
-        ValueError: It is no JSON, or a part is missing, of another type or beyond its limits. The
-            message says which.
+        ValueError: It is not JSON, or a part is missing, of another type or out of range. The
+            message names the part.
     """
     try:
         value: _Kind = _decoder(kind).decode(text)  # type: ignore[arg-type]  # hashable
@@ -49,11 +49,11 @@ def decoded(kind: type[_Kind], text: str | bytes) -> _Kind:
 
 @cache
 def _decoder(kind: Any) -> Decoder[Any]:
-    return Decoder(kind, strict=False)  # strict, it would take no "nan" for a float
+    return Decoder(kind, strict=False)  # strict decoding would reject "nan" as a float
 
 
 def to_plain(value: Any, non_finite: Callable[[float], str | None] = str) -> Any:
-    """Return a value with its non-finite numbers as strings or None; a ``Struct`` as a mapping."""
+    """Return a value with non-finite numbers as strings or None; a ``Struct`` becomes a dict."""
     if isinstance(value, float):
         return value if math.isfinite(value) else non_finite(value)
     if isinstance(value, Mapping):

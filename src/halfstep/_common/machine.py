@@ -1,4 +1,4 @@
-"""This process among several, and its machine: names of devices, states of random numbers."""
+"""The process among its ranks, and the machine: device names and random states."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from halfstep._pytorch.distributed import has_process_group
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of this process that a launcher such as torchrun gave it, else 0.
+    """Return the rank that a launcher such as torchrun set, else 0.
 
-    Lightning gives none; then it is that of the process group, if there is one.
+    Lightning sets none; then it is the rank in the process group, if there is one.
     """
     of_group = torch.distributed.get_rank() if has_process_group() else 0
     return _count(environ.get("RANK"), of_group)
 
 
 def num_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Return the number of processes, known as :func:`rank` is, else 1."""
+    """Return the number of processes, determined as in :func:`rank`, else 1."""
     of_group = torch.distributed.get_world_size() if has_process_group() else 1
     return max(_count(environ.get("WORLD_SIZE"), of_group), 1)
 
@@ -36,7 +36,7 @@ def _count(text: str | None, otherwise: int) -> int:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU, or that of the processor and the number of threads in use."""
+    """Return the name of the GPU, or of the processor with the number of threads in use."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     threads = torch.get_num_threads()
@@ -44,7 +44,7 @@ def device_name(device: str) -> str:
 
 
 def _cpu_name() -> str:
-    # Python knows the processor's name on some systems only; Linux has it in a file.
+    # Python knows the processor's name only on some systems; Linux has it in a file.
     cpuinfo = Path("/proc/cpuinfo")
     if os.name == "posix" and cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
@@ -57,9 +57,9 @@ def _cpu_name() -> str:
 
 
 class RandomStates:
-    """The random numbers of PyTorch, Python, and NumPy if it is loaded, as they are now.
+    """The current random states of PyTorch, of Python, and of NumPy if it is loaded.
 
-    Of these devices and the CPU. Sync: none; the states lie on the host.
+    They include the given devices and the CPU. Sync: none; the states are on the host.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -87,7 +87,7 @@ class RandomStates:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the accelerators of this machine, none if nothing has used them yet."""
+    """Return the accelerators of this machine; none if they have not been used yet."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not torch.accelerator.is_available():
         return []
@@ -98,4 +98,4 @@ def accelerators() -> list[torch.device]:
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # of which there is one
+    return () if device.type == "mps" else (device,)  # mps has only one device

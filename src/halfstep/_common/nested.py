@@ -1,4 +1,4 @@
-"""Walks over nested values: what lies in lists, tuples and mappings."""
+"""Traversal of nested values: lists, tuples and mappings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among values, and in the tuples, lists and mappings among them."""
+    """Yield the tensors among values, and in nested tuples, lists and mappings."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -24,16 +24,16 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 MOST_REACHED = 10_000
-"""The most values that are looked through for tensors."""
+"""Maximum number of values that are searched for tensors."""
 
 
 def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any]:
-    """Yield what is no container, in containers and in the attributes of objects, each once.
+    """Yield the values in containers and in attributes of objects, each once, without containers.
 
     Args:
-        value: Looked through: lists, tuples, sets, mappings, dataclasses, and any other objects
-            with attributes. Not classes, functions and modules of Python.
-        leave_out: The classes of objects that are not looked into.
+        value: The value to search: lists, tuples, sets, mappings, dataclasses, and any other
+            objects with attributes, but not Python classes, functions and modules.
+        leave_out: Classes of objects that are not searched.
     """
     waiting, seen = deque([value]), set[int]()
     while waiting and len(seen) < MOST_REACHED:
@@ -57,19 +57,19 @@ def values_reached(value: Any, leave_out: tuple[type, ...] = ()) -> Iterator[Any
 
 
 def tensors_reached(value: Any) -> list[Tensor]:
-    """Return the tensors of :func:`values_reached`, without those that modules hold."""
-    if isinstance(value, Tensor):  # as most results of calls are
+    """Return the tensors in :func:`values_reached`, except those in modules."""
+    if isinstance(value, Tensor):  # the most common result of a call
         return [value]
     reached = values_reached(value, leave_out=(torch.nn.Module,))
     return [each for each in reached if isinstance(each, Tensor)]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value with ``function`` applied to what lies in its lists, tuples and dictionaries.
+    """Return a value with ``function`` applied to the leaves of its lists, tuples and dicts.
 
-    Anything else is passed to ``function`` itself, also mappings that are no ``dict`` or
-    ``UserDict``: a copy of one may share its items with it. A container in which nothing changes is
-    returned as it is; else a new one is of the same class.
+    Everything else is a leaf, including mappings other than ``dict`` and ``UserDict``, because a
+    copy of such a mapping may share its items. Unchanged containers are returned themselves;
+    changed ones are new objects of the same class.
     """
     if isinstance(value, dict | UserDict):
         items = {key: map_leaves(function, item) for key, item in value.items()}
@@ -81,12 +81,12 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Return what :func:`map_leaves` does for a function of tensors; all else stays as it is."""
+    """Return :func:`map_leaves` for a function of tensors; other leaves are unchanged."""
     return map_leaves(lambda item: function(item) if isinstance(item, Tensor) else item, value)
 
 
 def _is_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
-    # torch.compile cannot trace this comparison; there every container is a new one.
+    # torch.compile cannot trace this comparison; there, every container is recreated.
     if torch.compiler.is_compiling():
         return False
     return all(item is before for item, before in zip(new, old, strict=True))
@@ -95,17 +95,17 @@ def _is_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
 def like(container: Any, items: Any) -> Any:
     """Return a container of the same class with other items.
 
-    For mappings that are no ``dict`` or ``UserDict``, and for other iterables, these are the items
+    For mappings other than ``dict`` and ``UserDict``, and for other iterables, return the items
     themselves.
     """
     if isinstance(container, (list, tuple)):
-        # A class derived from a named tuple may take other arguments.
+        # A subclass of a named tuple may take other arguments.
         return getattr(container, "_make", type(container))(items)
     if type(container) is OrderedDict:
         return OrderedDict(items)
     if type(container) is dict or not isinstance(container, dict | UserDict):
         return items
-    # What the class adds is copied: the factory of a defaultdict, attributes.
+    # Copy what the class adds: attributes, the default_factory of a defaultdict.
     result = copy.copy(container)
     for key, item in items.items():
         result[key] = item
@@ -113,9 +113,10 @@ def like(container: Any, items: Any) -> Any:
 
 
 def map_plain(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value with ``function`` applied to all that is no tuple, list or dictionary.
+    """Return a value with ``function`` applied to everything but tuples, lists and dicts.
 
-    An object of a class derived from one is no container: it may not be possible to make it anew.
+    Instances of subclasses of these are not treated as containers, since it may be impossible to
+    recreate them.
     """
     if type(value) is dict:
         return {key: map_plain(function, item) for key, item in value.items()}

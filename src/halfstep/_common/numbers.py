@@ -1,4 +1,4 @@
-"""How numbers are written in a report, in one place."""
+"""Formatting of numbers in reports."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 NONE = "-"
-"""Stands where there is no number."""
+"""The placeholder for a missing number."""
 
 
 def count(value: int) -> str:
-    """Return a whole number: ``12,345``."""
+    """Format an integer: ``12,345``."""
     return f"{value:,}"
 
 
 def number(value: float | None) -> str:
-    """Return a number with four digits: ``2.543``, ``1.2e-07``, ``NaN``, ``-`` for None."""
+    """Format a number with four digits: ``2.543``, ``1.2e-07``, ``NaN``, ``-`` for None."""
     if value is None:
         return NONE
     if math.isnan(value):
@@ -24,7 +24,7 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share so that what is not none or all never reads as none or all; ``-`` for None.
+    """Format a fraction so that only exactly 0 and 1 read as 0 % and 100 %; ``-`` for None.
 
     Example:
         >>> percent(0.00004), percent(0.1234), percent(0.9997), percent(0.0)
@@ -45,7 +45,7 @@ def percent(share: float | None) -> str:
 
 
 def power(scale: float | None) -> str:
-    """Return a scale as a power of two, ``2^16``; ``1``, and ``1000`` that is none, as they are."""
+    """Format a scale as a power of two, ``2^16``; ``1`` and other numbers are unchanged."""
     if scale is None or not math.isfinite(scale) or scale <= 0:
         return number(scale)
     mantissa, exponent = math.frexp(scale)
@@ -55,12 +55,12 @@ def power(scale: float | None) -> str:
 
 
 def bits(value: float | None) -> str:
-    """Return a headroom: ``3.2 bits``."""
+    """Format a headroom: ``3.2 bits``."""
     return NONE if value is None else f"{value:.1f} bits"
 
 
 def seconds(value: float | None) -> str:
-    """Return a time: ``12 ms``, ``61.2 s``, ``3 min 5 s``, ``2 h 5 min``."""
+    """Format a duration: ``12 ms``, ``61.2 s``, ``3 min 5 s``, ``2 h 5 min``."""
     if value is None:
         return NONE
     if value < 0.9995:
@@ -74,21 +74,21 @@ def seconds(value: float | None) -> str:
 
 
 def things(value: int, noun: str) -> str:
-    """Return a number of things: ``1 step``, ``2 steps``."""
+    """Format a number with its noun: ``1 step``, ``2 steps``."""
     return f"{count(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence: ``a, b and c``."""
+    """Join words: ``a, b and c``."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def step_list(steps: Iterable[int], most: int = 6) -> str:
-    """Return the numbers of steps, those in a row together: ``1, 5 to 9 and 3 more``.
+    """Format step numbers, with consecutive ones combined: ``1, 5 to 9 and 3 more``.
 
     Args:
-        steps: In order.
-        most: After so many parts the others are only counted.
+        steps: In ascending order.
+        most: Maximum number of parts; the remaining steps are counted.
     """
     spans: list[list[int]] = []
     for step in steps:
@@ -102,7 +102,7 @@ def step_list(steps: Iterable[int], most: int = 6) -> str:
 
 
 def at_steps(steps: Iterable[int], noun: str = "step") -> str:
-    """Return the numbers of steps, or of ranks, after the word: ``step 3``, ``steps 3 to 7``."""
+    """Format step or rank numbers after the noun: ``step 3``, ``steps 3 to 7``."""
     numbers = tuple(steps)
     return f"{noun}{'' if len(numbers) == 1 else 's'} {step_list(numbers)}"
 

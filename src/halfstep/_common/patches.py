@@ -1,6 +1,6 @@
-"""Functions in the place of others for a while: around steps, and around top-level calls.
+"""Temporary replacements of functions: wrappers of optimizer steps and of top-level calls.
 
-Top-level calls are those that a program makes outside of any module: of models, and of losses.
+Top-level calls are those of models and loss functions that are made outside of any module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from halfstep._pytorch import compiler, optim
 _MISSING = object()
 
 Around = Callable[..., Any]
-"""Called as ``around(original, *args, **kwargs)`` instead of ``original(*args, **kwargs)``."""
+"""A wrapper, called as ``around(original, *args, **kwargs)``."""
 
 
 class Patches:
-    """Attributes that were replaced, and what to put back."""
+    """Replaced attributes, with their original values."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, object]] = []
@@ -37,14 +37,14 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, around: Around) -> Callable[..., Any]:
-        """Let ``around`` run in place of a function of a class or module, until :meth:`undo`.
+        """Wrap a function of a class or module with ``around`` until :meth:`undo`.
 
         Returns:
-            What is there now.
+            The wrapper.
         """
         original = getattr(owner, name)
 
-        # What the original says of itself, as PyTorch's marks on optimizer.step, is copied.
+        # Copies the original's attributes, such as PyTorch's marks on optimizer.step.
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return around(original, *args, **kwargs)
@@ -53,7 +53,7 @@ class Patches:
         return wrapper
 
     def undo(self) -> None:
-        """Put everything back, the newest first."""
+        """Restore all attributes, newest first."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _MISSING:
@@ -63,7 +63,7 @@ class Patches:
 
 
 def subclasses(cls: type) -> Iterator[type]:
-    """Yield all classes that are derived from a class, at whatever distance, each once."""
+    """Yield all direct and indirect subclasses of a class, each once."""
     found: dict[type, None] = dict.fromkeys(cls.__subclasses__())
     for derived in list(found):
         found.update(dict.fromkeys(subclasses(derived)))
@@ -73,11 +73,11 @@ def subclasses(cls: type) -> Iterator[type]:
 def watch_steps(
     patches: Patches, around: Callable[..., Any], meet: Callable[[Optimizer], object]
 ) -> None:
-    """Put ``around`` in place of ``step`` of all classes of optimizers, those to come included.
+    """Wrap ``step`` of all optimizer classes with ``around``, including future ones.
 
-    ``patches`` takes it back, and ``meet`` is called with every optimizer that is made.
+    ``patches`` undoes it. ``meet`` is called with every new optimizer.
     """
-    # PyTorch changes `step` of a class when the first optimizer of it is made; only then do we.
+    # PyTorch changes `step` of a class when its first instance is created; wrap it after that.
     watched: weakref.WeakSet[type] = weakref.WeakSet()
 
     def watch(cls: type[Optimizer]) -> None:
@@ -100,7 +100,7 @@ def watch_steps(
 # --- top-level calls ------------------------------------------------------------------------------
 
 not_compiled = functools.partial(compiler.do_not_compile_alone, nor_below=False)
-"""For what torch.compile must not begin a graph with, though it may in what that calls."""
+"""A decorator: torch.compile must not start a graph in the function, but may in its callees."""
 
 
 class _Thread(threading.local):
@@ -108,14 +108,14 @@ class _Thread(threading.local):
 
 
 class TopLevelCalls:
-    """What is around modules and loss functions that are not called :meth:`inside` of others.
+    """Handlers for modules and loss functions that are not called :meth:`inside` of others.
 
     Attributes:
-        losses: The names of the loss functions in ``torch.nn.functional`` that it is around; the
-            loss modules of PyTorch call them.
+        losses: The names of the handled loss functions in ``torch.nn.functional``; PyTorch's loss
+            modules call them.
     """
 
-    # Not binary_cross_entropy: autocast refuses it in float16, and in float32 it needs no help.
+    # Without binary_cross_entropy: autocast rejects it in float16, and in float32 it needs no help.
     losses: tuple[str, ...] = (
         *(n for n in dir(functional) if n.endswith("_loss") and not n.startswith("_")),
         *("binary_cross_entropy_with_logits", "cross_entropy", "kl_div"),
@@ -126,17 +126,17 @@ class TopLevelCalls:
 
     @property
     def is_on(self) -> bool:
-        """False lets everything be called as it is."""
+        """Whether calls are handled; otherwise they run unchanged."""
         raise NotImplementedError
 
     def call_module(
         self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """Call a module that no other one has called: ``original(module, *args, **kwargs)``."""
+        """Handle the call of a module outside of others: ``original(module, *args, **kwargs)``."""
         raise NotImplementedError
 
     def call_loss(self, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a loss function of PyTorch that no module has called."""
+        """Handle the call of a PyTorch loss function outside of modules."""
         raise NotImplementedError
 
     @property
@@ -146,7 +146,7 @@ class TopLevelCalls:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let what is called in the block in this thread be called as it is."""
+        """Let calls in the block, in this thread, run unchanged."""
         before, self._inside.is_inside = self._inside.is_inside, True
         try:
             yield
@@ -154,15 +154,15 @@ class TopLevelCalls:
             self._inside.is_inside = before
 
     def install(self, patches: Patches) -> None:
-        """Put it around the calls until ``patches`` are undone."""
-        # Around __call__ and not as a hook: an error and Ctrl-C are seen too, and what
-        # torch.compile compiles lies inside.
+        """Handle the calls until ``patches`` are undone."""
+        # __call__ is replaced because a hook would miss errors and Ctrl-C. What torch.compile
+        # compiles is inside.
         original, thread = nn.Module.__call__, self._inside
 
         @not_compiled
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Every module of a model comes by here, so nothing else is asked of the inner ones.
-            # In a graph all of this is a constant: it is compiled as if we were not there.
+            # Every module of a model gets here, so inner ones take the shortest path. In a graph
+            # these conditions are constants, so compiled code has no overhead.
             if torch.compiler.is_compiling() or thread.is_inside or not self.is_on:
                 return original(module, *args, **kwargs)
             return self.call_module(original, module, args, kwargs)

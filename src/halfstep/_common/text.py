@@ -1,4 +1,4 @@
-"""A sentence as a value: how bad it is, and its text with names marked."""
+"""Sentences as values with a severity and marked names, and formatting of text."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Literal, TextIO, TypeAlias
 
 Severity: TypeAlias = Literal["good", "notice", "warning", "bad"]
 SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "notice", "good")
-"""The worst first."""
+"""All severities, worst first."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """A name, or a piece of code, inside a sentence; it may come from outside: escape it.
+    """A name, or a piece of code, in a sentence. It may come from outside, so escape it.
 
     Attributes:
-        text: As it is.
+        text: The raw text.
     """
 
     text: str
@@ -31,12 +31,12 @@ class Code:
 
 @dataclass(frozen=True)
 class Sentence:
-    """One thing to know.
+    """One piece of information for the reader.
 
     Attributes:
         severity: How bad it is.
         what: Plain text and names in order; both may come from outside.
-        cure: What to do about it, in the same way; empty where there is nothing to do.
+        cure: What to do about it, in the same form; empty if there is nothing to do.
         evidence: The id of the part of the page that shows it.
         follows: Whether it is a consequence of another problem of the run.
     """
@@ -59,7 +59,7 @@ class Sentence:
 
     @property
     def markdown(self) -> str:
-        """The sentence as Markdown in which nothing from outside is markup."""
+        """The sentence as Markdown, with all text from outside escaped."""
         return "".join(
             code(part.text) if isinstance(part, Code) else plain(part) for part in self.parts
         )
@@ -72,7 +72,7 @@ def say(
     evidence: str = "",
     follows: bool = False,
 ) -> Sentence:
-    """Return a sentence of parts; see :class:`Sentence`."""
+    """Return a sentence made of parts; see :class:`Sentence`."""
     return Sentence(severity, what, tuple(cure), evidence, follows)
 
 
@@ -89,7 +89,7 @@ def names(of: Iterable[str], most: int = 3) -> Iterator[str | Code]:
 
 
 def code(text: str) -> str:
-    """Return text as Markdown code, also fit for a table."""
+    """Return text as Markdown code that also works in a table."""
     text = one_line(text).replace("|", "\\|")
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
@@ -98,40 +98,40 @@ def code(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text as Markdown that shows it as it is."""
+    """Return text as Markdown that renders literally."""
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", one_line(text))
 
 
 def one_line(text: str) -> str:
-    """Return text without line ends and what a terminal would obey or could not show."""
+    """Return text without line breaks, control characters and surrogates."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+", " ", text)
 
 
 def printable(text: str) -> str:
-    """Return text with what a terminal would obey, such as ESC and marks of direction, escaped."""
+    """Return text with unprintable characters, such as ESC and direction marks, escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def preformatted(text: str) -> str:
-    """Return text as HTML that shows it as it is, for notebooks."""
+    """Return text as HTML that renders literally, for notebooks."""
     style = "white-space: pre-wrap; max-height: 40em; overflow: auto"
     return f'<pre style="{style}">{html.escape(text)}</pre>'
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'softmax'?"`` for the names most like ``name``, or nothing."""
+    """Return ``"; did you mean 'softmax'?"`` for the names closest to ``name``, or ""."""
     return suggestion(near_names(name, known))
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the names most like one, at most three."""
+    """Return the known names closest to one, at most three."""
     return difflib.get_close_matches(name, list(known), n=3)
 
 
 def suggestion(meant: Iterable[object]) -> str:
-    """Return the end of a message that names what may have been meant; nothing for nothing."""
+    """Return the end of a message that suggests what was meant; "" for nothing."""
     names = " or ".join(repr(str(each)) for each in meant)
     return f"; did you mean {names}?" if names else ""
 
@@ -143,7 +143,7 @@ _SENTENCE = re.compile(rf"( *)({'|'.join(_COLORS)}|what followed): ")
 
 
 def fill(text: str, width: int, first: str = "", further: str = "") -> str:
-    """Return text in lines of a width, with what each begins with; no word is broken."""
+    """Wrap text to a width, with prefixes for the lines; words are not broken."""
     return textwrap.fill(
         text,
         width,
@@ -155,10 +155,10 @@ def fill(text: str, width: int, first: str = "", further: str = "") -> str:
 
 
 def tell(text: str, file: TextIO | None = None, *, flush: bool = False) -> None:
-    """Print lines on stdout or another stream; names in them may be anything.
+    """Print lines to stdout or another stream; names in them are escaped.
 
-    On a terminal, sentences are wrapped and their severity has a color; elsewhere each of them is
-    one line, for grep. ``NO_COLOR`` is respected (https://no-color.org).
+    On a terminal, sentences are wrapped and their severity is colored; elsewhere each is one line,
+    for grep. ``NO_COLOR`` is respected (https://no-color.org).
     """
     lines = [printable(line) for line in text.split("\n")]
     stream = sys.stdout if file is None else file
@@ -180,16 +180,16 @@ def _on_terminal(line: str, width: int) -> str:
 
 
 TableLine: TypeAlias = str | tuple[str, ...]
-"""Line of a table: text that runs over all columns, or the cells."""
+"""A line of a table: text that spans all columns, or the cells."""
 
 
 def aligned(
     lines: Sequence[TableLine], indent: int = 0, right: Iterable[str] = ("n", "bytes", "time")
 ) -> list[str]:
-    """Return lines with their cells in columns; the first line is the head.
+    """Return lines with their cells aligned in columns; the first line is the header.
 
-    Lines that are text stay as they are. Columns whose head is in ``right`` are aligned to the
-    right; empty columns are left out.
+    Text lines are not changed. Columns whose header is in ``right`` are right-aligned; empty
+    columns are left out.
     """
     columns = list(zip(*(line for line in lines if isinstance(line, tuple)), strict=True))
     shown = [index for index, (_, *cells) in enumerate(columns) if set(cells) - {"-"}]
