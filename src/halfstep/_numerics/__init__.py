@@ -1,1 +1,1 @@
-"""Number formats, and the statistics of tensors."""
+"""Number formats and tensor statistics."""

@@ -1,8 +1,8 @@
-"""Number formats: where each ends, above and below, and rounding to one.
+"""Number formats: their limits, and rounding to them.
 
 Sources: IEEE 754-2019 (binary16); P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
-arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in casts of PyTorch. The
-limits are computed from the layouts, so that reading a record needs no PyTorch.
+arXiv:2209.05433 (E4M3, E5M2). Rounding is to nearest, ties to even, as in PyTorch's casts. The
+limits are computed from the bit layouts, so that reading a record does not require PyTorch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Format:
         largest: The largest finite value.
         smallest_normal: The smallest value with full precision.
         smallest_subnormal: The smallest value above zero.
-        last_held: The largest float32 that is rounded to a finite value.
+        last_held: The largest float32 number that rounds to a finite value.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype:
-        """PyTorch's dtype."""
+        """The PyTorch dtype."""
         import torch
 
         found = getattr(torch, self.dtype_name)
@@ -52,17 +52,17 @@ class Format:
 
     @property
     def flushed_below(self) -> float:
-        """The largest magnitude that is rounded to zero: half the smallest subnormal value."""
+        """The largest magnitude that rounds to zero: half the smallest subnormal."""
         return self.smallest_subnormal / 2
 
 
 def _format(
     name: str, dtype_name: str, largest: float, first: int, digits: int, *, has_inf: bool = True
 ) -> Format:
-    """Return a format with the exponent of the smallest normal value, and the stored digits."""
+    """Return a format; ``first``: exponent of the smallest normal, ``digits``: stored digits."""
     last = math.floor(math.log2(largest))
-    # The tie with the value that would come next. With inf it is rounded to inf, since the largest
-    # finite value is odd; in e4m3, whose last odd value is NaN, it is rounded down.
+    # The tie with the next value beyond. It rounds to inf, since the largest finite value is odd;
+    # in e4m3, whose last odd value is NaN, it rounds down.
     tie = largest + 2.0 ** (last - digits) / 2
     last_held = tie - 2.0 ** (last - 23) if has_inf else tie
     return Format(name, dtype_name, largest, 2.0**first, 2.0 ** (first - digits), last_held)
@@ -84,16 +84,16 @@ FORMATS_BY_DTYPE = {format.dtype_name: format for format in FORMATS.values()}
 
 
 def rounded(tensor: Tensor, format: Format, *, saturate: bool) -> Tensor:
-    """Return the values of a tensor as a format holds them: to nearest, ties to even.
+    """Return the values of a tensor rounded to a format: to nearest, ties to even.
 
-    PyTorch casts the values that the format can hold, there and back. All machines agree on those,
-    subnormals included: the casts are instructions of IEEE 754, or operations on the bits. Values
-    that are too large are never cast, since versions of PyTorch treat them differently in float8.
+    PyTorch casts the values within the range of the format, back and forth. These casts agree on
+    all machines, including subnormals: they are IEEE 754 instructions or bit operations. Values out
+    of range are never cast, since PyTorch versions treat them differently in float8.
 
     Args:
         tensor: Real floating-point values of any shape.
         format: The format to round to.
-        saturate: Whether values that are too large, inf included, become the largest value of the
+        saturate: Whether values out of range, including inf, become the largest value of the
             format, as in the float8 casts of hardware. Otherwise they become inf, or NaN in e4m3,
             which has no inf.
 

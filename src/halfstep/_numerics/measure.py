@@ -1,9 +1,9 @@
-"""Measurement of a tensor: its statistics in few passes, and whether its values are finite.
+"""Measurement of tensors: statistics in few passes, and checks for non-finite values.
 
-Magnitudes are compared as bit patterns of float32, which have the order of the numbers. One
-histogram of their exponents gives almost all counts; entries are compared with a limit only if the
-bin that contains it is not empty. A large tensor is read once for its extremes; the rest is counted
-in a sample of its rows, and of the entries of long rows.
+Magnitudes are compared as float32 bit patterns, which have the same order as the numbers. One
+histogram of their exponents yields almost all counts; entries are compared with a limit only if the
+bin that contains it is not empty. A large tensor is read once for its extremes; everything else is
+counted in a sample of its rows, and of the entries of long rows.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from halfstep._numerics.statistics import Statistics, binned
 from halfstep._pytorch import distributed, modes
 
 LARGE = {"cpu": 2**16}
-"""The most entries that are all counted, by device type: counting is slow on a CPU."""
+"""Maximum number of entries that are all counted, by device type: a CPU counts slowly."""
 LARGE_ELSEWHERE = 2**24
 NUM_ROWS = 16
-"""The fewest rows in a sample."""
+"""Minimum number of rows in a sample."""
 ROW = 1024
-"""The length of the rows into which a vector is cut."""
+"""Length of the rows into which a vector is split."""
 
-_INF = 0x7F800000  # the bits of inf; those of NaN are above
+_INF = 0x7F800000  # the bits of inf; those of NaN are larger
 _NUM_BINS = 257  # zero, 255 exponents, NaN
-_FIRST, _LAST = -126, 128  # exponents of the second bin, magnitudes up to 2**-126, and the last
+_FIRST, _LAST = -126, 128  # exponents of the second bin (magnitudes up to 2**-126) and the last
 
 
 @torch.no_grad()
@@ -38,14 +38,15 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     """Return the statistics of a tensor.
 
     Args:
-        tensor: Of any shape, dtype and layout. float64 is measured in float32.
-        is_gradient: Also compute the norm and, if the values have passed through float16, count
-            the zeros that underflow has made. Rows and columns of zeros only do not count: an
-            unused embedding or a dead unit leaves them. For the same reason a vector has none.
+        tensor: Any shape, dtype and layout. float64 is measured in float32.
+        is_gradient: Also compute the norm and, if the values have passed through float16, count the
+            zeros due to underflow. Rows and columns that are all zero are not counted, since an
+            unused embedding or a dead unit produces them. For this reason the count is 0 for a
+            vector.
 
     Returns:
-        None for a tensor that holds no floating-point numbers of its own, such as one inside of
-        ``torch.func.vmap``.
+        The statistics; None for a tensor without its own floating-point values, such as one inside
+        of ``torch.func.vmap``.
 
     Sync: two or more.
     """
@@ -55,7 +56,7 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
     sample, amax = values, None
     if values.numel() > _limit(values):
         low, high = torch.stack(torch.aminmax(values)).tolist()
-        if max(abs(low), abs(high)) < float("inf"):  # else each NaN and inf is counted
+        if max(abs(low), abs(high)) < float("inf"):  # otherwise each NaN and inf is counted
             sample, amax = counted_part(values), max(-low, high)
     sample = sample.float().contiguous()
     statistics = _counted(sample, values.numel(), amax)
@@ -70,10 +71,10 @@ def measure(tensor: Tensor, *, is_gradient: bool = False) -> Statistics | None:
 
 
 def float_values(tensor: Tensor) -> Tensor | None:
-    """Return the floating-point numbers that a tensor of any layout holds, None if it has none.
+    """Return the floating-point values of a tensor of any layout, None if it has none.
 
-    A tensor of integers has none, nor has one inside of ``torch.func.vmap`` or one without data. Of
-    a DTensor it is the local part; no communication takes place.
+    A tensor of integers has none, nor has one inside of ``torch.func.vmap`` or one without data.
+    For a DTensor the result is the local part; there is no communication.
     """
     values = tensor.detach()
     values = distributed.local_part(values)
@@ -91,11 +92,11 @@ def _limit(values: Tensor) -> int:
 
 
 def counted_part(values: Tensor, limit: int | None = None) -> Tensor:
-    """Return the entries that are counted: all, or rows of a large tensor at equal distances.
+    """Return the counted entries: all, or equally spaced rows of a large tensor.
 
     Args:
         values: The entries.
-        limit: From how many on the tensor is large; None for what its device allows.
+        limit: Number of entries above which a tensor is large; None for the limit of its device.
     """
     limit = limit or _limit(values)
     if values.numel() <= limit:
@@ -104,7 +105,7 @@ def counted_part(values: Tensor, limit: int | None = None) -> Tensor:
         flat = values.reshape(-1)
         rows = flat[: flat.numel() // ROW * ROW].view(-1, ROW)
     else:
-        # In the weights of a convolution the last dimension is only a part of a row.
+        # In a convolution weight the last dimension is only a part of a row.
         is_matrix_of_rows = values.shape[-1] > 7
         rows = values.reshape(-1, values.shape[-1]) if is_matrix_of_rows else values.flatten(1)
     sample = rows[:: max(rows.shape[0] // max(limit // rows.shape[1], NUM_ROWS), 1)]
@@ -120,7 +121,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
     bins = torch.bincount(((bits - 1) >> 23) + 1, minlength=_NUM_BINS)
     zeros, *counts, nan, low, high = torch.cat([bins, torch.stack(torch.aminmax(bits))]).tolist()
     inf = int((bits == _INF).sum()) if counts[-1] else 0
-    counts[-1] -= inf  # the last bin counted them too
+    counts[-1] -= inf  # the last bin includes them
     histogram = {exponent: n for exponent, n in enumerate(counts, start=_FIRST) if n}
     if high >= _INF:
         high = int(torch.where(bits < _INF, bits, 0).max())
@@ -148,7 +149,7 @@ def _counted(sample: Tensor, size: int, amax: float | None) -> Statistics:
 
 
 def _count_above(bits: Tensor, histogram: dict[int, int], limit: float) -> int:
-    """Return how many finite magnitudes are above a limit, from the histogram if possible."""
+    """Return the number of finite magnitudes above a limit, from the histogram if possible."""
     limit_bits = _bits(limit)
     cut = max(((limit_bits - 1) >> 23) + _FIRST, _FIRST)
     above = sum(count for exponent, count in histogram.items() if exponent > cut)
@@ -163,11 +164,11 @@ def _is_from_float16(values: Tensor, sample: Tensor, amin: float | None) -> bool
     """Return whether the values have passed through float16, which may have flushed some."""
     if values.dtype is torch.float16:
         return True
-    # Without small values nothing was flushed. And above this limit the values of bfloat16, which
-    # have 8 bits, are values of float16 too.
+    # Without small values nothing was flushed. Above this limit, bfloat16 values, which have 8
+    # bits, are also float16 values.
     if amin is None or amin >= FORMATS["fp16"].smallest_subnormal * 2**7:
         return False
-    # Values of float16 are multiples of its smallest one, and so are their sums.
+    # float16 values are multiples of the smallest one, and so are their sums.
     multiples = sample / FORMATS["fp16"].smallest_subnormal
     return bool(((multiples == multiples.round()) | ~multiples.isfinite()).all())
 
@@ -190,7 +191,7 @@ def _float(bits: int) -> float:
 def extremes(tensor: Tensor) -> tuple[float, float] | None:
     """Return the smallest and the largest value, NaN if there is one. Sync: one.
 
-    None for a tensor without floating-point numbers, or without memory of its own.
+    None for a tensor without floating-point values or without its own memory.
     """
     values = float_values(tensor)
     if values is None or not values.numel():
@@ -205,11 +206,11 @@ def extremes(tensor: Tensor) -> tuple[float, float] | None:
 
 
 MINUS_INF, INF, NAN = range(3)
-"""How bad a value is: NaN and inf spread; -inf alone may come from a mask."""
+"""Severities of non-finite values: NaN and inf propagate; -inf alone may come from a mask."""
 
 
 def badness(values: Tensor) -> int | None:
-    """Return how bad the worst value is: MINUS_INF, INF or NAN; None for finite. Sync: one."""
+    """Return the worst severity: MINUS_INF, INF or NAN; None if all are finite. Sync: one."""
     found = extremes(values)
     if found is None or all(map(math.isfinite, found)):
         return None
@@ -219,12 +220,12 @@ def badness(values: Tensor) -> int | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor contains no inf and no NaN. Sync: one."""
+    """Return whether a tensor contains neither inf nor NaN. Sync: one."""
     return badness(tensor) is None
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Return whether a tensor is an additive mask: it contains -inf and one other number."""
+    """Return whether a tensor is an additive mask, with -inf and one other number."""
     values = float_values(tensor)
     if values is None:
         return False

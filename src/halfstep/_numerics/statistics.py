@@ -1,4 +1,4 @@
-"""Statistics of the values of a tensor: counts, extremes and a histogram, as plain numbers."""
+"""Statistics of tensor values: counts, extremes and a histogram, as plain numbers."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ _Number = TypeVar("_Number", int, float)
 class Statistics(Struct, frozen=True, gc=False):
     """Counts, extremes and a histogram of magnitudes.
 
-    Statistics add up: ``merged`` combines those of several ranks, or of several calls of a
+    Statistics are additive: ``merged`` combines those of several ranks, or of several calls of a
     module, exactly.
 
     Attributes:
         size: Number of entries.
-        measured: Number of entries that were counted: all, or a sample.
-        zeros: Entries that are zero.
-        nan: Entries that are NaN.
-        inf: Entries that are inf or -inf.
+        measured: Number of counted entries: all, or a sample.
+        zeros: Number of zeros.
+        nan: Number of NaNs.
+        inf: Number of entries that are inf or -inf.
         amax: The largest finite magnitude; 0 if there is none.
         amin: The smallest magnitude above zero; None if there is none.
         first: The exponent of the first bin of the histogram; 0 if it has none.
-        histogram: Finite entries by exponent: ``e`` stands for magnitudes in (2**(e-1), 2**e].
-        underflow: By the name of a format, the entries above zero that it rounds to zero.
-        overflow: By the name of a format, the finite entries that it cannot hold.
-        flushed: The zeros that underflow has made in a gradient that has passed through float16,
-            as ``measure`` finds them. None for a gradient that has
-            not, or that has no values small enough to tell, and for other tensors.
+        histogram: Number of finite entries by exponent: ``e`` stands for magnitudes in (2**(e-1),
+            2**e].
+        underflow: By the name of a format, the number of nonzero entries that it rounds to zero.
+        overflow: By the name of a format, the number of finite entries that overflow in it.
+        flushed: Number of zeros due to underflow in a gradient that has passed through float16, as
+            determined by ``measure``. None for other gradients, those without values small enough
+            to tell, and other tensors.
         square_sum: Sum of the squares of all entries; None if it was not computed.
-        updates: Of a weight that an optimizer has stepped, the entries whose gradient was not zero,
-            of those that were looked at; None for other tensors.
-        lost_updates: Those of them that the step did not move.
+        updates: For a weight that an optimizer has stepped, the number of inspected entries whose
+            gradient was not zero; None for other tensors.
+        lost_updates: Number of these entries that the step did not change.
     """
 
     size: Count
@@ -60,18 +61,18 @@ class Statistics(Struct, frozen=True, gc=False):
     lost_updates: Count | None = None
 
     def share(self, count: int) -> float:
-        """Return a count as a share of the measured entries, 0 to 1."""
+        """Return a count as a fraction of the measured entries, 0 to 1."""
         return count / self.measured if self.measured else 0.0
 
     def lost(self, format: Format = FORMATS["fp16"]) -> int:
-        """Return how many entries are zero in a format because of underflow."""
+        """Return the number of entries that underflow in a format, or have underflowed."""
         return self.underflow[format.name] + (self.flushed or 0 if format.name == "fp16" else 0)
 
     def underflow_if(self, factor: float, format: Format) -> int:
-        """Return how many measured entries would underflow if all were multiplied by a factor.
+        """Return the number of measured entries that would underflow if multiplied by a factor.
 
-        Exact for a power of two (float32 subnormals count as one bin); between two powers it is the
-        count at the smaller one. Entries that are zero already are not counted.
+        It is exact for powers of two (float32 subnormals count as one bin); between two powers it
+        is the count for the smaller one. Entries that are already zero are not counted.
         """
         last = math.floor(math.log2(format.flushed_below / factor))
         return sum(self.histogram[: max(last + 1 - self.first, 0)])
@@ -81,7 +82,7 @@ class Statistics(Struct, frozen=True, gc=False):
         return math.log2(format.largest / self.amax) if self.amax else None
 
     def by_exponent(self) -> dict[int, int]:
-        """Return the bins of the histogram that are not empty."""
+        """Return the non-empty bins of the histogram."""
         return {e: count for e, count in enumerate(self.histogram, start=self.first) if count}
 
 
@@ -93,7 +94,7 @@ def binned(by_exponent: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
 
 
 def merged(statistics: Iterable[Statistics]) -> Statistics:
-    """Return the statistics of several parts together.
+    """Return the combined statistics of several parts.
 
     Raises:
         TypeError: There are no parts.
