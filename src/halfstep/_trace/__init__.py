@@ -1,1 +1,1 @@
-"""Trace: every op of a block with its module, dtypes, rule, casts and time; and what is wasted."""
+"""Traces: every op of a block with module, dtypes, rule, casts and time; and avoidable costs."""

@@ -1,8 +1,8 @@
-"""Ops seen by a dispatch mode: what an op does, the module, phase and rule it belongs to, the mode.
+"""Ops in a dispatch mode: their kinds, their modules, phases and rules, and the mode itself.
 
-An op of the forward pass belongs to the module that is running. An op of the backward pass belongs
-to the op whose gradient it computes: autograd numbers its nodes in the order in which they are
-made, and the place of each node is noted when it is made.
+An op of the forward pass belongs to the running module. An op of the backward pass belongs to the
+op whose gradient it computes: autograd numbers its nodes in order of creation, and the place of
+each node is recorded when it is created.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from halfstep._pytorch.compiler import eager
 from halfstep._pytorch.dispatch import schema_of
 from halfstep._trace.rows import Cast, Phase, Value
 
-# Their results are not computed.
+# Ops that allocate results without computing them.
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
-# They write to buffers of batch norm; their schemas (PyTorch 2.13) do not say so.
+# These ops write to buffers of batch norm, which their schemas (PyTorch 2.13) omit.
 _WRITE_BUFFERS = {
     *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
     *("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
@@ -57,7 +57,7 @@ def device_of(given: list[Tensor], kwargs: dict[str, Any]) -> str:
 
 def casts_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Return the dtype if an op casts from a floating dtype to another, else None."""
-    if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):  # or a number
+    if func is torch.ops.aten._to_copy.default and isinstance(args[0], Tensor):  # else a number
         source, to = args[0].dtype, kwargs.get("dtype") or args[0].dtype
     elif func is torch.ops.aten.copy_.default:
         source, to = args[1].dtype, args[0].dtype
@@ -110,11 +110,11 @@ def computes_nothing(func: Any, inputs: tuple[Value, ...], outputs: tuple[Value,
 # --- places ---------------------------------------------------------------------------------------
 
 NOT_RUN = "no module of the model ran: is this the model that was called?"
-"""A note on a block in which :attr:`RunningModules.have_run` is false."""
+"""A note about a block in which :attr:`RunningModules.have_run` is false."""
 
 
 class ModuleCall(NamedTuple):
-    """Call of a module that has not returned yet; in a backward pass it recomputes something."""
+    """A running call of a module; in a backward pass it is a recomputation."""
 
     module: str
     number: int
@@ -127,7 +127,7 @@ class _Stack(threading.local):
 
 
 class RunningModules:
-    """Calls of a model's modules that have not returned yet, in this thread."""
+    """The running calls of a model's modules, by thread."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._names: dict[nn.Module, str] = {}
@@ -138,7 +138,7 @@ class RunningModules:
             self.add(model)
 
     def add(self, model: nn.Module, name: str = "") -> None:
-        """Follow the modules of another model too, whose names begin with ``name``."""
+        """Also track the modules of another model, with the name prefix ``name``."""
         # A module with several names gets the first.
         for path, module in model.named_modules():
             names = (each for each in (name, without_wrappers(path)) if each)
@@ -149,7 +149,7 @@ class RunningModules:
         return module in self._names
 
     def owner_of(self, param: Tensor) -> str:
-        """Return the path of the module that a parameter belongs to, empty if it is unknown."""
+        """Return the path of the module that owns a parameter, empty if unknown."""
         if not self._owners:
             for module, name in self._names.items():
                 for each in module.parameters(recurse=False):
@@ -166,9 +166,9 @@ class RunningModules:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the calls that are made in the block."""
-        # Global hooks, not hooks on each module: nn.TransformerEncoderLayer computes in another way
-        # if it has hooks, and tracing would change results.
+        """Track calls during the block."""
+        # Global hooks, not hooks on each module: nn.TransformerEncoderLayer takes another code path
+        # if it has hooks, so that tracing would change results.
         hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -189,7 +189,7 @@ class RunningModules:
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         # Calls that a KeyboardInterrupt ended are still above it, since no hook ran for them. The
-        # module itself is missing if a hook before ours raised an error.
+        # module itself is missing if an earlier hook raised an error.
         calls = self._stack.calls
         if any(running is module for running, _ in calls):
             while calls.pop()[0] is not module:
@@ -198,7 +198,7 @@ class RunningModules:
 
 @dataclass
 class RuledOp:
-    """Op that runs by a rule.
+    """An op that runs by a rule.
 
     Attributes:
         switches: The lower precision, and whether casts of weights are kept.
@@ -212,12 +212,12 @@ class RuledOp:
 
 
 class OpPlace(NamedTuple):
-    """Module, call and rule that an op belongs to.
+    """The module, call and rule of an op.
 
     Attributes:
         op: The op that the rule was looked up for.
         cast: The number of the cast, if the op is one.
-        number: For a node of autograd, the number of the op that it was made for.
+        number: For an autograd node, the number of the op that created it.
     """
 
     module: str = ""
@@ -232,10 +232,10 @@ class ThreadState(threading.local):
     """State of one thread.
 
     Attributes:
-        ruled: The ops that run by a rule, each inside the one before it.
-        next_node: The number of the next node of autograd, when an op was last seen.
-        nodes: The places of the nodes of autograd made in this thread, by their numbers.
-        records: For each backward pass, whether gradients are recorded in it.
+        ruled: The nested ops that run by a rule, outermost first.
+        next_node: The next autograd sequence number, as of the last op.
+        nodes: The places of the autograd nodes created in this thread, by sequence number.
+        records: Whether gradients are recorded, by backward pass.
         recomputed: The backward passes that began here after a recomputation.
         phase: The phase of the last op.
     """
@@ -250,7 +250,7 @@ class ThreadState(threading.local):
 
 
 class OpPlaces:
-    """Follows modules, rules and nodes of autograd, thread by thread."""
+    """The attribution of ops to modules, rules and autograd nodes, by thread."""
 
     def __init__(self, modules: RunningModules) -> None:
         self.modules = modules
@@ -259,12 +259,12 @@ class OpPlaces:
 
     @property
     def ruled(self) -> list[RuledOp]:
-        """The ops of this thread that run by a rule, each inside the one before it."""
+        """The nested ops of this thread that run by a rule, outermost first."""
         return self._thread.ruled
 
     @contextmanager
     def under(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[RuledOp]:
-        """Count the ops of the block as parts of ``op``, for which ``rule`` decided."""
+        """Attribute the ops in the block to ``op``, which runs by ``rule``."""
         # Read now: the kernel may switch off PyTorch's cache for its casts.
         switches = amp.autocast_switches(policy.device)
         lower = dtype_name(switches.dtype)
@@ -281,7 +281,7 @@ class OpPlaces:
         return task >= 0 and task not in self._thread.records
 
     def place(self, op: str, number: int, *, is_cast: bool) -> tuple[OpPlace, Phase]:
-        """Return the place of an op, and note it for the nodes of autograd made for that op."""
+        """Return the place of an op, and record it for the autograd nodes that the op created."""
         here, task = self._thread, autograd.backward_number()
         call, ruled = self.modules.innermost(), here.ruled[-1] if here.ruled else None
         phase: Phase = "forward"
@@ -307,7 +307,7 @@ class OpPlaces:
         if task not in here.records and here.phase == "recompute":
             here.recomputed.add(task)
         records = here.records.setdefault(task, torch.is_grad_enabled())
-        # On CUDA the backward pass, with what it recomputes, runs in a thread of autograd.
+        # On CUDA the backward pass, including recomputation, runs in a thread of autograd.
         nodes = here.nodes if task in here.recomputed else self._nodes
         node = autograd.running_sequence_number()
         place = nodes.get(-1 if node is None else node, OpPlace())
@@ -318,7 +318,7 @@ class OpPlaces:
         into = autograd.accumulated_into()
         if into is not None:
             return OpPlace(self.modules.owner_of(into)), "backward"
-        if op in ("add", "add_"):  # autograd's sum of gradients, by no rule
+        if op in ("add", "add_"):  # autograd's own sum of gradients, without a rule
             place = place._replace(rule=None, op=None)
         return place, "backward"
 
@@ -327,13 +327,13 @@ class OpPlaces:
 
 
 class _Decomposing(threading.local):
-    """Whether a kernel of autocast has cast the arguments of the composite that is decomposed."""
+    """Whether autocast has cast the arguments of the composite being decomposed."""
 
     is_cast = False
 
 
 class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that calls :meth:`run` for every op that computes, and not for composites."""
+    """A dispatch mode that calls :meth:`run` for every op except composites."""
 
     def __init__(self, modules: RunningModules) -> None:
         super().__init__()
@@ -342,9 +342,9 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def active(self, *, has_global_hooks: bool = True) -> Iterator[None]:
-        """See the ops of this thread, and of its backward passes, while the block runs.
+        """Activate the mode for this thread and its backward passes.
 
-        Compiled code runs by :func:`eager`.
+        Compiled code runs in eager mode, see :func:`eager`.
         """
         with eager(has_global_hooks=has_global_hooks), self.modules.followed(), self:
             yield
@@ -366,7 +366,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
                 return (kernel or func)(*args, **kwargs)
         given = list(tensors_in((args, kwargs)))
         device = device_of(given, kwargs)
-        # The kernels for the device of other tensors are not those that run on them.
+        # Nested and sparse tensors have kernels other than those of their device.
         is_dense = all(t.layout is torch.strided and not t.is_nested for t in given)
         if is_dense and dispatch.is_made_of_others(func, device):
             return self._decompose(func, device, args, kwargs)
@@ -375,10 +375,10 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
     def _decompose(
         self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a composite as its parts: in inference mode no level above this mode decomposes it.
+        """Run a composite as its component ops: in inference mode, nothing above this mode does.
 
-        Autocast is off in a mode. It is switched on for the parts, unless one of its kernels has
-        cast the arguments of the whole.
+        Autocast is off inside a mode. It is enabled for the components, unless it has already cast
+        the arguments of the composite.
         """
         here, before = self._decomposing, self._decomposing.is_cast
         here.is_cast = before or self._is_cast_by_autocast(func, device)
@@ -400,7 +400,7 @@ class OpMode(modes.DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def autocast_of_caller(device: str) -> tuple[str | None, bool]:
-    """Return the lower precision outside of the mode, None for autocast off, and if it caches."""
+    """Return autocast's lower precision outside of the mode, None if off, and whether it caches."""
     if device not in amp.autocast_devices():
         return None, False
     switches = modes.autocast_switches_of_caller(device)

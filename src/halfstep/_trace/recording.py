@@ -1,4 +1,4 @@
-"""Recorded trace: its ops, its JSON, its waste, and its differences from another."""
+"""A recorded trace: its ops, JSON form, avoidable costs, and differences from another trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCHEMA = "halfstep.trace/1"
 
 
 class _Schema(Struct):
-    """The part of the JSON that is read first."""
+    """The part of the JSON that is decoded first."""
 
     schema: str | None = None
 
@@ -48,7 +48,7 @@ class Recording:
 
     Attributes:
         environment: Versions, device and policy: ``halfstep``, ``torch``, ``device``, ``policy``.
-        notes: What a reader should know about how it was made.
+        notes: Caveats for the reader about how it was recorded.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Recording:
         )
 
     def diff(self, other: Recording) -> TraceDiff:
-        """Return what ran differently in ``other``; it prints as a table.
+        """Return the differences in ``other``, op by op; the result prints as a table.
 
         Args:
-            other: A trace of the same model under another policy, on another device or with
-                another version (:meth:`from_json`).
+            other: A trace of the same model under another policy, on another device or with another
+                version (:meth:`from_json`).
 
         Raises:
             TypeError: ``other`` is not a trace.
@@ -143,11 +143,11 @@ class Recording:
         return TraceDiff(every, (total_text(self.ops), total_text(other.ops)))
 
     def casts(self) -> Waste:
-        """Return the casts that a policy or a line of code would save, and other costs of speed.
+        """Return avoidable casts and other causes of lost speed.
 
-        The result is a sequence of findings, the most bytes first; it prints as text.
+        The result is a sequence of findings, most bytes first; it prints as text.
         """
-        from halfstep._trace.waste import find_waste  # PyTorch, which nothing else here needs
+        from halfstep._trace.waste import find_waste  # imports PyTorch, unlike the rest
 
         return find_waste(self.ops, self.environment.get("policy", "standard"))
 
@@ -171,7 +171,7 @@ def _phase_lines(phase: Phase, rows: Sequence[Row]) -> Iterator[TableLine]:
 
 
 def _content(module: tuple[str, list[Row]]) -> Hashable:
-    """Return a key that is equal for modules that differ only in an index and do the same."""
+    """Return a key that is equal for modules that run the same ops and differ only in an index."""
     path, rows = module
     return pattern(path), tuple((key, len(same)) for key, same in grouped(rows, _alike).items())
 
@@ -204,7 +204,7 @@ def _cells(rows: Sequence[Row]) -> Iterator[TableLine]:
 
 
 def total_text(rows: Sequence[Row]) -> str:
-    """Return the number and the cost of some ops together."""
+    """Format the number and the total cost of some ops."""
     num_ops = sum(not row.is_cast_only for row in rows)
     seconds = seconds_text(sum(row.seconds for row in rows))
     casts = f"{sum(len(row.casts) for row in rows)} casts"
@@ -224,12 +224,12 @@ class OpTotal:
     """All calls of one op in one module and phase, together.
 
     Attributes:
-        num: How often it ran.
+        num: Number of calls.
         compute: The dtypes it computed in.
         rules: The rules that decided; empty if none did.
-        num_casts: The number of casts made for it.
-        cast_bytes: The bytes they read and wrote.
-        seconds: How long it took, casts included.
+        num_casts: Number of casts made for it.
+        cast_bytes: Bytes that these casts read and wrote.
+        seconds: Total time, including casts.
     """
 
     num: int
@@ -253,7 +253,7 @@ class OpTotal:
 
 @dataclass(frozen=True)
 class TraceDifference:
-    """Op in one module and phase, in two traces.
+    """One op in one module and phase, in two traces.
 
     Attributes:
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
@@ -299,7 +299,7 @@ class TraceDifference:
 
 @dataclass(frozen=True)
 class TraceDiff:
-    """Result of :meth:`halfstep.trace.diff`; its ``str()`` is a table.
+    """The result of :meth:`halfstep.trace.diff`; its ``str()`` is a table.
 
     It is true if anything but times differs.
 
@@ -318,7 +318,7 @@ class TraceDiff:
 
     @property
     def slower_or_faster(self) -> tuple[TraceDifference, ...]:
-        """The ops of which only the time differs, by over 1 % of all time, the largest first."""
+        """The ops that differ only in time, by over 1 % of the total, largest difference first."""
         before = sum(each.before.seconds for each in self.every)
         least = 0.01 * max(before, sum(each.after.seconds for each in self.every))
         found = (each for each in self.every if each.only_time and each.seconds_apart > least)

@@ -1,4 +1,4 @@
-"""Rows of a trace: ops as plain data, which is read without PyTorch; and the text of cells."""
+"""Rows of a trace: ops as plain data that is readable without PyTorch, and text for table cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
 
 _DTYPES = r"bool|bits\d+(x\d+)?|q?u?int\d+(x\d+)?|b?float\d+(_[a-z0-9]+)*|b?complex\d+"
 Dtype: TypeAlias = Annotated[str, Meta(pattern=f"^({_DTYPES})$")]
-"""The name of a dtype of PyTorch, of this version or another, ``"bfloat16"``."""
+"""A dtype name of this or another PyTorch version, such as ``"bfloat16"``."""
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -28,17 +28,17 @@ _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Tensor that an op reads or writes, as it was at that time.
+    """A tensor that an op reads or writes, as it was at that time.
 
     Attributes:
         storage: The number of its storage, which views share.
-        version: How often the storage was written to in place.
-        offset: Where in the storage it starts, in elements.
+        version: Its version counter.
+        offset: Its start in the storage, in elements.
         shape: Its shape.
         dtype: The name of its dtype, ``"bfloat16"``.
-        name: The name of the parameter, or of the op whose output it is; empty if unknown.
-        requires_grad: Whether a gradient flows back to it.
-        is_weight: Whether the storage is that of a parameter of the model, or of its cast.
+        name: The name of the parameter, or of the op that computed it; empty if unknown.
+        requires_grad: Whether it receives a gradient.
+        is_weight: Whether the storage belongs to a parameter of the model, or to a cast of one.
         like: The number of the storage that it was modelled on (``empty_like``), if any.
     """
 
@@ -55,7 +55,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Copy of a tensor in another floating dtype.
+    """A copy of a tensor in another floating dtype.
 
     Attributes:
         number: Unique among casts and rows, in the order they ran.
@@ -63,9 +63,9 @@ class Cast:
         to: The dtype it was cast to.
         result: The number of the storage of the result.
         bytes: The bytes read and written.
-        by_hand: Whether the program made the cast, and not a rule.
+        by_hand: Whether the program made the cast, rather than a rule.
         gradient_of: In the backward pass, the number of the cast whose gradient it casts.
-        seconds: How long it took.
+        seconds: Its duration.
     """
 
     number: int
@@ -83,13 +83,13 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """ATen op that ran, or casts that no op followed (``op="_to_copy"``).
+    """An ATen op that ran, or casts without a subsequent op (``op="_to_copy"``).
 
     Attributes:
         number: Unique among casts and rows, in the order they ran.
         module: The path of the module, empty outside the model.
-        call: The number of the call of that module in which it ran, from 0.
-        phase: ``"recompute"`` is the forward pass again, for activation checkpointing.
+        call: The index of the call of that module in which it ran, from 0.
+        phase: ``"recompute"`` is a repeated forward pass, for activation checkpointing.
         op: The name of the op, ``"addmm"``.
         inputs: Its tensors, before the casts in ``casts``.
         compute: The widest floating dtype among inputs (after casts) and first output. A kernel
@@ -102,7 +102,7 @@ class Row:
         cache: Whether autocast cached casts of weights.
         casts: The casts made for this op.
         device: The device type.
-        seconds: How long it took, without the casts.
+        seconds: Its duration, without the casts.
     """
 
     number: int
@@ -123,7 +123,7 @@ class Row:
 
     @property
     def is_cast_only(self) -> bool:
-        """Whether nothing was computed."""
+        """Whether the row contains only casts."""
         return not self.compute
 
     @property
@@ -133,7 +133,7 @@ class Row:
 
     @property
     def action(self) -> str | None:
-        """The action of its rule, ``"lower"``."""
+        """The action of the op's rule, ``"lower"``."""
         return self.rule.rpartition(":")[2] if self.rule else None
 
     @property
@@ -150,7 +150,7 @@ class Row:
 
     @property
     def cast_seconds(self) -> float:
-        """How long its casts took."""
+        """The total duration of its casts."""
         return sum(cast.seconds for cast in self.casts)
 
     def plain(self) -> dict[str, Any]:
@@ -224,8 +224,8 @@ def cast_bytes(shape: tuple[int, ...], source: str, to: str) -> int:
 def promoted(values: Iterable[tuple[str, tuple[int, ...]]]) -> str:
     """Return the dtype in which PyTorch computes with floating tensors of these dtypes and shapes.
 
-    Empty if none is floating. A tensor without dimensions does not widen one that has dimensions.
-    PyTorch promotes no float8; the ops that take one with others compute in the wider dtype.
+    Empty if none is floating. A 0-dim tensor does not widen one with dimensions. PyTorch does not
+    promote float8; ops that take it together with others compute in the wider dtype.
     """
     floats = [(dtype, shape) for dtype, shape in values if is_float(dtype)]
     deciding = [dtype for dtype, shape in floats if shape] or [dtype for dtype, _ in floats]
@@ -243,7 +243,7 @@ def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
     """
     inputs = tuple(inputs)
     given = promoted((value.dtype, value.shape) for value in inputs)
-    # An output without dimensions still counts, as that of a sum.
+    # A 0-dim output still counts, such as the result of a sum.
     widest = promoted((dtype, (1,)) for dtype in (given, *(v.dtype for v in outputs[:1])))
     return widest or next((value.dtype for value in (*outputs, *inputs)), "")
 
@@ -252,7 +252,7 @@ def computed_in(inputs: Iterable[Value], outputs: tuple[Value, ...]) -> str:
 
 
 def cut(name: str, longest: int = 32) -> str:
-    """Return the name of an op or rule; a long one without its middle."""
+    """Shorten the name of an op or rule by removing its middle."""
     half = longest // 2 - 1
     return name if len(name) <= longest else f"{name[:half]}..{name[-half:]}"
 

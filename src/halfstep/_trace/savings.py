@@ -1,7 +1,7 @@
-"""Savings: the casts that other rules, or a change of the code, would avoid.
+"""Savings: casts that other rules, or a change of the code, would avoid.
 
-The dataflow of a trace shows which op reads what. A prediction follows dtypes through its ops with
-other rules. A saving is a change that is predicted to save bytes.
+The dataflow of a trace shows the readers and writers of tensors. A prediction follows dtypes
+through the ops of a trace under other rules. A saving is a change that is predicted to save bytes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from halfstep._trace.rows import (
 
 
 class Dataflow:
-    """Writers and readers of the storages of a forward pass.
+    """The writers and readers of storages in a forward pass.
 
     Attributes:
-        writers: The last op that wrote to a storage, by the number of the storage.
-        raised: The casts by hand from a lower precision, by the storages of their results.
+        writers: The last op that wrote to a storage, by number of the storage.
+        raised: Casts by hand from a lower precision, by storage of the result.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -63,7 +63,7 @@ class Dataflow:
         return [reader for value in row.outputs for reader in self._readers[value.storage]]
 
     def is_lowered(self, row: Row, by: Callable[[Iterable[bool]], bool] = any) -> bool:
-        """Return whether any reader, or ``all``, cast the output to a lower precision."""
+        """Return whether any reader, or ``all`` of them, cast the output to a lower precision."""
         storage = row.outputs[0].storage if row.outputs else -1
         readers = self._readers[storage]
         return bool(readers) and by((each.number, storage) in self._lowered for each in readers)
@@ -85,17 +85,17 @@ def _is_loss(row: Row) -> bool:
     return is_number or "loss" in row.op or "entropy" in row.op
 
 
-# If they return float32, their backward returns the dtype of the input; that of others casts.
+# The backward of these ops returns the input dtype even if they return float32; others cast.
 _GIVE_INPUT_DTYPE = ("softmax", "log_softmax")
-# They take inputs of different dtypes; autograd casts the gradient to the dtype of each input.
+# These ops take inputs of different dtypes; autograd casts the gradient to each input's dtype.
 _PROMOTE_BY_THEMSELVES = ("add", "sub", "mul", "div", "cat", "stack", "where")
 
 
 class Prediction:
-    """Casts of a trace in which some ops had another rule.
+    """A prediction of the casts of a trace if some ops had another rule.
 
-    Unknown behaviour stays as it was: an op whose output has another dtype than its widest input
-    keeps that dtype, and a tensor that was cast once, or never, is cast as often.
+    Unknown behaviour is assumed to stay the same: an op whose output has another dtype than its
+    widest input keeps that dtype, and a tensor that was cast once, or never, is cast as often.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -104,7 +104,7 @@ class Prediction:
         backward = [cast for row in rows if row.phase == "backward" for cast in row.casts]
         self.gradients = {c.gradient_of: c.bytes for c in backward if c.gradient_of is not None}
         self.other_bytes = sum(cast.bytes for cast in backward if cast.gradient_of is None)
-        # Whether an op that returns float32 copies its input first depends on its kernel.
+        # Whether an op that returns float32 first copies its input depends on its kernel.
         self.copies = {row.name for row in self.forward if row.action == "fp32-dtype" and row.casts}
 
     def bytes(self, actions: Mapping[int, Action], dtypes: Mapping[int, str] | None = None) -> int:
@@ -122,7 +122,7 @@ class Prediction:
 
 
 class _Replay:
-    """Pass through the ops of a trace with other rules."""
+    """A replay of the ops of a trace with other rules."""
 
     def __init__(
         self, trace: Prediction, actions: Mapping[int, Action], dtypes: Mapping[int, str]
@@ -182,7 +182,7 @@ class _Replay:
     def _gradient_casts(self, row: Row, inputs: Sequence[tuple[str, tuple[int, ...]]]) -> int:
         """Return the bytes of the casts in the backward of an op with inputs of these dtypes.
 
-        These are not gradients of casts: the op computes in another dtype than its input has.
+        These are not gradients of casts: they occur because the op computes in another dtype.
         """
         if row.name in _PROMOTE_BY_THEMSELVES and row.action != "fp32-dtype":
             computes = promoted(inputs)
@@ -220,18 +220,18 @@ def is_small(weight: Value) -> bool:
     return math.prod(weight.shape) * itemsize(weight.dtype) < SMALL
 
 
-# A model has them everywhere, so a rule for all of them has to be good for each.
+# These ops are everywhere in a model, so a rule for all of them must be good for each.
 _GENERIC = ("add", "sub", "mul", "div")
-_MOST_RULES = 3  # a policy with more is hard to read
+_MOST_RULES = 3  # a policy with more rules is hard to read
 
 _Parts = dict[tuple[str, str], list[Row]]
 
 
 class Saving(NamedTuple):
-    """Change that saves bytes.
+    """A change that saves bytes.
 
     Attributes:
-        bytes: The bytes that all casts read and write less with it.
+        bytes: The reduction of the bytes that all casts read and write.
         text: The change, in words.
         policy: The text of the policy that makes it, None if no policy does.
     """
@@ -242,7 +242,7 @@ class Saving(NamedTuple):
 
 
 class Savings:
-    """Changes that are predicted to save bytes in a trace, as rules added to its policy."""
+    """The changes that are predicted to save bytes in a trace, as rules added to its policy."""
 
     def __init__(self, flow: Dataflow, prediction: Prediction, policy: str) -> None:
         self._flow, self._prediction, self._policy = flow, prediction, policy
@@ -283,7 +283,7 @@ class Savings:
         return Saving(saved, f"by hand: {' and '.join(parts)}", None)
 
     def with_neighbour(self, rows: list[Row]) -> Saving | None:
-        """Return what saves most for an op and one in float32 that it reads from or writes to."""
+        """Return the best rule for an op and a float32 neighbour, if it beats either alone."""
         if self._by_hand(rows) is not None:
             return None
         own = rows[0].name
@@ -296,7 +296,7 @@ class Savings:
         return best if best and (alone is None or best.bytes > alone.bytes) else None
 
     def _predicted_rule(self, names: tuple[str, ...], action: Action) -> Saving | None:
-        """Return a rule for ops; only in some modules if it would do harm in others."""
+        """Return a rule for ops; only in some modules if it would be harmful in others."""
         rows = [row for name in names for row in self._by_name.get(name, ())]
         parts = grouped(rows, lambda row: (row.name, pattern(row.module)))
         good = {key: part for key, part in parts.items() if not any(map(self._is_harmed, part))}
@@ -316,10 +316,10 @@ class Savings:
         return Saving(self._saved(good.values(), action), use(policy) + every, policy)
 
     def _is_harmed(self, row: Row) -> bool:
-        """Return whether an op must not be lowered, or is elementwise and its output is not."""
+        """Return whether an op must stay wide, or is elementwise and its output stays wide."""
         if self._flow.is_fixed(row):
             return True
-        # A norm written by hand may have a .float() between two products that did nothing.
+        # A hand-written norm may have a redundant .float() between two products.
         is_unsure = row.name in _GENERIC and row.name != "add" and not is_lower(row.compute)
         return is_unsure and not self._flow.is_lowered(row, all)
 
@@ -333,10 +333,10 @@ class Savings:
         return self._bytes - self._prediction.bytes(actions)
 
     def _in_modules(self, parts: _Parts, action: Action) -> list[str]:
-        """Return rules for these ops alone; none if their modules do not tell them from others."""
+        """Return rules for only these ops; none if module names cannot single them out."""
         modules = [(key[0], folded(row.module for row in part)) for key, part in parts.items()]
         if not all(all(paths) for _, paths in modules):
-            return []  # the model's own forward has no name
+            return []  # the model's own forward has no module name
         rules = [Rule(name, action, module=path) for name, paths in modules for path in paths]
         named = {rule.op: self._by_name[rule.op] for rule in rules}
         held = {
@@ -360,6 +360,6 @@ def _most(found: Iterable[Saving | None]) -> Saving | None:
 
 
 def use(policy: str) -> str:
-    """Return the text of the call that takes a policy."""
+    """Return the call that applies a policy, as text."""
     module = ", module=model" if "@" in policy else ""
     return f'autocast(policy="{policy}"{module})'

@@ -1,7 +1,7 @@
-"""Trace context, and the dispatch mode in it that writes a row for each op of its block.
+"""The trace context, and the dispatch mode that writes a row for each op in its block.
 
-The mode sees ops where they compute, below autocast and autograd; there the casts of autocast are
-ops of their own. halfstep's kernels report which rule made them.
+The mode sees ops where they compute, below autocast and autograd, where autocast's casts are
+separate ops. halfstep's kernels report the rule behind each cast.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _environment(ops: tuple[Row, ...], policies: list[str]) -> dict[str, str]:
 
 
 class StorageIds:
-    """Numbers and names of the storages of tensors. It keeps no tensor alive."""
+    """Numbers and names of storages. Keeps no tensor alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._numbers: ByMemory[int] = ByMemory()
@@ -175,19 +175,19 @@ class StorageIds:
         self._names.setdefault(number, name)
 
     def note_cast(self, source: Value, result: int) -> None:
-        """Give the result of a cast the name of its source; it is a weight if that is one."""
+        """Name the result of a cast after its source; it is a weight if the source is one."""
         self.name(result, source.name)
         if source.is_weight:
             self._weights.add(result)
 
     def note_model(self, model: Value, result: Value) -> None:
-        """Note that a tensor was made like another one."""
+        """Record that a tensor was created like another one."""
         if model.dtype == result.dtype:
             self._models[result.storage] = model.storage
 
     def value(self, tensor: Tensor) -> Value:
         number = self.number(tensor)
-        # Nested tensors have no sizes, or symbolic ones; what they are made of has.
+        # Nested tensors have no sizes, or symbolic ones; their values have real ones.
         whole = tensor.detach().values() if tensor.is_nested else tensor
         return Value(
             storage=number,
@@ -203,7 +203,7 @@ class StorageIds:
 
 
 class Clock:
-    """Times of ops by their numbers: from the host clock on the CPU, from events on CUDA."""
+    """The durations of ops by number: from the host clock on the CPU, from events on CUDA."""
 
     def __init__(self) -> None:
         self._marks: dict[int, tuple[Any, Any]] = {}
@@ -237,11 +237,11 @@ def _seconds_between(begin: Any, end: Any) -> float:
 
 
 class _Thread(threading.local):
-    """State of a trace in one thread.
+    """The state of a trace in one thread.
 
     Attributes:
-        casts: The casts made under plain ``torch.autocast``, by its kernels for the next op or by
-            hand, each with a row of its own.
+        casts: Casts made under plain ``torch.autocast``, by its kernels for the next op or by hand,
+            each with its own row.
         of_cast: In the backward pass, the cast whose gradient the last op computed.
     """
 
@@ -251,10 +251,10 @@ class _Thread(threading.local):
 
 
 class Tracer(OpMode):  # type: ignore[no-untyped-call]
-    """Writes a row for every op of a thread. It changes no tensor and draws no random number."""
+    """A mode that writes a row for every op of a thread, without affecting results."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.policies: dict[str, None] = {}  # in the order in which they decided first
+        self.policies: dict[str, None] = {}  # in order of first use
         self._ids = StorageIds(model)
         self._rows: list[Row] = []
         self._clock = Clock()
@@ -279,13 +279,13 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def observe(self, op: str, rule: Rule, policy: PolicyOnDevice) -> Iterator[None]:
-        """Count the ops of the block as parts of ``op``, for which ``rule`` decided."""
+        """Attribute the ops in the block to ``op``, which runs by ``rule``."""
         self.policies[str(policy.policy)] = None
         with self.places.under(op, rule, policy) as ruled:
             try:
                 yield
             finally:
-                if ruled.casts:  # no op of it followed
+                if ruled.casts:  # no component op followed
                     self._write_casts(self._row(ruled.op, (), policy.device), ruled.casts)
 
     def run(
@@ -311,7 +311,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
     def _row(
         self, op: str, inputs: tuple[Value, ...], device: str, cast_to: str | None = None
     ) -> Row:
-        """Return the row of an op before it runs."""
+        """Return the row of an op that is about to run."""
         number, ruled = next(self._numbers), self.places.ruled
         if self.places.backward_begins():
             self._note_seed()
@@ -337,7 +337,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         )
 
     def _note_seed(self) -> None:
-        """Count the gradient with which a backward pass begins as a part of that pass."""
+        """Attribute the initial gradient of a backward pass to that pass."""
         if self._rows and (self._rows[-1].op, self._rows[-1].phase) == ("ones_like", "forward"):
             self._rows[-1] = replace(self._rows[-1], phase="backward")
 
@@ -353,7 +353,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         elif row.phase == "backward":
             of = self._thread.of_cast
             self._write_casts(row, [replace(cast, gradient_of=of, by_hand=of in self._by_hand)])
-        elif row.autocast is not None and row.device not in scopes.policies():  # PyTorch's own
+        elif row.autocast is not None and row.device not in scopes.policies():  # made by PyTorch
             self._thread.casts.append(replace(row, casts=(cast,)))
         else:
             self._write_by_hand([replace(row, casts=(cast,))])
@@ -376,7 +376,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
         here, ruled = self._thread, self.places.ruled
         if ruled:
             return ruled[-1].casts
-        # A kernel of PyTorch casts what the op reads next. A cast by hand may look the same.
+        # PyTorch's kernels cast what the next op reads. A cast by hand may look the same.
         reads = {value.storage for value in row.inputs}
         pending, here.casts = here.casts, []
         self._write_by_hand([each for each in pending if each.casts[0].result not in reads])
@@ -389,7 +389,7 @@ class Tracer(OpMode):  # type: ignore[no-untyped-call]
             self._write_casts(row, [replace(cast, by_hand=True)])
 
     def _write_casts(self, row: Row, casts: list[Cast]) -> None:
-        """Write casts that no op follows."""
+        """Write casts without a subsequent op."""
         self._rows.append(
             replace(
                 row,

@@ -1,6 +1,6 @@
-"""Waste of a trace: casts that a rule or a line of code would save, and dimensions that cost speed.
+"""Avoidable costs in a trace: casts that a rule or a line of code would save, and odd dimensions.
 
-All functions take rows. A finding about casts needs a saving that is predicted to save bytes.
+All functions take rows. A finding about casts requires a saving that is predicted to save bytes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from halfstep._trace.savings import Dataflow, Prediction, Saving, Savings, is_sm
 Kind = Literal["repeated", "chain", "straggler", "costly", "dimension"]
 
 MOST = 10
-"""The most findings of a kind that are printed."""
+"""Maximum number of printed findings of each kind."""
 
 
 @dataclass(frozen=True)
 class WasteFinding:
-    """Cause of lost speed.
+    """A cause of lost speed.
 
     Attributes:
         kind: ``"repeated"``: one tensor is cast to one dtype several times. ``"chain"``: an op
@@ -43,13 +43,13 @@ class WasteFinding:
             not a multiple of 8, as matrix units need it.
         modules: The paths of the modules.
         op: The op that a rule would name, or that has the dimension.
-        what: What happens, in words.
-        count: The number of casts, or of ops.
-        bytes: The bytes of the casts that the cure saves, backward pass included; for ``"costly"``
-            those of all casts of the op.
-        seconds: How long those ops took; only for ``"dimension"``.
-        cure: What to do.
-        policy: The text of the policy that does it, or None if no rule does. One with rules for
+        what: The problem, in words.
+        count: Number of casts, or of ops.
+        bytes: The bytes of the casts that the cure saves, including the backward pass; for
+            ``"costly"`` those of all casts of the op.
+        seconds: Total time of those ops; only for ``"dimension"``.
+        cure: The remedy.
+        policy: The text of the policy that applies it, None if no rule does. One with rules for
             modules needs ``autocast(..., module=model)``.
     """
 
@@ -69,12 +69,12 @@ class WasteFinding:
 
 
 class Waste(tuple[WasteFinding, ...]):
-    """Result of :meth:`halfstep.trace.casts`: findings, the most bytes first. It prints as text.
+    """The result of :meth:`halfstep.trace.casts`: findings, most bytes first. It prints as text.
 
     Attributes:
-        cast_bytes: The bytes that all casts of the trace read and write.
-        cast_seconds: How long the casts took.
-        seconds: How long all ops took.
+        cast_bytes: Bytes that all casts of the trace read and write.
+        cast_seconds: Total time of the casts.
+        seconds: Total time of all ops.
     """
 
     cast_bytes: int
@@ -82,7 +82,7 @@ class Waste(tuple[WasteFinding, ...]):
     seconds: float
 
     def __new__(cls, findings: Iterable[WasteFinding], rows: Sequence[Row] = ()) -> Waste:
-        """Sort the findings of a trace. A copy has no rows; its attributes are set afterwards."""
+        """Sort the findings of a trace. A copy has no rows, and gets its attributes afterwards."""
         made = super().__new__(cls, sorted(findings, key=lambda each: (-each.bytes, -each.seconds)))
         made.cast_bytes = sum(row.cast_bytes for row in rows)
         made.cast_seconds = sum(row.cast_seconds for row in rows)
@@ -108,17 +108,17 @@ class Waste(tuple[WasteFinding, ...]):
         return "\n".join(lines)
 
 
-# Matrix products are the reason to lower at all.
+# Matrix products, which are the reason for lower precision.
 _PRODUCTS = ("mm", "matmul", "linear", "conv", "attention")
 
 
 def find_waste(rows: Sequence[Row], policy: str) -> Waste:
-    """Return the waste of a trace; cures add rules to the text of the policy it ran under."""
+    """Return the avoidable costs of a trace; cures add rules to the text of its policy."""
     return Waste([*_Search(rows, policy).findings(), *odd_dimensions(rows)], rows)
 
 
 class _Search:
-    """Search of one trace for casts that could be saved."""
+    """A search of one trace for avoidable casts."""
 
     def __init__(self, rows: Sequence[Row], policy: str) -> None:
         self._all, self._policy = rows, policy
@@ -128,7 +128,7 @@ class _Search:
         self._savings = Savings(self._flow, self._prediction, policy)
 
     def findings(self) -> Iterator[WasteFinding]:
-        """Yield the findings, each policy once."""
+        """Yield the findings, without repeating a policy."""
         seen = set()
         found = (*self._repeated(), *self._chains(), *self._stragglers(), *self._costly())
         for finding in found:
@@ -140,7 +140,7 @@ class _Search:
 
     def _repeated(self) -> Iterator[WasteFinding]:
         def same(pair: tuple[Row, Cast]) -> tuple[object, ...]:
-            row, cast = pair  # by phase, since a recomputation casts again by intention
+            row, cast = pair  # by phase, since a recomputation is intended to cast again
             part = (cast.source.storage, cast.source.version, cast.source.offset, cast.source.shape)
             return row.phase, part, cast.to
 
@@ -250,7 +250,7 @@ class _Search:
 
 
 def _is_again(pairs: list[tuple[Row, Cast]]) -> bool:
-    """Return whether one tensor has more casts than a context makes by intention."""
+    """Return whether a tensor is cast more often than intended in a context."""
     row, cast = pairs[0]
     if not cast.source.is_weight or cast.by_hand:
         return len(pairs) > 1
@@ -274,9 +274,9 @@ def _times(num: int) -> str:
 # --- dimensions -----------------------------------------------------------------------------------
 
 MULTIPLE = 8
-"""Matrix units need dimensions that are multiples of this in two-byte dtypes."""
+"""The divisor that matrix units require of dimensions in two-byte dtypes."""
 
-# The dimensions that a model chooses. The number of rows, batch x tokens, depends on the data.
+# The dimensions that a model determines. The number of rows, batch x tokens, depends on the data.
 _Dimensions = dict[str, int]
 
 
