@@ -1,4 +1,4 @@
-"""Simulation of a lower precision, on a machine that need not have it."""
+"""Simulation of lower precision, on machines with or without it."""
 
 from halfstep._simulate.simulate import simulate
 

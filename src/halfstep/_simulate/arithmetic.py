@@ -1,4 +1,4 @@
-"""Arithmetic of simulated formats, and counts of the values that its rounding loses."""
+"""Arithmetic in simulated formats, and counts of the values lost by rounding."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RoundingCount:
     Attributes:
         module: Its path; empty for the model itself and for ops outside of it.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
-        values: How many values were rounded.
-        saturated: How many finite values were too large: they became inf or the largest value.
-        flushed: How many values that were not zero became zero.
+        values: Number of rounded values.
+        saturated: Number of finite values that overflowed: they became inf or the largest value.
+        flushed: Number of nonzero values that became zero.
         amax: The largest finite magnitude before rounding.
     """
 
@@ -43,7 +43,7 @@ class RoundingCount:
 
     @property
     def share(self) -> float:
-        """The share of values that were saturated or flushed, 0 to 1."""
+        """The fraction of values that were saturated or flushed, 0 to 1."""
         return (self.saturated + self.flushed) / self.values if self.values else 0.0
 
     def plain(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class RoundingCount:
 
 
 class _Sum(NamedTuple):
-    """Sums on a device, which are read only at the end."""
+    """Sums on a device, read only at the end."""
 
     values: int
     saturated: Tensor
@@ -69,7 +69,7 @@ class _Sum(NamedTuple):
 
 
 class RoundingCounts:
-    """Running counts of values that are rounded to a format, to which several threads add."""
+    """Running counts of values that are rounded to a format; several threads may add to them."""
 
     def __init__(self, format: Format) -> None:
         self._format = format
@@ -77,9 +77,9 @@ class RoundingCounts:
         self._lock = threading.Lock()
 
     def add(self, module: str, phase: Phase, values: Tensor) -> None:
-        """Count values before they are rounded; there are none while a program is exported.
+        """Count values before they are rounded. Sync: none.
 
-        Sync: none.
+        Tensors without values, as in an exported program, are skipped.
         """
         with modes.unseen_by_modes():
             # A nested or sparse tensor also has indices.
@@ -110,7 +110,7 @@ class RoundingCounts:
 
 def _counted(values: Tensor, format: Format) -> _Sum:
     sizes = values.detach().abs()
-    finite = torch.where(sizes < math.inf, sizes, 0.0)  # without NaN too
+    finite = torch.where(sizes < math.inf, sizes, 0.0)  # also replaces NaN
     return _Sum(
         values.numel(),
         (finite > format.last_held).sum(),
@@ -195,7 +195,7 @@ class OpContext:
         self.counts.add(self.module, self.phase, values)
 
 
-# Their results are their inputs in another order, or not computed.
+# Ops that only move values or allocate memory.
 _MOVE = {
     *("clone", "_to_copy", "copy_", "cat", "stack", "index", "index_select", "gather", "embedding"),
     *("where", "masked_fill", "masked_fill_", "constant_pad_nd", "repeat", "flip", "roll", "sort"),
@@ -207,10 +207,10 @@ _MOVE = {
 
 
 class HalfArithmetic:
-    """Arithmetic of float16 and bfloat16: ops compute in float32 and round each result once.
+    """Arithmetic in float16 and bfloat16: ops compute in float32 and round each result once.
 
-    Autocast itself makes the tensors, so PyTorch's own rules decide which are in lower precision.
-    Only the arithmetic differs from that of the machine: it is that of matrix units, which
+    Autocast itself creates the tensors, so PyTorch's own rules determine which are in lower
+    precision. Only the arithmetic may differ from the machine's: it is that of matrix units, which
     accumulate in float32 and round once.
     """
 
@@ -228,7 +228,7 @@ class HalfArithmetic:
         elif self._computes(func, args, kwargs):
             key = (func, _kind(args), _kind(kwargs))
             dtypes = self._dtypes.get(key) or _result_dtypes(func, args, kwargs)
-            if dtypes:  # without any it may have been called wrongly, and is asked again
+            if dtypes:  # not cached if empty: the call may have been invalid
                 self._dtypes[key] = dtypes
             if self._low in dtypes:
                 return self._run_wide(func, args, kwargs, dtypes, context)
@@ -242,11 +242,11 @@ class HalfArithmetic:
             return False
         if "attention" in name:  # on CUDA the fused ops have no float32 form
             return "_for_cpu" in name or "efficient" in name
-        if "batch_norm" in name:  # it writes to its running statistics, which must not be copies
+        if "batch_norm" in name:  # it updates running statistics in place: no copies
             return args[3] is None or args[3].dtype is not self._low
-        if name in ("_softmax", "_log_softmax"):  # it asks for float32, invalid for float32 inputs
+        if name in ("_softmax", "_log_softmax"):  # half_to_float is invalid for float32 inputs
             return not args[2]
-        return torch.Tag.nondeterministic_seeded not in func.tags  # they would draw other numbers
+        return torch.Tag.nondeterministic_seeded not in func.tags  # their draws would differ
 
     def _computes_in_place(self, func: Any, args: Args, kwargs: Kwargs) -> bool:
         """Return whether an op computes and writes to a tensor in lower precision."""
@@ -292,7 +292,7 @@ class HalfArithmetic:
 
 
 def _kind(value: Any) -> Any:
-    """Return a key with all that the dtypes of results may depend on."""
+    """Return a key with everything that the dtypes of results may depend on."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim() == 0
     if isinstance(value, (list, tuple)):
@@ -303,9 +303,9 @@ def _kind(value: Any) -> Any:
 
 
 def _result_dtypes(func: Any, args: Args, kwargs: Kwargs) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of the tensors that an op returns, found with tensors without values.
+    """Return the dtypes of an op's results, computed on meta tensors.
 
-    Empty for an op that cannot run without values.
+    Empty if the op cannot run on meta tensors.
     """
 
     def empty(tensor: Tensor) -> Tensor:
@@ -337,13 +337,13 @@ _OPERANDS: dict[str, tuple[int, ...]] = {
 
 
 class Float8Arithmetic:
-    """Arithmetic of float8: the operands of lowered products are clipped and rounded.
+    """Arithmetic in float8: the operands of lowered products are clipped and rounded.
 
     Results are not rounded. Operands are counted in the forward pass. In the backward pass they are
-    rounded again, and only the incoming gradients are counted, each once.
+    rounded again, but only the incoming gradients are counted, each once.
 
-    With ``scale_by_amax`` each operand is scaled for the rounding by the power of two that brings
-    its largest magnitude just below the largest value of the format.
+    With ``scale_by_amax`` each operand is scaled, for rounding, by the power of two that brings its
+    largest magnitude just below the largest value of the format.
     """
 
     def __init__(self, format: Format, *, scale_by_amax: bool) -> None:
@@ -356,7 +356,7 @@ class Float8Arithmetic:
         """Run an op below autograd as hardware with the format would, and return its result."""
         places = _OPERANDS.get(op_name(func), ()) if context.is_lowered else ()
         given = [args[place] for place in places]
-        # Matrix units multiply no sparse tensors.
+        # Matrix units do not support sparse tensors.
         if not all(t.dtype is torch.float32 and t.layout is torch.strided for t in given):
             return func(*args, **kwargs)
         operands = list(args)
@@ -385,7 +385,7 @@ class Float8Arithmetic:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """Return an expanded tensor with each value once."""
+    """Return an expanded tensor without its repetitions."""
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor.narrow(dim, 0, 1) if stride == 0 and tensor.shape[dim] > 1 else tensor
     return tensor

@@ -1,4 +1,4 @@
-"""Simulation: a context, and the dispatch mode in it that runs ops by a simulated arithmetic."""
+"""Simulation context, with a dispatch mode that runs ops in simulated arithmetic."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def without_lowering(policy: Policy) -> Policy:
 
 
 class _OffInBackward(TorchFunctionMode):
-    """Switches autocast off in backward passes, where it would lower ops that ran in float32."""
+    """A mode that turns autocast off in backward passes: it could lower ops that ran in float32."""
 
     def __init__(self, devices: list[str]) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def _devices(model: nn.Module) -> list[str]:
 
 
 class _Simulator(OpMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that runs every op of a thread by an arithmetic, and counts what it rounds."""
+    """A dispatch mode that runs every op of a thread in simulated arithmetic and counts."""
 
     def __init__(
         self, model: nn.Module, policy: Policy, arithmetic: Arithmetic, counts: RoundingCounts
@@ -270,7 +270,7 @@ class _Simulator(OpMode):  # type: ignore[no-untyped-call]
         super().__init__(RunningModules(model))
 
     def under(self, op: str, rule: Rule, active: PolicyOnDevice) -> AbstractContextManager[object]:
-        """Count the ops of the block as parts of ``op``, which runs by ``rule``."""
+        """Attribute the ops in the block to ``op``, which runs by ``rule``."""
         dtype = torch.get_autocast_dtype(active.device)
         # For float8 the rule that runs replaces the one of the policy.
         meant = self.policy.rule(op, active.device, dtype, active.phase(), active.module)
@@ -285,7 +285,7 @@ class _Simulator(OpMode):  # type: ignore[no-untyped-call]
 
 # --- rules ----------------------------------------------------------------------------------------
 
-# There is one observer of rules at a time, for all threads. The simulations of all threads share
+# Only one observer of rules can be active, for all threads. The simulations of all threads share
 # it; it passes each op to the innermost simulation that sees it.
 _lock = threading.Lock()
 _num_running = 0
