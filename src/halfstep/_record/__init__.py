@@ -1,1 +1,1 @@
-"""Records of training runs: files with every step, how they are written and read."""
+"""Records of training runs: files with every step, written during training and read afterwards."""

@@ -23,7 +23,7 @@ SCHEMA = 1
 """Version of the events; the first line of each segment contains it."""
 
 RUNS = Path("runs")
-"""The folder for the records of runs without a folder of their own."""
+"""The default folder for records."""
 
 Event = dict[str, Any]
 
@@ -41,7 +41,7 @@ def files_in(folder: Path) -> dict[int, Path]:
 
 
 def records_in(folder: Path) -> list[Path]:
-    """Return the folders of the records in a folder, at any depth, the latest change first."""
+    """Return the folders of the records in a folder, at any depth, most recently changed first."""
     changed = {
         file.parent: file.stat().st_mtime
         for file in folder.rglob("rank*.jsonl")
@@ -57,10 +57,10 @@ def _rank_of(path: Path) -> int | None:
 
 
 class LineWriter:
-    """Appends events to a file and flushes each of them: written events survive the process.
+    """A writer that appends events to a file and flushes each: they survive a killed process.
 
     Args:
-        path: The file; its folder is made. A last line that was cut stays a line of its own.
+        path: The file; its folder is created. A truncated last line remains a separate line.
 
     Raises:
         RecordError: Another record writes the file, or it belongs to another program.
@@ -92,8 +92,8 @@ class LineWriter:
         _WRITERS.pop(self._key, None)
 
 
-# The lock of a file is that of a process: it does not hold off another writer in it, and ends when
-# any of them is closed.
+# A file lock belongs to a process: it does not exclude a second writer in that process, and is
+# released when any of them is closed.
 _WRITERS: weakref.WeakValueDictionary[tuple[Path, int], LineWriter] = weakref.WeakValueDictionary()
 
 
@@ -112,11 +112,11 @@ def _lock(file: FileIO, path: Path) -> None:
             "sets"
         ) from None
     except (ImportError, OSError):
-        return  # not on this system, or not on this file system
+        return  # not supported by this system or file system
 
 
 def _ends_cut(path: Path) -> bool:
-    """Return whether the last line of a record was cut."""
+    """Return whether the last line of a record is truncated."""
     with path.open("rb") as file:
         try:
             first = json.loads(file.readline())

@@ -1,4 +1,4 @@
-"""The models of a run: the names of their modules and parameters, and the order they ran in."""
+"""The models of a run, with names of modules and parameters and the order of execution."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Models:
         return (model for _, model in self._present())
 
     def add(self, model: nn.Module) -> bool:
-        """Add a model that is not known yet; return whether it replaces parts of it that were."""
+        """Add a model unless it is known; return whether it replaces known parts of it."""
         if isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
         if model in self._names:
@@ -80,15 +80,15 @@ class Models:
                 yield _joined(known.prefix, without_wrappers(name)), parameter
 
     def ran(self, name: str) -> None:
-        """Note the order in which modules first ran to their end."""
+        """Record that a module has run to its end, for the order of first runs."""
         self._order.setdefault(name, len(self._order))
 
     def culprits(self, found: list[Tensor]) -> tuple[list[str], str | None]:
         """Return the names of parameters with bad gradients, and the module where it began.
 
-        Of the modules with such parameters it is the one that ran last in the forward pass: the
-        backward pass reaches it first and passes inf or NaN on to all before it. Modules that
-        contain others of them do not count, nor do modules that were not seen to run.
+        It is the module with such parameters that ran last in the forward pass: the backward pass
+        reaches it first and propagates inf or NaN to all earlier ones. Modules that contain other
+        such modules do not count, nor do modules that were not seen to run.
         """
         bad = set(map(id, found))
         names = [name for name, p in self.parameters() if id(p) in bad]
@@ -104,7 +104,7 @@ class Models:
         return names, max(seen, key=self._order.__getitem__, default=None)
 
     def events(self, step: int) -> list[Event]:
-        """Return a ``model`` line for each model without one."""
+        """Return a ``model`` event for each model that has none yet."""
         prefixes = [known.prefix for known in self._models if known.prefix]
         events = []
         for known, model in self._present():

@@ -1,4 +1,4 @@
-"""Steps whose numbers are still on the device: read late, many at once."""
+"""Steps whose numbers are still on the device, read later in batches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from halfstep._scaler.outcome import Outcome
 from halfstep._scaler.scalars import moved
 
 MOST_WAITING = 64
-"""Steps are read at the latest when this many wait ..."""
+"""Number of waiting steps that triggers a read."""
 LONGEST_WAIT = 0.25
-"""... or at the end of the first step this many seconds after the last read."""
+"""Seconds since the last read after which the end of a step triggers one."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class PendingStep:
     step: int
     time: float
     optimizer: str
-    number: int | None  # of those of its class
+    number: int | None  # among the optimizers of its class
     outcome: Outcome | None  # without a scaler every step is taken
     loss: Tensor | None
-    norm: Tensor | None  # as clip_grad_norm_ has measured it
+    norm: Tensor | None  # as measured by clip_grad_norm_
     share_lost_updates: Tensor | None
 
     @property
     def scalars(self) -> tuple[Tensor | None, ...]:
-        """The numbers that are scalars, None for what is not known."""
+        """The scalars, None if unknown."""
         return self.loss, self.norm, self.share_lost_updates
 
     def packed(self, device: torch.device) -> Tensor:
@@ -80,7 +80,7 @@ class PendingStep:
 
 
 class _Sent(NamedTuple):
-    """Steps that are being copied: their numbers in a row, and the event of their arrival."""
+    """Steps being copied to the host: their concatenated numbers, and the event of arrival."""
 
     steps: list[PendingStep]
     values: Tensor
@@ -100,7 +100,7 @@ class PendingSteps:
         self._steps.append(step)
 
     def take(self) -> list[Event]:
-        """Return the steps that have arrived, and start copying others if it is time."""
+        """Return the steps that have arrived, and start copying others if due."""
         arrived = []
         if self._sent is not None and self._sent.arrival.query():
             arrived = self._arrived()

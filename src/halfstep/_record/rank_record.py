@@ -67,9 +67,10 @@ class _LeftOut(NamedTuple):
 
 @dataclass
 class RankRecord:
-    """The contents of one file, with steps and times counted on across its segments.
+    """The contents of one file, with steps and times continued across its segments.
 
-    ``header`` and ``end`` are those of the last segment; ``starts`` are the first steps of all.
+    ``header`` and ``end`` belong to the last segment; ``starts`` are the first steps of all
+    segments.
     """
 
     path: Path
@@ -109,7 +110,7 @@ class RankRecord:
             self._take(self._numbered_on(event))
 
     def forget(self) -> None:
-        """Forget everything that grows with each step."""
+        """Drop the data that grows with each step."""
         self.steps, self.culprits, self.diagnoses, self.notes = [], [], [], []
         self._cut, self._damaged = [], []
 
@@ -122,7 +123,7 @@ class RankRecord:
         ]
 
     def require_begun(self) -> None:
-        """Raise ``RecordError`` for a file in which no segment has begun."""
+        """Raise ``RecordError`` for a file in which no segment begins."""
         if not self.starts:
             found = "; ".join(note.text for note in self.left_out)
             raise RecordError(
@@ -220,13 +221,13 @@ def _line_head(line: bytes) -> _LineHead | None:
 
 
 class RankFile:
-    """The file of a rank, and the position that it was read up to.
+    """The file of a rank, with the current read position.
 
     Args:
         path: The file.
-        number: Of the rank.
-        is_growing: Whether more will come: then a last line without an end is left for the next
-            call of :meth:`read`, and only the last two samples are kept.
+        number: The rank.
+        is_growing: Whether the file is still being written. If so, an incomplete last line is left
+            for the next :meth:`read`, and only the last two samples are kept.
     """
 
     def __init__(self, path: Path, number: int, *, is_growing: bool = False) -> None:
@@ -247,7 +248,7 @@ class RankFile:
         return status.st_ino != self._inode or status.st_size < self._offset
 
     def read(self) -> None:
-        """Take the events of all new lines.
+        """Read the events of all new lines.
 
         Raises:
             RecordError: The file cannot be read, or is not a record.

@@ -1,4 +1,4 @@
-"""Reading a record, at once or while it is written: the files of all ranks become one run."""
+"""Reading of complete and growing records, with the files of all ranks joined into one run."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ _RUN, _STEP, _END = (b'\n{"event":"%s"' % name for name in (b"run", b"step", b"e
 
 
 def glance(folder: Path) -> RankRecord:
-    """Read the first rank's starts, the last step of each and the end: enough for a list of runs.
+    """Read the first rank's segment starts, last steps and ends, for a list of runs.
 
-    Nothing else of the file is decoded, however long it is.
+    Nothing else in the file is decoded, however long it is.
 
     Raises:
         RecordError: It cannot be read, or is not a record.
@@ -73,14 +73,14 @@ def glance(folder: Path) -> RankRecord:
     def take(place: int) -> None:
         rank.take(0, data[place + 1 : data.find(b"\n", place + 1) + 1])
 
-    start, end = 0, data.rfind(b"\n")  # a last line without an end is being written
+    start, end = 0, data.rfind(b"\n")  # an unterminated last line is still being written
     while start >= 0:
         take(start)
         following = data.find(_RUN, start + 1, end)
         place = stop = end if following < 0 else following
         known = len(rank.steps)
         while len(rank.steps) == known and (place := data.rfind(_STEP, start, place)) >= 0:
-            take(place)  # the one before it, if this is damaged
+            take(place)  # the previous one, if this is damaged
         if (place := data.rfind(_END, start, stop)) >= 0:
             take(place)
         start = following
@@ -133,14 +133,14 @@ def _trace(path: Path) -> tuple[Recording | None, tuple[Note, ...]]:
 
 
 MOST_AHEAD = 128
-"""A rank that is more steps behind the first than this is not waited for."""
+"""Number of steps behind the first rank beyond which a rank is not waited for."""
 
 
 # --- steps ----------------------------------------------------------------------------------------
 
 
 class JoinedSteps:
-    """Joins the steps of the first rank with the losses of all, as they come.
+    """An incremental join of the first rank's steps with the losses of all ranks.
 
     In a pipeline only the last stage has a loss; each replica of a model has the loss of its batch.
     """
@@ -149,7 +149,7 @@ class JoinedSteps:
         self._waiting: dict[int, deque[Step]] = {}
 
     def add(self, ranks: Mapping[int, RankRecord], *, is_all: bool = False) -> list[Step]:
-        """Add the new steps and return those that are complete; all, if no more will come."""
+        """Add the new steps and return complete ones; all, if no more will come."""
         for number, rank in ranks.items():
             self._waiting.setdefault(number, deque()).extend(rank.steps)
         first, *others = ranks
@@ -201,7 +201,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 class StepComparison:
-    """Compares the steps of the first rank with those of another, as they come.
+    """An incremental comparison of the first rank's steps with those of another.
 
     Args:
         number: Number of the other rank.
@@ -306,9 +306,9 @@ def _joined_sample(samples: Sequence[Sample]) -> Sample:
 class RecordUpdate:
     """The additions to a record since the last read.
 
-    ``new`` is the run as it is now, but with only the new steps, samples, culprits, diagnoses and
-    notes; of the samples at most one, the latest. If ``is_anew``, as in the first update and after
-    the files were replaced, nothing read before belongs to it.
+    ``new`` is the current run, but with only the new steps, samples, culprits, diagnoses and notes,
+    and at most one sample, the latest. If ``is_anew``, as in the first update and after the files
+    were replaced, earlier updates do not belong to the run.
     """
 
     new: Run
@@ -317,7 +317,7 @@ class RecordUpdate:
 
 
 class Follower:
-    """Reads what is new in the record in a folder, which need not exist yet.
+    """An incremental reader of the record in a folder, which need not exist yet.
 
     It keeps its position in each file and at most two samples per rank, whatever the length of the
     record. A step is returned once all ranks have it, unless a rank is far behind.
@@ -335,7 +335,7 @@ class Follower:
         self._start_over()
 
     def read(self) -> RecordUpdate | None:
-        """Return what is new; None as long as there is no record.
+        """Return the additions since the last call; None while there is no record.
 
         Only complete lines count. Files of further ranks are picked up as they appear.
 
@@ -384,8 +384,8 @@ class Follower:
     def _new_sample(self, ranks: Mapping[int, RankRecord]) -> tuple[Sample, ...]:
         """Return the newest sample that all ranks have.
 
-        A rank that was killed will never have it: then return the last but one, the newest that is
-        certainly complete on the others.
+        A rank that was killed will never have it. In that case return the second to last, the
+        newest that is certainly complete on the others.
         """
         held = [rank.samples for rank in ranks.values()]
         by_all = set.intersection(*({sample.step for sample in samples} for samples in held))

@@ -32,21 +32,21 @@ from halfstep.sinks import Sink
 class record:
     """Record a training run: every step, and statistics of the tensors in some steps.
 
-    Writes one file of JSON Lines, flushed line by line, for ``halfstep report`` and ``halfstep
-    watch``: ``rank0.jsonl`` in the folder, or the file of the rank (the environment variable
-    ``RANK``, or that of the process group). Appends to an existing file. docs/record.md describes
-    its contents and the cost of recording.
+    It writes one file of JSON Lines, flushed line by line, for ``halfstep report`` and ``halfstep
+    watch``: ``rank0.jsonl`` in the folder, or the file of the rank (from the environment variable
+    ``RANK`` or the process group). It appends to an existing file. docs/record.md describes its
+    contents and the cost of recording.
 
     Recording does not change the training, bit for bit. Iterations are those of halfstep's
     ``GradScaler``; without one, each ``optimizer.step()`` is one.
 
     Args:
-        path: The folder; made if it is not there.
+        path: The folder; created if it does not exist.
         model: The model, for the names in the record. By default, the outermost modules that run
             with gradients.
         scaler: The scaler whose iterations count; by default, every scaler.
-        every: Tensors are sampled in the first step and in every ``every``-th; 0 for never. Of
-            optimizers that step in turn without a scaler, in a step of each.
+        every: Interval of sampled steps: the first step and every ``every``-th are sampled; 0 for
+            none. If several optimizers step in turn without a scaler, one step of each is sampled.
         sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
 
     Raises:
@@ -57,7 +57,7 @@ class record:
             contains a ``rank0.jsonl`` of another program.
         OSError: The folder is not writable.
 
-    Sync: none of its own, except in sampled steps; numbers are read late, many steps at once.
+    Sync: none, except in sampled steps; numbers are read later, for many steps at once.
 
     Example:
         >>> import tempfile, halfstep
@@ -133,8 +133,8 @@ class record:
 
         Args:
             diagnosis: The diagnosis.
-            step: The number of its iteration. If left out: inside a step of an optimizer, the one
-                that the step ends; else the last one that has ended, or 1.
+            step: The number of its iteration. Default: inside an optimizer step, the iteration that
+                the step ends; otherwise the last one that has ended, or 1.
 
         Returns:
             The number of its iteration.
@@ -173,12 +173,12 @@ class record:
 
     @property
     def num_steps(self) -> int:
-        """How many iterations have ended."""
+        """Number of iterations that have ended."""
         return 0 if self._recorder is None else self._recorder.num_steps
 
     @property
     def num_skipped(self) -> int:
-        """In how many of them a step is known to have been skipped; complete after the block."""
+        """Number of iterations with a step known to be skipped; complete after the block."""
         return 0 if self._recorder is None else len(self._recorder.skipped)
 
 

@@ -1,4 +1,4 @@
-"""The recorder: it collects the losses, norms and steps of a run and writes them."""
+"""The recorder, which collects the losses, norms and steps of a run and writes them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from halfstep.errors import CallOrderError, HalfstepWarning
 from halfstep.sinks import Sink, sample_scalars, step_scalars
 
 NUM_CULPRITS = 20
-"""At most this many names of parameters are written for a skipped step."""
+"""Maximum number of parameter names written for a skipped step."""
 MOST_NORMS = 16
-"""At most this many measured norms wait for their step."""
+"""Maximum number of measured norms that wait for their step."""
 MOST_IN_TURN = 4
-"""At most so many steps in a row are sampled, where several optimizers step in turn."""
+"""Maximum number of consecutive sampled steps if several optimizers step in turn."""
 MOST_BACKWARD = 256
-"""A sample ends after this many backward passes without a step of an optimizer ..."""
+"""Number of backward passes without an optimizer step after which a sample is discarded."""
 MOST_WAITS = 4
-"""... and after this many steps without a backward pass, as those of a second optimizer."""
+"""Number of steps without a backward pass, as of a second optimizer, after which a sample ends."""
 NO_MODEL = (
     "no model was found: none was called in the first step, or it was called inside compiled code. "
     "Name it: halfstep.record(path, model=model)"
@@ -52,7 +52,7 @@ NO_MODEL = (
 
 
 def _aside(method: Callable[..., None]) -> Callable[..., None]:
-    """Hide the ops of a method from the user's modes, and let no failure of it end the run."""
+    """Hide the ops of a method from the user's modes, and keep its errors from ending the run."""
 
     @wraps(method)
     def aside(recorder: Recorder, *args: Any, **kwargs: Any) -> None:
@@ -66,9 +66,9 @@ def _aside(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Recorder:
-    """Collects the events of an iteration and writes them.
+    """A collector of the events of a run, which it writes to the record.
 
-    ``scaler`` is the one whose iterations count; None for all, and for steps without a scaler.
+    ``scaler`` is the scaler whose iterations count; None for all, and for steps without a scaler.
 
     Sync: none, except in sampled steps, after a skipped step, and in :meth:`close`.
     """
@@ -93,7 +93,7 @@ class Recorder:
         self._has_failed = False
         self._policies: dict[str, tuple[str, str]] = {}
         self._loss: Tensor | None = None
-        self._scaled: list[Tensor] = []  # in the order in which they were scaled
+        self._scaled: list[Tensor] = []  # in the order of scaling
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
@@ -108,17 +108,17 @@ class Recorder:
 
     @_aside
     def on_loss(self, scaler: GradScaler, outputs: Any) -> None:
-        """Note a loss before it is scaled."""
+        """Record a loss before it is scaled."""
         if self._listens_to(scaler):
             if not self._is_scaled:
                 self._loss, self._is_scaled = None, True
             found = self._add_losses(tensors_in([outputs]))
             if found is not None and optim.optimizer_step_depth() == 0:
-                self._scaled.append(found)  # of a closure only the last evaluation counts
+                self._scaled.append(found)  # only the last evaluation of a closure counts
 
     @_aside
     def on_backward(self, roots: Any) -> None:
-        """Note the roots of a backward pass: the loss, if no scaler has seen it."""
+        """Record the roots of a backward pass: the loss, if no scaler has seen it."""
         if not self._is_listening() or autograd.backward_number() >= 0:
             return  # inside another pass, a checkpoint is being recomputed
         self._num_backward += 1
@@ -130,7 +130,7 @@ class Recorder:
 
     @_aside
     def on_norm(self, tensors: Iterable[Tensor], norm: Tensor) -> None:
-        """Note an L2 norm measured by ``torch.nn.utils.clip_grad_norm_``.
+        """Record an L2 norm measured by ``torch.nn.utils.clip_grad_norm_``.
 
         A norm that is distributed over ranks is ignored: adding it up takes a collective.
         """
@@ -140,7 +140,7 @@ class Recorder:
 
     @_aside
     def on_iteration(self, scaler: GradScaler, outcomes: Sequence[Outcome]) -> None:
-        """Note that ``update`` has ended an iteration."""
+        """Record the end of an iteration."""
         if not outcomes or not self._listens_to(scaler):
             return
         if self.num_steps == 0:
@@ -157,7 +157,7 @@ class Recorder:
 
     @_aside
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Note a step of an optimizer; it counts if it is made without a scaler."""
+        """Record a step of an optimizer, if it is made without a scaler."""
         if torch.compiler.is_compiling():
             return
         self._updates.after_step(optimizer)
@@ -173,7 +173,7 @@ class Recorder:
         self._end_iteration(1.0)
 
     def add_diagnosis(self, diagnosis: Diagnosis, step: int | None) -> int:
-        """Write a diagnosis of a step, None for the current one; return its number. Sync: none."""
+        """Write a diagnosis of a step, None for the current one; return the step. Sync: none."""
         if step is None:
             step = max(self.num_steps + (optim.optimizer_step_depth() > 0), 1)
         if self._is_here():
@@ -181,12 +181,12 @@ class Recorder:
         return step
 
     def on_failure(self, error: Exception) -> None:
-        """Note that an event could not be recorded."""
+        """Record that an event could not be recorded."""
         self._discard_sample()
         self.say(f"a step could not be recorded: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
-        """Write a note, once."""
+        """Write a note, but only once."""
         if text not in self._said:
             self._said.add(text)
             self._write({"event": "note", "step": self.num_steps + 1, "text": text})
@@ -220,7 +220,7 @@ class Recorder:
         return self._scaler is None and not self._is_scaled and self._is_listening()
 
     def _add_losses(self, outputs: Any) -> Tensor | None:
-        """Add these losses to that of the iteration, and return their sum; None without any."""
+        """Add losses to that of the iteration, and return their sum; None if there are none."""
         found = [
             tensor.detach().float().reshape(()).clone()
             for tensor in outputs
@@ -240,8 +240,8 @@ class Recorder:
     def _losses_of(self, outcomes: Sequence[Outcome]) -> list[Tensor | None]:
         """Return the loss of each step of an iteration.
 
-        It is that of the backward passes since the step before it; without any, as where two
-        optimizers step by one backward pass, that of the step before it.
+        It is the loss of the backward passes since the previous step. Without any, as when two
+        optimizers share a backward pass, it is the loss of the previous step.
         """
         ends = [outcome.num_losses for outcome in outcomes]
         if len(outcomes) == 1 or ends != sorted(ends) or len(self._scaled) != ends[-1]:
@@ -253,7 +253,7 @@ class Recorder:
         return losses
 
     def _number_of(self, optimizer: torch.optim.Optimizer | None) -> int | None:
-        """Return the number among those of its class; one that is gone leaves its number."""
+        """Return an optimizer's number within its class; numbers of deleted ones are reused."""
         if optimizer is None:
             return None
         if optimizer not in self._numbers:
@@ -297,7 +297,7 @@ class Recorder:
         self._num_backward = 0
 
     def _is_next_sampled(self) -> bool:
-        """Return whether the next step is: optimizers that step in turn have one each."""
+        """Return whether to sample the next step; of optimizers in turn, one step each."""
         if not self._every:
             return False
         past = (self.num_steps + 1) % self._every
@@ -363,7 +363,7 @@ class Recorder:
             names, began_in = self._models.culprits(found)
             names = names or outcome.culprits
         except CallOrderError:
-            return  # too late: the gradients are gone
+            return  # too late: the gradients no longer exist
         if not names:
             return  # the culprits are on another rank
         counted = outcome.find_culprits()

@@ -20,7 +20,7 @@ Kind: TypeAlias = Literal["parameter", "parameter_gradient", "output", "output_g
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 LARGEST_EXPONENT = 1023
-"""Beyond this exponent, twice the next power of two is not a float."""
+"""The largest exponent: beyond it, twice the next power of two is not a float."""
 
 
 class _Event(Struct, frozen=True, gc=False, tag_field="event"):
@@ -51,14 +51,14 @@ class Device(_Event, tag="device", frozen=True):
 
 
 class Model(_Event, tag="model", frozen=True):
-    """A model that is trained."""
+    """A trained model."""
 
     step: Count  # when it was first seen to run
-    name: str  # of its class
-    parameters: Count  # entries of them
-    modules: tuple[str, ...]  # in the order in which they ran
+    name: str  # the class name
+    parameters: Count  # the number of entries
+    modules: tuple[str, ...]  # in the order of execution
     note: str | None = None
-    rank: int | None = None  # that has it, if the first rank has another, as in a pipeline
+    rank: int | None = None  # set if the first rank lacks this model, as in a pipeline
 
 
 class PolicySeen(_Event, tag="policy", frozen=True):
@@ -78,17 +78,17 @@ class Step(_Event, tag="step", frozen=True):
     optimizer: str  # its class
     taken: bool
     reason: str | None  # why it was skipped
-    scale: Scale | None  # what the loss was multiplied by; None without a scaler
+    scale: Scale | None  # the factor of the loss; None without a scaler
     scale_after: Scale | None
     norm: float | None  # L2, of the unscaled gradients before clipping, if it was measured
     loss: float | None  # before scaling, if it was seen; the mean over the ranks that have one
-    number: Count | None = None  # of the optimizer among those of its class, from 1
+    number: Count | None = None  # of the optimizer, among those of its class, from 1
     share_lost_updates: Share | None = None  # in sampled steps; the mean over the ranks
     rank: Count | None = None  # the first one with inf or NaN in its gradients, if that is known
     bad_losses: tuple[int, ...] = ()  # the ranks whose loss was inf or NaN
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a finite number that is too large for the float32 it was."""
+        """Raise ``ValueError`` for finite numbers that are out of float32's range."""
         for value in (self.norm, self.loss):
             if value is not None and LARGEST < abs(value) < math.inf:
                 raise ValueError(f"{value} is not a float32")
@@ -100,9 +100,9 @@ class Measured(Statistics, frozen=True, gc=False, kw_only=True):
     Gradients are as in memory: multiplied by the scale.
 
     Attributes:
-        kind: What it is.
-        name: Of the parameter or of the module.
-        dtype: Such as ``"float16"``.
+        kind: The kind of tensor.
+        name: The name of the parameter or module.
+        dtype: The name of its dtype, such as ``"float16"``.
     """
 
     kind: Kind
@@ -128,7 +128,7 @@ class Sample(_Event, tag="sample", frozen=True):
     """A sampled step."""
 
     step: Count  # number of the iteration in the record
-    scale: Scale  # of its gradients; 1.0 without a scaler
+    scale: Scale  # of the gradients; 1.0 without a scaler
     tensors: tuple[Measured, ...]  # in the order of the model
 
 
@@ -140,7 +140,7 @@ class Culprits(_Event, tag="culprits", frozen=True):
     began_in: str | None  # the module where the backward pass first left the range, if that shows
     parameters: tuple[str, ...]  # names of the first 20
     num_parameters: Count
-    num_nan: Count | None = None  # entries of all of them; None where they were gone
+    num_nan: Count | None = None  # entries of all of them; None if they no longer existed
     num_inf: Count | None = None
     rank: int = 0
 
@@ -163,7 +163,7 @@ class Note(_Event, tag="note", frozen=True):
 class End(_Event, tag="end", frozen=True):
     """The end of a segment."""
 
-    error: str | None  # that ended it; None if it ended well
+    error: str | None  # the error that ended it; None if it ended normally
     time: Seconds | None = None  # since the first segment of the record began
 
 
@@ -172,9 +172,9 @@ class Run:
     """The contents of a record, with ranks and segments joined."""
 
     path: Path  # the folder
-    header: Header  # of the last segment of the first rank
+    header: Header  # the header of the last segment of the first rank
     starts: tuple[int, ...]  # the first step of each segment: one for each start of the run
-    ranks: tuple[int, ...]  # that have written
+    ranks: tuple[int, ...]  # ranks that have written
     models: tuple[Model, ...]  # of the first rank, and those that only others have
     policies: tuple[PolicySeen, ...]  # of the first rank
     steps: tuple[Step, ...]  # of the first rank, with the losses of all
@@ -183,14 +183,14 @@ class Run:
     diagnoses: tuple[Diagnosed, ...]  # of all ranks, by step
     notes: tuple[Note, ...]  # by recorders and reader: ranks that disagree, and all of left_out
     left_out: tuple[Note, ...]  # on lines that are cut or damaged
-    error: str | None  # that ended the last segment, on the first rank that failed
-    error_rank: int | None  # where it was
+    error: str | None  # the error that ended the last segment, on the first rank that failed
+    error_rank: int | None  # the rank of that error
     without_end: tuple[int, ...]  # ranks whose last segment has no end: still running, or killed
-    trace: Recording | None  # in trace.json
+    trace: Recording | None  # from trace.json
 
     @property
     def num_segments(self) -> int:
-        """How often the run was started."""
+        """Number of starts of the run."""
         return len(self.starts)
 
     @property

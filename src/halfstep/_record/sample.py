@@ -1,4 +1,4 @@
-"""Sampled steps: hooks that measure the tensors of a run, and the updates that are lost in it."""
+"""Sampled steps: hooks that measure tensors, and counts of lost updates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from halfstep._scaler.gradients import parameters
 from halfstep._scaler.scalars import moved
 
 LOOKED_AT = 1 << 16
-"""About so many entries of a weight are looked at, and copied for that before a step."""
+"""Approximate number of entries of a weight that are inspected, and copied before a step."""
 OUTERMOST = "(model)"
 """The name of the outermost module."""
 COMPILED = (
@@ -52,7 +52,7 @@ _FILTER = ("ignore", re.compile(".*when there are global hooks"), Warning, None,
 
 
 class Sampler:
-    """Measures parameters, outputs of modules, and the gradients of both.
+    """A sampler of parameters, module outputs, and the gradients of both.
 
     It has hooks only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
 
@@ -80,9 +80,9 @@ class Sampler:
         self._found: dict[tuple[Kind, str], tuple[str, Statistics]] = {}
         self._last_outputs: list[weakref.ref[Tensor]] = []
         self._depth = 0
-        self._depth_of_region = -1  # of the innermost call that has entered an autocast itself
+        self._depth_of_region = -1  # of the innermost call that entered autocast itself
         self._devices = dict.fromkeys(("cpu", default_device()))
-        # How many calls ran under a dtype and a policy, by its number; None is PyTorch's.
+        # Number of calls by device, dtype and policy number; None is PyTorch's policy.
         self._ran_under: Counter[tuple[str, torch.dtype, int | None]] = Counter()
         self.policies: dict[str, tuple[str, str]] = {}  # lower precision and text, by device type
 
@@ -98,8 +98,8 @@ class Sampler:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        # torch.compile's module warns about global hooks before they are removed for it. Not by
-        # filterwarnings(), which would make every warning of the script appear again.
+        # torch.compile's module warns about global hooks before they are removed for it.
+        # warnings.filterwarnings() would make every earlier warning of the script appear again.
         warnings.filters.insert(0, _FILTER)  # type: ignore[attr-defined]
         self._watch_models()
 
@@ -118,7 +118,7 @@ class Sampler:
         return sorted(measured, key=lambda each: KINDS.index(each.kind))
 
     def _watch_models(self) -> None:
-        """Put hooks on the models; called again when another model was found."""
+        """Install hooks on the models; called again when another model is found."""
         if not len(self._models):
             return
         if self._models.has_compiled:
@@ -154,7 +154,7 @@ class Sampler:
             and not _is_being_built(module)
         ):
             if self._models.add(module):
-                self._found = {}  # it contains the names of a part
+                self._found = {}  # it contains the names of a part of this model
             self._watch_models()
         self._depth += 1
 
@@ -168,7 +168,7 @@ class Sampler:
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
         if _is_traced() or not self._is_listening():
             return
-        # What a call ran under in an autocast of its own has been left by now.
+        # An autocast context entered by the call itself has been exited by now.
         has_own_region = self._depth_of_region >= self._depth
         self._depth_of_region = min(self._depth_of_region, self._depth - 1)
         self._depth = max(self._depth - 1, 0)
@@ -210,7 +210,7 @@ class Sampler:
             # Zeros in gradients of outputs come from ReLUs and masks.
             with modes.unseen_by_modes():
                 statistics = measure(tensor, is_gradient=kind == "parameter_gradient")
-        except (RuntimeError, NotImplementedError) as error:  # a recorder never ends a run
+        except (RuntimeError, NotImplementedError) as error:  # a recorder must not end a run
             self._say(f"{kind} {name} cannot be measured: {error}")
             return
         if statistics is None:
@@ -229,7 +229,7 @@ class Sampler:
                 self._ran_under[device, torch.get_autocast_dtype(device), number] += 1
 
     def _settle_policies(self) -> None:
-        """Keep what most calls on each device ran under."""
+        """Keep the policy of most calls on each device."""
         counts: Counter[tuple[str, str, str]] = Counter()
         for (device, dtype, number), num_calls in self._ran_under.items():
             text = "torch" if number is None else str(kernels.prepared(number).policy)
@@ -270,7 +270,7 @@ def _is_trained(module: nn.Module) -> bool:
 def _is_being_built(module: nn.Module) -> bool:
     """Return whether a module is one whose ``__init__`` is running, or part of it.
 
-    Some models call themselves, or their parts, to see shapes or strides.
+    Some models call themselves, or their parts, to determine shapes or strides.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -297,7 +297,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
 
 
 class UpdateCounter:
-    """Counts the updates of all optimizers, and those that are lost.
+    """A counter of the updates of all optimizers, and of lost ones.
 
     It has a hook only between :meth:`begin` and :meth:`end`; otherwise it costs nothing.
 
@@ -333,13 +333,13 @@ class UpdateCounter:
     def _noting_failures(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a recorder never ends a run, whatever the optimizer is
+        except Exception as error:  # a recorder must not end a run, whatever the optimizer is
             self._say(f"lost updates cannot be counted: {error}")
 
     def share_lost(self, optimizer: torch.optim.Optimizer | None) -> Tensor | None:
-        """Return the share of its updates that an optimizer has lost; None if it is not known.
+        """Return the fraction of an optimizer's updates that were lost; None if unknown.
 
-        A large tensor counts by its size, not by that of the part. Sync: none.
+        Counts in a part of a large tensor are extrapolated to its size. Sync: none.
         """
         if optimizer is None or not self._counted:
             return None
@@ -375,11 +375,11 @@ class UpdateCounter:
 
 
 def _part(values: Tensor) -> Tensor:
-    """Return the entries of a weight, or of its gradient, that are looked at."""
+    """Return the inspected entries of a weight or gradient."""
     return counted_part(values, LOOKED_AT)
 
 
 def _size_to_part(param: Tensor) -> float:
-    """Return the size of a tensor to that of the part that is looked at."""
+    """Return the ratio of a tensor's size to that of its inspected part."""
     values = local_part(param)
     return values.numel() / max(_part(values).numel(), 1)
