@@ -12,7 +12,7 @@ from torch import Tensor
 from halfstep.errors import DemoError
 
 LARGEST_FILE = 128 * 2**20
-"""Most bytes of text to read; converting them to tokens takes about 12 times as much memory."""
+"""Maximum size of a text in bytes; converting it to tokens takes about 12 times as much memory."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _number_and_split(text: str) -> tuple[int, Tensor, Tensor]:
 def draw_batches(
     tokens: Tensor, steps: int, batch: int, context: int, seed: int, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draw windows at random places; they depend only on the seed, not on the device.
+    """Draw windows at random positions, which depend only on the seed, not on the device.
 
     Yields:
         ``steps`` pairs of inputs and targets, int64 ``[batch, context]``; a target is the character
@@ -109,7 +109,7 @@ def draw_batches(
 def held_out_windows(
     tokens: Tensor, context: int, at_most: int = 256
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Cut a text into windows without overlap, and yield some of them, evenly spread.
+    """Yield some non-overlapping windows of a text, evenly spread.
 
     Yields:
         Inputs and targets, int64 ``[1 to 32, context]``, at most ``at_most`` rows altogether.

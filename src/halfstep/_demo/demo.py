@@ -39,13 +39,13 @@ def run_demo(settings: DemoSettings, output: Path, console: Console | None = Non
     Ctrl-C (``KeyboardInterrupt``) ends the training; the results so far are shown and written.
 
     Args:
-        settings: what to train.
+        settings: the settings.
         output: directory for ``losses.svg``, ``results.json``, and in ``run`` the record of the
             last precision with its report; created if it does not exist.
-        console: where to print; standard output when left out.
+        console: where to print; by default standard output.
 
     Returns:
-        False when it was interrupted.
+        False if it was interrupted.
 
     Raises:
         DemoError: The text cannot be used, or ``output`` cannot be written.
@@ -74,7 +74,7 @@ def _console() -> Console:
 
 
 def _prepare(output: Path) -> None:
-    """Check before the training that the results can be written."""
+    """Check before training that the results can be written."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         for name in ("losses.svg", "results.json"):
@@ -82,7 +82,7 @@ def _prepare(output: Path) -> None:
                 is_new = file.tell() == 0
             if is_new:
                 (output / name).unlink()
-        file_of(output / RECORD, 0).unlink(missing_ok=True)  # an earlier demo's
+        file_of(output / RECORD, 0).unlink(missing_ok=True)  # of an earlier demo
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DemoError(
@@ -91,7 +91,7 @@ def _prepare(output: Path) -> None:
 
 
 def _train_all(results: Results, folder: Path, console: Console) -> bool:
-    """Train in one precision after the other, record the last; return whether all were finished."""
+    """Train in each precision in turn and record the last; return whether all finished."""
     settings = results.settings
     every = max(1, settings.steps // NUM_SAMPLES)
     try:

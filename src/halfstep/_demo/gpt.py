@@ -18,7 +18,7 @@ class GPTConfig:
     """The shape of a :class:`GPT`."""
 
     vocab: int  # number of different tokens
-    context: int  # most tokens in one sequence
+    context: int  # maximum number of tokens in a sequence
     layers: int
     heads: int
     width: int  # length of a token's vector, a multiple of heads
@@ -111,7 +111,7 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Draw weights with std 1 / sqrt(inputs), smaller by sqrt(2 layers) at block outputs.
+        """Draw weights with std 1 / sqrt(inputs), divided by sqrt(2 layers) at block outputs.
 
         The fixed 0.02 of GPT-2 is too small at width 128: the four precisions leave the first
         plateau at random steps, and the curves cannot be compared.

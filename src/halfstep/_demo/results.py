@@ -1,4 +1,4 @@
-"""Results of a demo: the numbers, and how they are shown: progress, table, plot."""
+"""Results of a demo, and their display as progress, table and plot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from halfstep._demo.train import DemoSettings, PrecisionRun
 from halfstep._doctor.hardware import DTYPES, WORTH_IT, measure_speeds
 
 MEASURE_SECONDS = 0.6
-"""For all dtypes, in turn."""
+"""Total measuring time for all dtypes, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class MeasuredMachine:
     device: str
     threads: int
     gflops: dict[str, float]  # in a matrix product, by name of the dtype
-    ratios: dict[str, float]  # of the speed to that of fp32, medians
-    noise: str  # why the measurement tells nothing; empty if it does
+    ratios: dict[str, float]  # median ratios of the speed to that of fp32
+    noise: str  # why the measurement is inconclusive, if it is
     versions: dict[str, str]
     system: str
 
     def sentence(self) -> str:
-        """Return one sentence on the strengths of the machine, from the measured numbers alone."""
+        """Return one sentence on the strengths of the machine, from measured numbers only."""
         rates = ", ".join(
             f"{rate:,.0f} in {name}" + ("" if name == "fp32" else f" ({self.ratios[name]:.2g} x)")
             for name, rate in self.gflops.items()
@@ -91,7 +91,7 @@ class Results:
     settings: DemoSettings
     corpus: Corpus
     machine: MeasuredMachine
-    runs: list[PrecisionRun]  # the last one may have been cut short
+    runs: list[PrecisionRun]  # the last one may have been interrupted
     num_parameters: int
 
     @property
@@ -100,9 +100,9 @@ class Results:
         return next((r for r in self.runs if r.precision.name == "fp32" and r.is_finished), None)
 
     def summary(self, run: PrecisionRun) -> dict[str, Any]:
-        """Return the numbers of the table for one run; None where there is none (yet).
+        """Return the numbers of the table for one run; missing ones are None.
 
-        Losses in nats per token, times in milliseconds, memory in bytes, shares from 0 to 1.
+        Losses are in nats per token, times in milliseconds, memory in bytes, fractions from 0 to 1.
         """
         base = self.baseline
         seconds = run.step_seconds
@@ -124,7 +124,7 @@ class Results:
         }
 
     def to_json(self) -> str:
-        """Return everything as strict JSON: a loss that is not finite becomes null."""
+        """Return everything as strict JSON: a non-finite loss becomes null."""
         settings = asdict(self.settings) | {"text": self.corpus.source}
         document = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -159,7 +159,7 @@ class Results:
 def _difference(
     run: PrecisionRun, base: PrecisionRun | None, value: float | None, name: str
 ) -> float | None:
-    """Return the difference to the baseline; None for a run that was cut short."""
+    """Return the difference to the baseline; None for an interrupted run."""
     if base is None or value is None or not run.is_finished:
         return None
     return float(value - getattr(base, name))
@@ -178,13 +178,13 @@ def describe(run: PrecisionRun) -> str:
 
 
 class ProgressLines:
-    """A few lines for each run."""
+    """A progress view that prints a few lines for each run."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def show(self, run: PrecisionRun) -> None:
-        """Print the name of a run that begins, and a line after every fifth of its steps."""
+        """Print the title of a new run, or a progress line, about five times in a run."""
         done = len(run.losses)
         if not done:
             self._console.print(f"{run.precision.title}: {run.steps} steps", highlight=False)
@@ -196,13 +196,13 @@ class ProgressLines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the lines."""
+        """Do nothing: the lines stay."""
 
 
 class ProgressBars(ProgressLines):
-    """One bar for each run, drawn between the steps.
+    """A progress view with one bar for each run, drawn between the steps.
 
-    A thread that draws would take time from the steps that are measured.
+    A drawing thread would slow down the steps that are measured.
     """
 
     def __init__(self, console: Console) -> None:
@@ -218,7 +218,7 @@ class ProgressBars(ProgressLines):
         self._drawn = 0.0
 
     def show(self, run: PrecisionRun) -> None:
-        """Add a bar for a run that begins, else move it; draw ten times a second at most."""
+        """Add a bar for a new run, otherwise move it; draw at most ten times a second."""
         done = len(run.losses)
         if not done:
             self._task = self._progress.add_task(run.precision.title, total=run.steps, state="")
@@ -268,7 +268,7 @@ def _cell(value: Any, show: Callable[[Any], str]) -> str:
 
 
 def _share(value: float) -> str:
-    """Return a share with three digits, so that a small one does not become zero."""
+    """Format a fraction with three digits, so that small values do not become zero."""
     return "0 %" if value == 0 else f"{100 * value:.3g} %"
 
 
@@ -284,7 +284,7 @@ ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("final scale", "final_scale", power),
     ("zero gradients", "zero_gradient_share", _share),
 )
-"""Label, key of :meth:`Results.summary`, and how its value is written."""
+"""Label, key of :meth:`Results.summary`, and format of its value."""
 
 
 # --- the plot -------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ BOTTOM = 52
 
 @dataclass(frozen=True)
 class PixelAxis:
-    """Maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``, up or down."""
+    """An axis that maps values from ``low`` to ``high`` to pixels from ``start`` to ``end``."""
 
     low: float
     high: float
@@ -307,7 +307,7 @@ class PixelAxis:
     end: float
 
     def at(self, value: float) -> float:
-        """Return the pixel of a value, rounded to what is visible."""
+        """Return the pixel of a value, rounded to visible precision."""
         share = (value - self.low) / (self.high - self.low)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -319,7 +319,7 @@ class PixelAxis:
 
 
 def round_step(roughly: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten."""
+    """Return the next larger 1, 2 or 5 times a power of ten."""
     decade: float = 10.0 ** math.floor(math.log10(roughly))
     return next(factor * decade for factor in (1, 2, 5, 10) if factor * decade >= roughly * 0.999)
 
@@ -334,7 +334,7 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """One diagram: its curves, in the order in which they are drawn, and its vertical axis."""
+    """One diagram: its curves in drawing order, and its vertical axis."""
 
     title: str
     axis: PixelAxis

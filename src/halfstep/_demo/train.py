@@ -30,7 +30,7 @@ class TrainingPrecision:
 
     name: str  # on the command line and in results.json
     title: str  # in the table and the plot
-    dtype: torch.dtype  # float32 switches autocast off
+    dtype: torch.dtype  # float32 disables autocast
     scaling: bool
 
 
@@ -48,12 +48,12 @@ PRECISIONS: dict[str, TrainingPrecision] = {
 """The four ways to train, in the order of the runs; the others are compared to fp32."""
 
 BATCHES: dict[str, int] = {"tiny": 8, "small": 8, "medium": 32, "43m": 32}
-"""Sequences in a batch, by size of the model."""
+"""Number of sequences in a batch, by model size."""
 
 MEAN_OVER = 2**19
-"""Tokens over which the loss is averaged: half a million, the batch of GPT-2 and of small GPT-3.
+"""Number of tokens over which the loss is averaged: half a million, as for GPT-2 and small GPT-3.
 
-docs/demo.md says why the demo divides by it, and what other values do.
+docs/demo.md explains why the demo divides by it, and the effect of other values.
 """
 
 
@@ -62,14 +62,14 @@ class DemoSettings:
     """The settings that determine what a run computes.
 
     Raises:
-        DemoError: one of them is out of range, or the device is not there.
+        DemoError: one of them is out of range, or the device is not available.
     """
 
     precisions: tuple[str, ...] = tuple(PRECISIONS)
     steps: int = 200
     device: str = "cpu"
     size: str = "small"
-    text: Path | None = None  # None is the text that comes with Python
+    text: Path | None = None  # None: the text that comes with Python
     seed: int = 0
     mean_over: int = MEAN_OVER
 
@@ -102,12 +102,12 @@ class DemoSettings:
 
     @property
     def batch(self) -> int:
-        """Sequences in a batch."""
+        """Number of sequences in a batch."""
         return BATCHES[self.size]
 
     @property
     def learning_rate(self) -> float:
-        """For AdamW: falls with the width of the model, 2e-3 at width 128."""
+        """The learning rate of AdamW: inverse to the model width, 2e-3 at width 128."""
         return 0.256 / SIZES[self.size][3]
 
 
@@ -141,13 +141,13 @@ def training_loop(
 
 @dataclass
 class PrecisionRun:
-    """The results of one training run; filled step by step, so that it can be cut short.
+    """The results of one training run; filled step by step, so that it may be interrupted.
 
-    Losses are in nats per token, steps are numbered from 0.
+    Losses are in nats per token; steps are numbered from 0.
     """
 
     precision: TrainingPrecision
-    steps: int  # that were asked for
+    steps: int  # the requested number
     losses: list[float] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)  # after each step; none without a scaler
     skipped: list[int] = field(default_factory=list)
@@ -158,12 +158,12 @@ class PrecisionRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it was not cut short."""
+        """Whether the run was completed."""
         return self.held_out_loss is not None
 
     @property
     def training_loss(self) -> float | None:
-        """Mean over the last steps, as in the report: one batch alone is too noisy."""
+        """Mean over the last steps, as in the report: a single batch is too noisy."""
         return fmean(self.losses[-RECENT:]) if self.losses else None
 
     @property
@@ -214,7 +214,7 @@ def train(
 
 
 def new_model(corpus: Corpus, settings: DemoSettings) -> GPT:
-    """Make the model with the same weights each time, whatever the state of the generator."""
+    """Create the model with the same weights each time, independent of the random state."""
     torch.manual_seed(settings.seed)
     return GPT(GPTConfig.of_size(settings.size, corpus.vocab)).to(settings.device)
 
@@ -234,7 +234,7 @@ def evaluate(model: GPT, corpus: Corpus, device: str) -> float:
 
 
 def zero_share(model: nn.Module) -> float:
-    """Return the share of all gradient entries that are exactly zero."""
+    """Return the fraction of all gradient entries that are exactly zero."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     return zeros / sum(gradient.numel() for gradient in gradients)
@@ -243,7 +243,7 @@ def zero_share(model: nn.Module) -> float:
 def _start(
     model: GPT, precision: TrainingPrecision, corpus: Corpus, settings: DemoSettings, steps: int
 ) -> Iterator[tuple[Tensor, GradScaler]]:
-    """Return the loop, ready to do its first step."""
+    """Return the training loop, ready for its first step."""
     batches = draw_batches(
         corpus.train, steps, settings.batch, model.config.context, settings.seed, settings.device
     )
@@ -258,7 +258,7 @@ def _start(
 
 
 def _first_steps(run: PrecisionRun, corpus: Corpus, settings: DemoSettings) -> None:
-    """Make two steps with a new model: in the second, the optimizer's state is in memory too."""
+    """Make two steps with a new model; in the second, the optimizer state is in memory too."""
     for _ in _start(new_model(corpus, settings), run.precision, corpus, settings, steps=2):
         pass
 
@@ -277,11 +277,11 @@ def _timed_step(
 
 
 def peak_memory(device: str, work: Callable[[], object]) -> int:
-    """Run ``work`` and return the largest number of bytes of its tensors at any moment.
+    """Run ``work`` and return the peak number of bytes of its tensors.
 
     On CUDA the allocator reports it. The CPU has no such counter, and the peak resident size of a
-    process never shrinks between runs; so the live tensors that ``work`` makes are counted. Scratch
-    space inside CPU kernels is not a tensor and is left out.
+    process never shrinks between runs; so the live tensors created by ``work`` are counted. Scratch
+    space inside CPU kernels is not a tensor and is not counted.
     """
     if device == "cuda":
         before = torch.cuda.memory_allocated()
@@ -295,7 +295,7 @@ def peak_memory(device: str, work: Callable[[], object]) -> int:
 
 
 class _LiveTensors(modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that ops return, each as long as it is alive."""
+    """A mode that adds up the sizes of all live storages that ops have returned."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
