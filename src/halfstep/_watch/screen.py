@@ -34,7 +34,7 @@ from halfstep._watch.text import (
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.,-~=+#"
 MARK = "!"
-"""The sign for a value that was NaN or inf."""
+"""The character for a value that was NaN or inf."""
 
 MOST_SKIPS = 5
 MOST_LAYERS = 12
@@ -49,7 +49,7 @@ KINDS: Mapping[Kind, str] = {
 }
 GAP, SHORTEST_NAME = 2, 12
 WIDE = 80
-"""From this width on, the curves show their range."""
+"""Minimum width at which the curves show their range."""
 
 
 class Signs(NamedTuple):
@@ -67,7 +67,7 @@ ASCII = Signs(ASCII_BLOCKS, " - ", "->", "crop")
 
 @dataclass(frozen=True)
 class Page:
-    """The state of a run, as wide as the console and at most so many lines high.
+    """The state of a run, as wide as the console and at most ``height`` lines high.
 
     ``now`` is in seconds since the epoch.
     """
@@ -239,7 +239,7 @@ def _colour(value: float | None, bad: float, poor: float) -> str:
 def _table(
     titles: Sequence[str], rows: Sequence[Sequence[Text]], width: int, gives_way: int, signs: Signs
 ) -> list[Text]:
-    """Lay out cells in columns; where the width is too small, cut the column ``gives_way``."""
+    """Lay out cells in columns; if the width is too small, truncate the column ``gives_way``."""
     cells = zip(titles, rows[0], strict=True)
     table = [[Text(title, "dim", justify=cell.justify) for title, cell in cells], *rows]
     widths = [max(cell.cell_len for cell in column) for column in zip(*table, strict=True)]
@@ -262,7 +262,7 @@ def _table(
 
 
 class Screen:
-    """Shows the page on the alternate screen, and redraws it in place."""
+    """The page on the terminal's alternate screen, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -290,7 +290,7 @@ class Screen:
 
 
 def print_page(console: Console, live: LiveRun) -> None:
-    """Print the page once, with the command that makes the report."""
+    """Print the page once, with the command that creates the report."""
     console.print(Page(live, time.time()))
     command = report_command(live.run.path)
     console.print(Text(f"\nreport: {command}"), soft_wrap=True)

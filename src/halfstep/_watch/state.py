@@ -14,10 +14,10 @@ from halfstep._record.run import Diagnosed, Measured, Note, Run, Sample, Step
 from halfstep._report.layers import FormatFit, fitted
 
 KEPT = 50
-"""How many of the last steps, skips and notes are kept."""
+"""Number of the most recent steps, skips and notes that are kept."""
 SILENT_SECONDS = 30.0
 SILENT_STEPS = 10
-"""A run is silent after this time without an event, or that of this many steps if it is longer."""
+"""A run is silent after this time without an event, or that of this many steps if longer."""
 
 
 Column = float | None
@@ -25,16 +25,16 @@ Column = float | None
 
 
 class Trail:
-    """The values of all steps so far in a bounded number of columns, each the largest of its steps.
+    """The values of all steps so far in a bounded number of columns; each has its steps' maximum.
 
-    When the columns are used up, pairs are joined: the cost of adding a value does not grow.
+    When the columns are used up, pairs are merged: the cost of adding a value does not grow.
 
     Args:
-        capacity: How many columns are kept at most, an even number.
+        capacity: Maximum number of columns, an even number.
 
     Attributes:
         low: The smallest finite value; None if there is none.
-        high: The largest.
+        high: The largest finite value.
     """
 
     low: float | None = None
@@ -66,7 +66,7 @@ class Trail:
 
     def columns(self, width: int) -> list[Column]:
         """Return all steps in at most ``width`` columns."""
-        # Groups of whole columns: finished columns stay the same while others are added.
+        # Groups of whole columns, so that finished columns stay the same while others are added.
         return _in_groups(self._columns, max(1, math.ceil(len(self._columns) / max(1, width))))
 
 
@@ -89,15 +89,15 @@ class WorstTensor(NamedTuple):
 
     @property
     def num_non_finite(self) -> int:
-        """How many entries are NaN or inf."""
+        """Number of entries that are NaN or inf."""
         return self.measured.nan + self.measured.inf
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """The sort key, the largest for the worst.
+        """The sort key, largest for the worst.
 
-        NaN and inf come first; then the share of entries that underflow, or amax as a share of the
-        largest value.
+        NaN and inf come first; then the fraction of entries that underflow, or amax relative to the
+        largest value of the format.
         """
         headroom = self.fit.headroom
         used = 0.0 if headroom is None else 2.0**-headroom
@@ -109,18 +109,17 @@ class LiveRun:
     """A run as known so far.
 
     Attributes:
-        run: The run as it is now, with only the newest steps, samples, culprits, diagnoses and
-            notes.
-        written: When a rank wrote last, in seconds since the epoch.
-        num_steps: How many steps the optimizers have made.
-        last_share_lost_updates: Of the latest sampled step.
-        began_in: By step, where the last skips began, if known.
+        run: The current run, with only the newest steps, samples, culprits, diagnoses and notes.
+        written: Time of the last write by any rank, in seconds since the epoch.
+        num_steps: Number of optimizer steps.
+        last_share_lost_updates: The value of the latest sampled step.
+        began_in: The modules where the last skips began, by step, if known.
         diagnosed: The latest diagnosis.
-        sample: The latest.
-        losses: The losses of each optimizer, by its class and number, and its last step.
-        norm: Of all steps, without inf and NaN of skipped steps: those are the reason for the
+        sample: The latest sample.
+        losses: The losses of each optimizer and its last step, by class and number.
+        norm: Norms of all steps, except inf and NaN in skipped steps, which are the reason for the
             skip.
-        skipped: 1 for each step that was skipped.
+        skipped: 1 for each skipped step.
     """
 
     run: Run
@@ -142,7 +141,7 @@ class LiveRun:
     skipped: Trail = field(default_factory=Trail)
 
     def add(self, update: RecordUpdate) -> None:
-        """Add what is new."""
+        """Add an update."""
         self.run, self.written = update.new, update.written
         for step in update.new.steps:
             self._add_step(step)
@@ -179,7 +178,7 @@ class LiveRun:
 
     @property
     def has_own_losses(self) -> bool:
-        """Whether optimizers step by losses of their own, as in a GAN, and not by one together."""
+        """Whether optimizers have losses of their own, as in a GAN, instead of a common one."""
         trails = [trail for trail, _ in self.losses.values() if trail.low is not None]
         return len({trail.low for trail in trails}) > 1 and len({t.high for t in trails}) > 1
 
@@ -190,7 +189,7 @@ class LiveRun:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean of the last iterations; None with fewer than two."""
+        """Mean over the last iterations; None with fewer than two."""
         if not self.recent:
             return None
         first, last = self.recent[0], self.recent[-1]
@@ -198,13 +197,13 @@ class LiveRun:
         return (last.time - first.time) / num if num else None
 
     def silent_for(self, now: float) -> float | None:
-        """Return the seconds since the last event, at a time; None while that is normal."""
+        """Return the seconds from the last event to ``now``; None while that is normal."""
         seconds = now - self.written
         patience = max(SILENT_SECONDS, SILENT_STEPS * (self.seconds_per_step or 0.0))
         return seconds if seconds > patience and not self.run.has_ended else None
 
     def worst(self) -> list[WorstTensor]:
-        """Return the tensors of the latest sample, the worst first."""
+        """Return the tensors of the latest sample, worst first."""
         if self.sample is None:
             return []
         found = (WorstTensor(*each) for each in fitted(self.sample, self.run.policies))

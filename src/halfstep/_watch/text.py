@@ -24,7 +24,7 @@ DEFAULT_EVERY = 50
 
 
 class PlainLines:
-    """Prints what is new as plain lines, see :func:`new_lines`."""
+    """A printer of updates as plain lines, see :func:`new_lines`."""
 
     def __init__(self, every: int | None) -> None:
         self._every = every
@@ -32,7 +32,7 @@ class PlainLines:
         self._has_said_silent = False
 
     def show(self, live: LiveRun, update: RecordUpdate) -> None:
-        """Print what is new."""
+        """Print the update."""
         self._last = live
         if update.is_anew:
             print(heading(live))
@@ -54,7 +54,7 @@ class PlainLines:
 
 
 def heading(live: LiveRun) -> str:
-    """Return the line that comes first."""
+    """Return the first line."""
     facts = ", ".join(what_runs(live) + where_it_runs(live))
     return printable(f"run {live.run.path}  {facts}")
 
@@ -64,9 +64,9 @@ def new_lines(live: LiveRun, update: RecordUpdate, every: int | None) -> list[st
 
     Args:
         live: The run, including the update.
-        update: What is new.
-        every: Print the first step and every multiple of this number; None for as often as samples
-            are taken.
+        update: The update.
+        every: Print the first step and every multiple of this number; None for the interval of
+            samples.
     """
     lines = _new_lines(live, update.new, every or live.run.header.every or DEFAULT_EVERY)
     return [printable(line) for _, line in sorted(lines, key=itemgetter(0))]
@@ -123,7 +123,7 @@ def end_line(live: LiveRun, now: float) -> str:
 
 
 def what_runs(live: LiveRun) -> list[str]:
-    """Return the command, the model and the lower precision, as far as they are known."""
+    """Return the command, the model and the lower precision, if known."""
     words = [" ".join(live.run.header.command)]
     words += [model.name for model in live.run.models[-1:]]
     words += [policy.dtype for policy in live.run.policies[-1:]]
@@ -155,7 +155,7 @@ def how_far(live: LiveRun) -> list[str]:
 
 
 def run_state(live: LiveRun, now: float) -> str:
-    """Return in words whether the run is running, has ended, or seems to have died."""
+    """Return whether the run is running, has ended, or seems to have died, in words."""
     error, silent = live.run.error, live.silent_for(now)
     if live.run.has_ended:
         on_rank = f" on rank {live.run.error_rank}" if len(live.run.ranks) > 1 else ""
@@ -167,7 +167,7 @@ def run_state(live: LiveRun, now: float) -> str:
 
 
 def why_skipped(step: Step) -> str:
-    """Return the reason of a skipped step."""
+    """Return the reason for a skipped step."""
     return printable(step.reason or "unknown")
 
 
@@ -188,7 +188,7 @@ def how_to_start(path: Path | None) -> str:
 
 
 def report_command(path: Path) -> str:
-    """Return the command that makes the report of a record."""
+    """Return the command that creates the report of a record."""
     return f"halfstep report {_quoted(path)}"
 
 
