@@ -1,6 +1,6 @@
 """Automatic mixed precision for PyTorch that is safe, visible and editable.
 
-The calls of ``torch.amp``, implemented anew: change the import, keep the code.
+It reimplements the interface of ``torch.amp``: change the import, keep the code.
 
 >>> from halfstep import GradScaler, autocast
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep._version import __version__ as __version__
 
-if TYPE_CHECKING:  # the same for editors and type checkers; `as` exports a name
+if TYPE_CHECKING:  # for editors and type checkers; `as` re-exports a name
     from torch.amp import is_autocast_available as is_autocast_available
 
     from halfstep import errors as errors
@@ -81,16 +81,16 @@ _MODULES = {
     "tune": "halfstep._tune.tuner",
     "use_policy": "halfstep._autocast.ambient",
 }
-"""The public names, and where each comes from."""
+"""Modules of the public names."""
 
-if not TYPE_CHECKING:  # which know the names from above
+if not TYPE_CHECKING:  # which see the names above
     __all__ = ["__version__", *_MODULES]
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first asked for, and nothing that it does not need.
+        """Import a public name, and only what it needs, when it is first used.
 
-        PyTorch takes seconds, which reading a record does not; nor does a training that uses
-        autocast import doctor and tune.
+        Importing PyTorch takes seconds, and reading a record does not need it. Nor does training
+        with autocast need doctor and tune.
         """
         if name in ("errors", "sinks"):
             return import_module(f"halfstep.{name}")

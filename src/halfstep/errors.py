@@ -1,12 +1,12 @@
-"""The errors and warnings of halfstep, all in one place.
+"""Errors and warnings of halfstep.
 
-A wrong value raises ``ValueError`` and a wrong type ``TypeError``, as everywhere in Python. The
-package adds:
+A wrong value raises ``ValueError`` and a wrong type ``TypeError``, as usual in Python. The package
+adds:
 
 * ``RuntimeError``
 
-  * :class:`CallOrderError`: the call itself is fine, but not now (``step`` twice, ``update`` before
-    ``step``, ...). The object stays usable.
+  * :class:`CallOrderError`: a call is valid, but not now (``step`` twice, ``update`` before
+    ``step``, ...). The object remains usable.
 
     * :class:`NothingCheckedError`: ``step`` or ``update`` of a ``GradScaler`` without any gradient.
       Also an ``AssertionError``, as in PyTorch.
@@ -23,41 +23,41 @@ package adds:
 
   * :class:`HalfstepWarning`: every warning of the package, for a filter.
 
-    * :class:`SkippedStepsWarning`: steps are being skipped, and training goes on.
+    * :class:`SkippedStepsWarning`: steps are being skipped, and training continues.
     * :class:`DiagnosisWarning`: a diagnosis found the op that made a step go wrong.
 
-A few exceptions inside the package are not listed: halfstep catches each of them itself.
+A few internal exceptions are not listed: halfstep always catches them.
 """
 
 
 class CallOrderError(RuntimeError):
-    """A method was called at a moment when it cannot do its work.
+    """A method was called at a time when it cannot work.
 
-    The message names the object, what happened before, and what to call instead. Nothing was
-    changed: the caller can go on with the right call.
+    The message names the object, the earlier calls, and what to call instead. Nothing was changed:
+    the caller can continue with the correct call.
     """
 
 
 class NothingCheckedError(CallOrderError, AssertionError):
-    """A step without a gradient, or the end of an iteration without a step.
+    """A step without gradients, or the end of an iteration without a step.
 
-    PyTorch raises ``AssertionError`` ("No inf checks were recorded"), and existing code expects it.
+    PyTorch raises ``AssertionError`` ("No inf checks were recorded"), which existing code expects.
     """
 
 
 class SkippedStepsError(RuntimeError):
-    """Too many steps were skipped in a row, and the user asked for an error.
+    """Too many consecutive steps were skipped, and the user requested an error.
 
-    The message gives the number of steps and the reason, names the parameters, and suggests what to
-    try. The scaler stays usable: the iteration has ended as after any skipped step.
+    The message gives the number of steps and the reason, names the parameters, and suggests
+    remedies. The scaler remains usable: the iteration has ended as after any skipped step.
     """
 
 
 class RanksError(RuntimeError):
-    """The ranks of a job disagree on the scale, cannot be found, or one of them does not answer.
+    """The ranks of a job disagree on the scale, cannot be found, or do not respond.
 
-    The message says which rank has which state, or which call was waiting for which rank. No step
-    was taken, except where the message says that the states differed some updates ago.
+    The message says which rank has which state, or which call waited for which rank. No step was
+    taken, unless the message says that the states differed some updates ago.
     """
 
 
@@ -70,7 +70,7 @@ class DemoError(ValueError):
 
 
 class HalfstepWarning(UserWarning):
-    """A warning of halfstep; what it says is its text.
+    """The base class of halfstep's warnings.
 
     Example:
         >>> import warnings

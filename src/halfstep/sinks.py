@@ -1,10 +1,10 @@
-"""Where the scalars of a recorded run go besides its file: TensorBoard, W&B, MLflow, your own.
+"""Destinations for the scalars of a recorded run: TensorBoard, W&B, MLflow, or your own.
 
 A sink is any object with ``log(step, scalars)``. The scalars of a step are ``loss``, ``scale``,
-``norm`` and ``skipped`` (1.0 or 0.0), as far as they are known; those of a sampled step
-``share_lost_updates`` (of all weights), ``headroom`` (bits, the least of all tensors),
-``underflow`` (share of entries, the largest of all gradients of parameters) and ``non_finite``
-(number of tensors with NaN or inf).
+``norm`` and ``skipped`` (1.0 or 0.0), if known; a sampled step also has ``share_lost_updates``
+(over all weights), ``headroom`` (bits, the minimum over all tensors), ``underflow`` (fraction of
+entries, the maximum over all parameter gradients) and ``non_finite`` (number of tensors with NaN or
+inf).
 
 >>> class Printer:
 ...     def log(self, step, scalars):
@@ -22,20 +22,20 @@ from halfstep._record.run import Measured
 
 
 class Sink(Protocol):
-    """Takes scalars; called from the training process some steps late, so it has to be quick.
+    """A receiver of scalars, called in the training process some steps later, so it must be fast.
 
-    One that raises is left out from then on, with a warning.
+    A sink that raises is removed, with a warning.
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the scalars of a step, by name."""
+        """Receive the scalars of a step, by name."""
 
 
 class TensorBoard:
-    """Writes to TensorBoard under ``halfstep/``.
+    """A sink that writes to TensorBoard under ``halfstep/``.
 
     Args:
-        writer: A ``torch.utils.tensorboard.SummaryWriter`` of yours, or the folder for a new one.
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, or the folder for a new one.
 
     Raises:
         ModuleNotFoundError: TensorBoard is not installed.
@@ -60,22 +60,21 @@ class TensorBoard:
 
 
 class WandB:
-    """Adds to what the script logs next to a W&B run that is already running.
+    """A sink that adds to the current W&B run of a script.
 
-    Nothing is committed, so that the steps of the script stay what they are: of scalars that arrive
-    between two calls of ``run.log`` of the script, W&B keeps the newest. ``halfstep/step`` says of
-    which step they are.
+    It never commits, so the script's W&B steps do not change: if several scalars arrive between two
+    calls of ``run.log`` in the script, W&B keeps the newest. ``halfstep/step`` gives their step.
 
     Args:
-        run: The run; left out, ``wandb.run``.
+        run: The run. Default: ``wandb.run``.
 
     Raises:
-        ValueError: No run is running.
+        ValueError: There is no current run.
     """
 
     def __init__(self, run: Any = None) -> None:
         if run is None:
-            # Whoever has a run has imported it; this package starts none.
+            # A script with a run has imported wandb; this package starts none.
             run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None:
             raise ValueError(
@@ -85,19 +84,19 @@ class WandB:
         self._run = run
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Hand over the scalars."""
+        """Pass the scalars to W&B."""
         self._run.log(prefixed({**scalars, "step": step}), commit=False)
 
 
 class MLflow:
-    """Logs metrics to the MLflow run that is already active.
+    """A sink that logs metrics to the active MLflow run.
 
     Raises:
         ValueError: No run is active.
     """
 
     def __init__(self) -> None:
-        mlflow: Any = sys.modules.get("mlflow")  # whoever has a run has imported it
+        mlflow: Any = sys.modules.get("mlflow")  # a script with a run has imported it
         active = None if mlflow is None else mlflow.active_run()
         if active is None:
             raise ValueError(
@@ -112,19 +111,19 @@ class MLflow:
 
 
 def prefixed(scalars: Mapping[str, float]) -> dict[str, float]:
-    """Return scalars under names that begin with ``halfstep/``, for a sink of your own."""
+    """Return scalars with the prefix ``halfstep/``, for a sink of your own."""
     return {f"halfstep/{name}": value for name, value in scalars.items()}
 
 
 def step_scalars(event: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scalars of a step from its line of the record."""
+    """Return the scalars of a step from its line in the record."""
     names = ("loss", "scale", "norm", "share_lost_updates")
     known = {name: event[name] for name in names if event[name] is not None}
     return known | {"skipped": float(not event["taken"])}
 
 
 def sample_scalars(tensors: Sequence[Measured]) -> dict[str, float]:
-    """Return the scalars of a sampled step from its tensors."""
+    """Return the scalars of a sampled step from its measured tensors."""
     headrooms, underflows, non_finite = [], [0.0], 0
     for tensor in tensors:
         headroom = tensor.headroom(FORMATS_BY_DTYPE.get(tensor.dtype, FORMATS["fp16"]))
