@@ -156,8 +156,8 @@ def test_without_a_scaler_each_step_of_an_optimizer_counts(tmp_path: Path) -> No
     assert (record.num_steps, record.num_skipped) == (5, 0)
     assert [step.loss for step in run.steps] == pytest.approx(losses)
     assert all(step.norm is not None and step.scale is None for step in run.steps)
-    assert [sample.step for sample in run.samples] == [1, 4]
-    assert [sample.scale for sample in run.samples] == [1.0, 1.0]
+    assert [sample.step for sample in run.samples] == [1, 2, 4]
+    assert [sample.scale for sample in run.samples] == [1.0, 1.0, 1.0]
 
 
 def test_a_disabled_scaler_is_none(tmp_path: Path) -> None:
@@ -315,11 +315,15 @@ def test_names_order_policy_and_size_of_the_model(tmp_path: Path) -> None:
     assert kinds == {"parameter", "parameter_gradient", "output", "output_gradient"}
 
 
-def test_which_steps_are_sampled(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [(3, [1, 2, 3, 6]), (5, [1, 2, 4, 5]), (50, [1, 2, 4, 8]), (1, [*range(1, 9)])],
+)
+def test_which_steps_are_sampled(tmp_path: Path, every: int, expected: list[int]) -> None:
     model, scaler = make()
-    with halfstep.record(tmp_path, every=3):
-        train(model, 7, scaler=scaler)
-    assert [sample.step for sample in read_run(tmp_path).samples] == [1, 3, 6]
+    with halfstep.record(tmp_path, every=every):
+        train(model, 8, scaler=scaler)
+    assert [sample.step for sample in read_run(tmp_path).samples] == expected
 
 
 def test_evaluation_and_recomputation_are_not_measured(tmp_path: Path) -> None:
@@ -492,7 +496,7 @@ def test_a_killed_run_can_be_read_and_gone_on_with(tmp_path: Path) -> None:
     assert done.code == -signal.SIGKILL, done.err
     run = read_run(tmp_path)
     assert len(run.steps) == 7
-    assert [sample.step for sample in run.samples] == [1, 5]
+    assert [sample.step for sample in run.samples] == [1, 2, 4, 5]
     assert not run.has_ended
     with halfstep.record(tmp_path):
         train(Net(), 2, scaler=halfstep.GradScaler("cpu"))

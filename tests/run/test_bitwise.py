@@ -17,10 +17,11 @@ from halfstep._run import session
 from halfstep._run.session import Command, Options, Session
 
 FP16, BF16 = torch.float16, torch.bfloat16
+MODELS: list[Any] = []
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "--policy --every 1": {"policy": Policy.parse("torch; relu:fp32"), "every": 1},
-    "--amp fp16": {"amp": FP16},
+    "--amp fp16 --every 1": {"amp": FP16, "every": 1},
     "--amp bf16": {"amp": BF16, "every": 0},
 }
 
@@ -34,6 +35,7 @@ def train(kind: Any) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated names
         model = kind()
+    MODELS[:] = [model]  # kept to the end of the run, as by the names of a script
     tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
     rest = [torch.get_rng_state(), torch.rand(1)]
     left = [None if t is None else t.detach().numpy().tobytes() for t in (*tensors, *rest)]
@@ -66,6 +68,8 @@ def recorded(folder: Path) -> tuple[list[str], int]:
     others = [
         e | {"time": 0, "crc": ""} for e in events if e["event"] not in ("run", "diagnosis", "note")
     ]
+    for event in others:  # autograd adds up gradients in any order
+        event.get("tensors", []).sort(key=lambda tensor: (tensor["kind"], tensor["name"]))
     return sorted(map(json.dumps, others)), sum(e["event"] == "diagnosis" for e in events)
 
 

@@ -45,8 +45,9 @@ class record:
         model: The model, for the names in the record. By default, the outermost modules that run
             with gradients.
         scaler: The scaler whose iterations count; by default, every scaler.
-        every: Interval of sampled steps: the first step and every ``every``-th are sampled; 0 for
-            none. If several optimizers step in turn without a scaler, one step of each is sampled.
+        every: Number of steps from one sample of the tensors to the next; 0 for no samples. Steps
+            1, 2, 4, 8 and so on before the first of these are sampled too. If several optimizers
+            take turns without a scaler, one step of each.
         sinks: Objects with ``log(step, scalars)``, see :mod:`halfstep.sinks`.
 
     Raises:

@@ -101,7 +101,7 @@ class Recorder:
         self._is_scaled = self._is_old = False
         self._num_backward = self._num_waits = 0
         self._stepped: set[int] = set()
-        self._num_in_turn = 1
+        self._first_in_turn = self._num_in_turn = 1
         self._begin_sample(is_measuring=every > 0)
 
     # --- events of the training -------------------------------------------------------------------
@@ -297,14 +297,21 @@ class Recorder:
         self._num_backward = 0
 
     def _is_next_sampled(self) -> bool:
-        """Return whether to sample the next step; of optimizers in turn, one step each."""
+        """Return whether to sample the next step; of optimizers in turn, one step each.
+
+        A short run has few multiples of ``every``, and its first step often has a learning rate of
+        0. So steps 1, 2, 4, 8 ... are sampled as well.
+        """
         if not self._every:
             return False
-        past = (self.num_steps + 1) % self._every
-        if past == 0:
+        step = self.num_steps + 1
+        is_multiple = step % self._every == 0
+        if is_multiple or (step < self._every and step.bit_count() == 1):
+            self._first_in_turn = step
             self._num_in_turn = min(max(len(self._stepped), 1), MOST_IN_TURN)
+        if is_multiple:
             self._stepped.clear()
-        return past < self._num_in_turn
+        return step - self._first_in_turn < self._num_in_turn
 
     def _begin_sample(self, *, is_measuring: bool) -> None:
         self._sampler.begin(is_measuring)
