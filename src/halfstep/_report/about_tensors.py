@@ -91,8 +91,8 @@ def about_updates(summary: Summary) -> Iterator[Sentence]:
         key=lambda layer: (layer.is_low_weight, layer.size * (layer.share_lost_updates or 0.0)),
     )
     what = f"{percent(share)} of the updates were lost to rounding in {worst.dtypes[-1]}: "
-    where = ("gradients were not zero, and weights did not move; most of all in ", Code(worst.name))
-    most = f" ({percent(worst.share_lost_updates)})."
+    where = ("gradients were not zero, and weights did not move; the most in ", Code(worst.name))
+    most = f" (which lost {percent(worst.share_lost_updates)} of its own)."
     # Named, since the weights may have the store "kahan", which keeps a part of it.
     store = "split" if worst.dtypes[-1] == "bfloat16" else "float32"
     call = Code(f'halfstep.master_weights(optimizer, store="{store}")')
