@@ -13,7 +13,7 @@ import torch
 from tests.scaler.containers import Parts
 from torch import Tensor, nn
 
-from halfstep import GradScaler, master_weights
+from halfstep import GradScaler, doctor, float32_weights, lost_updates, master_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs
 BF16 = torch.bfloat16
@@ -218,6 +218,13 @@ def test_accelerate(first: str, tmp_path: Path) -> None:
     accelerator.load_state(str(tmp_path))
     steps(range(4, 8))
     assert_same(model, trained_by_hand(8, adamw))
+    # What the library made of the optimizer is as good as the optimizer.
+    weights = float32_weights(model, prepared)
+    assert all(map(torch.equal, weights.values(), float32_weights(model, optimizer).values()))
+    assert list(doctor(model, prepared)) == []
+    with lost_updates(prepared, model) as lost:
+        prepared.step()
+    assert lost.share < 0.01
 
 
 def test_adapters_of_peft() -> None:

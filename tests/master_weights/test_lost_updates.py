@@ -1,12 +1,15 @@
 """The count of lost updates against a loop over the entries; memory; weights to export."""
 
 import math
+from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.scaler.containers import KINDS
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import halfstep
 from halfstep import bytes_per_parameter, float32_weights, lost_updates, master_weights
@@ -83,7 +86,7 @@ def test_a_skipped_step_loses_nothing(fused: bool) -> None:
         scaler.update()
     assert math.isnan(lost.share)
     assert str(lost).startswith("no updates were seen: optimizer.step() belongs in the block. ")
-    assert not optimizer._optimizer_step_pre_hooks
+    assert not _global_optimizer_pre_hooks
 
 
 def test_what_is_rounded_by_chance_is_not_called_lost() -> None:
@@ -136,6 +139,64 @@ def test_the_outermost_step_of_an_optimizer_counts() -> None:
     assert lost.shares == {"weight": 0.0}
 
 
+class Around(torch.optim.Optimizer):
+    """Wraps an optimizer, as accelerate does; some call the constructor, and have hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, has_hooks: bool) -> None:
+        if has_hooks:
+            super().__init__(optimizer.param_groups, {})
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state = optimizer.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_an_optimizer_around_another_one(has_hooks: bool) -> None:
+    model = nn.Linear(64, 64, dtype=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    around = Around(optimizer, has_hooks)
+    give_gradients(model, 0)
+    assert model.weight.grad is not None
+    with lost_updates(around, model) as lost:
+        around.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()  # somebody else's
+    assert lost._counts["weight"].tolist()[0] == model.weight.grad.count_nonzero()
+    assert lost.share > 0.9
+    master_weights(optimizer)
+    around.step()
+    weights, table = float32_weights(model, around), bytes_per_parameter(model, around)
+    assert torch.equal(weights["weight"], float32_weights(model, optimizer)["weight"])
+    assert table == bytes_per_parameter(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_optimizers(kind: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(2)))
+    parts = [torch.optim.AdamW(each.parameters(), lr=1e-5) for each in model]
+    container = kind(parts)
+    give_gradients(model, 0)
+    with lost_updates(container) as plain:
+        container.step()
+    assert len(plain.shares) == 4
+    assert plain.share > 0.9
+    for each in parts:
+        master_weights(each)
+    container.step()
+    with lost_updates(container, model) as kept:
+        container.step()
+    assert sorted(kept.shares) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert kept.share < 1e-3
+    weights = float32_weights(model, *parts)
+    for name, value in float32_weights(model, container).items():
+        assert torch.equal(value, weights[name])
+        assert not torch.equal(value, value.bfloat16().float())
+    table = bytes_per_parameter(model, container)
+    assert table == bytes_per_parameter(model, *parts)
+    assert table.masters == {torch.int16: 2 * table.num_parameters}
+
+
 def test_only_steps_in_the_block_count() -> None:
     model = mixed()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
@@ -162,6 +223,27 @@ def test_bytes_of_each_kind() -> None:
     assert "masters                2.00  int16" in str(found)
 
 
+class Shared(NamedTuple):
+    tensor: Tensor
+
+
+def test_bytes_of_states_in_containers_and_beside_parameters() -> None:
+    model = nn.Linear(10, 10, dtype=BF16)
+    optimizer = torch.optim.SGD(model.parameters())
+    table, shared = torch.zeros(256), [torch.zeros(50)]
+    optimizer.state[model.weight] = {"history": deque(shared), "by name": {"a": Shared(table)}}
+    optimizer.state[model.bias] = {"table": table}
+    optimizer.state["of all"] = torch.zeros(7, dtype=torch.uint8)  # type: ignore[index]
+    found = bytes_per_parameter(model, optimizer)
+    assert found.states == {torch.float32: 4 * (256 + 50), torch.uint8: 7}
+
+
+def test_bytes_of_gradients_are_those_that_are_stored() -> None:
+    model = nn.Embedding(100, 8, sparse=True, dtype=BF16)
+    model(torch.tensor([3, 5])).sum().backward()
+    assert bytes_per_parameter(model).gradients == {BF16: 2 * 8 * 2}
+
+
 @pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
 def test_weights_to_export(store: Any) -> None:
     torch.manual_seed(0)
@@ -185,12 +267,18 @@ def test_weights_to_export(store: Any) -> None:
     assert {value.dtype for key, value in weights.items() if key != "1.num_batches_tracked"} == {
         torch.float32
     }
-    assert torch.equal(weights["0.weight"], weights["2.weight"])
+    assert weights["0.weight"] is weights["2.weight"]  # as they are saved: once
     if store in ("split", "float32"):
         assert torch.equal(weights["0.weight"], by_hand.detach())
     assert torch.equal(weights["2.bias"], model[2].bias.float())
     weights["0.weight"].zero_()  # a copy
     assert float32_weights(model, optimizer)["0.weight"].any()
+
+
+def test_weights_of_a_dtype_that_the_store_does_not_serve() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, dtype=BF16), nn.Linear(2, 2, dtype=FP16))
+    optimizer = master_weights(torch.optim.SGD(model[0].parameters()))
+    assert {each.dtype for each in float32_weights(model, optimizer).values()} == {torch.float32}
 
 
 def test_weights_without_masters() -> None:

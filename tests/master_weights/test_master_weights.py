@@ -18,9 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import halfstep
-from halfstep import master_weights
+from halfstep import bytes_per_parameter, lost_updates, master_weights
 from halfstep._master_weights import chunks, exchange
 from halfstep._master_weights import master_weights as module
 from halfstep._master_weights.stores import Split
@@ -730,6 +731,39 @@ def test_tied_frozen_and_added_parameters() -> None:
         assert_same(list(model.parameters()), list(theirs.parameters()))
 
 
+def test_a_frozen_parameter_takes_no_memory() -> None:
+    model = nn.Sequential(linear(), linear())
+    model[0].requires_grad_(False)
+    optimizer = master_weights(Elsewhere(model.parameters(), lr=1e-3))
+    dtypes = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    def note(*_: Any) -> None:
+        dtypes.append([param.dtype for param in model.parameters()])
+
+    with patch.object(torch.optim.AdamW, "_init_group", side_effect=note, return_value=False):
+        optimizer.step(closure)
+    assert dtypes == [[BF16, BF16, torch.float32, torch.float32]]
+    assert set(optimizer.state) == set(model[1].parameters())
+
+
+def test_a_frozen_parameter_may_still_be_swapped_with_its_average() -> None:
+    params = [nn.Parameter(torch.randn(300).bfloat16())]
+    optimizer = master_weights(Averaged(params, lr=1e-3))
+    give_gradients(params, 0, share=1.0)
+    optimizer.step()
+    (exact,) = weights_of(optimizer, params)
+    params[0].requires_grad_(False).grad = None
+    optimizer.eval()
+    optimizer.train()
+    assert torch.equal(weights_of(optimizer, params)[0], exact)
+
+
 def test_a_parameter_of_a_new_shape_begins_anew() -> None:
     param = nn.Parameter(torch.ones(4, dtype=BF16))
     optimizer = master_weights(torch.optim.SGD([param], lr=1e-3))
@@ -821,6 +855,36 @@ def test_all_of_a_state_is_loaded_as_it_was_saved(make: Any, gradients: Any) -> 
         assert not (is_container and value is saved["state"][0][key])  # it may be written to
     go_on(model, optimizer, range(2, 4))
     go_on(later, after, range(2, 4))
+    assert_same(list(model.parameters()), list(later.parameters()))
+
+
+class OwnLoading(torch.optim.AdamW):
+    """Loads a state by itself, as PyTorch does, but without hooks: so does bitsandbytes."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.state.clear()
+        for id, state in copy.deepcopy(state_dict["state"]).items():
+            param = params[id]
+            self.state[param] = {
+                key: value if key == "step" else value.to(param.dtype)
+                for key, value in state.items()
+            }
+
+
+@pytest.mark.parametrize("store", ["split", "float32", "kahan"])
+def test_an_optimizer_that_loads_without_hooks_goes_on(store: Any) -> None:
+    model = linear()
+    optimizer = master_weights(OwnLoading(model.parameters(), lr=1e-3), store)
+    give_gradients(list(model.parameters()), 0, share=1.0)
+    optimizer.step()
+    later = copy.deepcopy(model)
+    after = master_weights(OwnLoading(later.parameters(), lr=1e-3), store)
+    after.load_state_dict(copy.deepcopy(optimizer.state_dict()), strict=False)
+    assert str(after.state_dict()) == str(optimizer.state_dict())
+    for each, stepped in ((model, optimizer), (later, after)):
+        give_gradients(list(each.parameters()), 1, share=1.0)
+        stepped.step()
     assert_same(list(model.parameters()), list(later.parameters()))
 
 
@@ -991,7 +1055,8 @@ def test_small_and_large_parameters_together(
             optimizer.step()
             params[2 + seed].data.mul_(2.0)
         weights.append([param.detach().clone() for param in params])
-        weights[-1] += [value for p in params for value in module.kept_of(optimizer, p).values()]
+        states = [optimizer.state[param] for param in params]
+        weights[-1] += [state[key] for state in states for key in module.KEYS & state.keys()]
     assert all(map(torch.equal, *weights))
 
 
@@ -1216,6 +1281,47 @@ def test_names_in_errors() -> None:
     params = [("head.weight", nn.Parameter(torch.ones(2, dtype=FP16)))]
     with pytest.raises(ValueError, match=r"parameter head\.weight is float16"):
         master_weights(torch.optim.SGD(params, lr=0.1))
+
+
+def test_parameters_that_share_their_memory_are_refused() -> None:
+    """Each would have a weight of its own, and the last one to be written would win."""
+    model = nn.Sequential(linear(), linear(), linear())
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    message = r"\['params'\]\[0\] and .*\['params'\]\[2\] share their memory"
+    with pytest.raises(ValueError, match=message):
+        master_weights(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = master_weights(torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(
+        ValueError, match=r"share their memory.*decoder\.weight = embedding\.weight"
+    ):
+        optimizer.add_param_group({"params": [model[1].weight]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_parts_of_one_block_of_memory() -> None:
+    block = torch.zeros(8, dtype=BF16)
+    params = [nn.Parameter(block[:4]), nn.Parameter(block[4:]), nn.Parameter(block[4:4])]
+    optimizer = master_weights(torch.optim.SGD(params, lr=1.0))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert torch.equal(block, -torch.ones(8, dtype=BF16))
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+@pytest.mark.parametrize("store", ["split", "float32", "kahan"])
+def test_a_model_without_values_steps(store: Any, device: str) -> None:
+    """Memory is estimated this way, before anything is computed."""
+    with FakeTensorMode() if device == "fake" else torch.device(device):
+        model = nn.Linear(16, 16, dtype=BF16)
+        optimizer = master_weights(torch.optim.AdamW(model.parameters()), store)
+        for _ in range(2):
+            model(torch.ones(4, 16, dtype=BF16)).sum().backward()
+            with lost_updates(optimizer) as lost:
+                optimizer.step()
+        assert lost.shares == {}
+        assert model.weight.dtype is BF16
+        assert bytes_per_parameter(model, optimizer).states[torch.float32] == 2 * 4 * 272 + 8
 
 
 def test_nothing_is_kept_alive() -> None:

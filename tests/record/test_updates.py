@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.scaler.containers import Parts
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_module
 
@@ -93,6 +94,22 @@ def test_what_is_kept_is_not_lost(tmp_path, store):
     else:
         assert shares[3] < 0.2
         assert weights[3]["0.weight"][0] > 0
+
+
+def test_what_a_container_steps_counts_by_what_it_holds(tmp_path):
+    model = small()
+    parts = [torch.optim.AdamW(each.parameters(), lr=1e-6) for each in (model[0], model[2])]
+    container = Parts([halfstep.master_weights(each) for each in parts])
+    scaler = halfstep.GradScaler("cpu", init_scale=8.0)
+    with halfstep.record(tmp_path, model=model, every=1):
+        for _ in range(3):
+            container.zero_grad()
+            scaler.scale(loss_of(model)).backward()
+            scaler.step(container)
+            scaler.update()
+    weights, shares = sampled_weights(tmp_path)
+    assert shares[3] < 0.2
+    assert weights[3]["0.weight"][0] > 0
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -161,8 +161,8 @@ class Exchange:
     """Calls for which parameters and their gradients are float32.
 
     However one ends, the parameters are afterwards what their weights round to. Those that the
-    store does not serve stay as they are. ``scratch`` is memory for a step that keeps no hold of
-    it, and does not write to gradients but to unscale them.
+    store does not serve stay as they are, and so do frozen ones. ``scratch`` is memory for a step
+    that keeps no hold of it, and does not write to gradients but to unscale them.
     """
 
     def __init__(
@@ -207,8 +207,7 @@ class Exchange:
     def _widen_all(self) -> None:
         if self._scratch is not None:
             self._scratch.clear()
-        served = [param for param in self._params if param.dtype in self._store.dtypes]
-        found = [self._found(param) for param in served]
+        found = [self._found(param) for param in self._params if self._is_served(param)]
         self._open = list(self._batches(found))
         for batch in self._open:
             batch.widen(self._memory)
@@ -240,6 +239,12 @@ class Exchange:
                 yield _Batch(small.pop(key), self._store)
         for members in small.values():
             yield _Batch(members, self._store)
+
+    def _is_served(self, param: Tensor) -> bool:
+        is_trained = param.requires_grad or param.grad is not None
+        # One with state may be swapped with its average, though it is frozen.
+        has_part = is_trained or bool(self._optimizer.state.get(param))
+        return has_part and param.dtype in self._store.dtypes
 
     def _found(self, param: Tensor) -> _Exchanged:
         low = param.data
@@ -358,7 +363,8 @@ def _has_narrow_gradient(each: _Exchanged) -> bool:
 
 def _is_as_given(each: _Exchanged) -> bool:
     """Return whether a parameter is its weight still: the optimizer may have put another there."""
-    return each.weight is not None and local_part(each.param).is_set_to(each.weight)
+    weight = each.weight
+    return weight is not None and (weight.is_meta or local_part(each.param).is_set_to(weight))
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:

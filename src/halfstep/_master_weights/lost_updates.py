@@ -8,13 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from halfstep._master_weights.master_weights import is_rounded_by_chance, weight_of
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import optimizer_step_depth
-from halfstep._scaler.optimizers import Names
+from halfstep._scaler.optimizers import Names, makes_step_of, members, require_optimizer
 from halfstep._scaler.scalars import moved
 
 
@@ -107,31 +111,38 @@ class StepUpdates:
 class OpenSteps:
     """The steps that have begun and have not ended, of each optimizer the outermost.
 
-    The step of a class may call that of its base class, and both have hooks.
+    The step of a class may call that of its base class, and that of an optimizer around another one
+    calls that of this one: all have hooks. That of a container does not count: those of the
+    optimizers that it holds do.
     """
 
     def __init__(self, part: Callable[[Tensor], Tensor] = lambda values: values) -> None:
         self._part = part
-        self._open: dict[int, tuple[int, StepUpdates]] = {}
+        self._open: dict[int, tuple[int, torch.optim.Optimizer, StepUpdates]] = {}
 
     def begin(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Note the weights before a step, called from a hook of it, with what the hook is given."""
         depth = optimizer_step_depth()
-        around = self._open.get(id(optimizer))
-        if around is not None and around[0] < depth:  # any other was left by an exception
+        for outer_depth, outer, _ in self._open.values():
+            # One that is not further out was left by an exception.
+            if outer_depth < depth and makes_step_of(outer, optimizer):
+                return
+        held = (each for each in members(optimizer) if each is not optimizer)
+        if any(isinstance(each, torch.optim.Optimizer) for each in held):
             return
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        self._open[id(optimizer)] = depth, StepUpdates(optimizer, has_closure, self._part)
+        step = StepUpdates(optimizer, has_closure, self._part)
+        self._open[id(optimizer)] = depth, optimizer, step
 
     def end(self, optimizer: torch.optim.Optimizer) -> list[Counted]:
         """Return the counts of a step, called from a hook after it; none for one inside of it."""
-        depth, step = self._open.get(id(optimizer), (0, None))
-        if step is None or depth != optimizer_step_depth():
+        found = self._open.get(id(optimizer))
+        if found is None or found[0] != optimizer_step_depth():
             return []
         del self._open[id(optimizer)]
-        return step.counted()
+        return found[-1].counted()
 
     def clear(self) -> None:
         self._open.clear()
@@ -145,6 +156,7 @@ class LostUpdates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: torch.nn.Module | None) -> None:
+        require_optimizer("lost_updates", optimizer)
         self._optimizer = optimizer
         self._names = Names()
         if module is not None:
@@ -156,9 +168,9 @@ class LostUpdates:
 
     def __enter__(self) -> LostUpdates:
         """Begin to count."""
-        optimizer = self._optimizer
-        self._hooks.callback(optimizer.register_step_pre_hook(self._steps.begin).remove)
-        self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        # Those of one optimizer are not enough: what wraps or holds optimizers may have none.
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -190,9 +202,13 @@ class LostUpdates:
         worst = sorted(shares.items(), key=lambda item: -item[1])[:5]
         return "\n".join(lines + [f"  {name}: {share:.1%}" for name, share in worst])
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if makes_step_of(self._optimizer, optimizer):
+            self._steps.begin(optimizer, args, kwargs)
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         counted = self._steps.end(optimizer)
-        names = self._names.of([each.param for each in counted], optimizer)
+        names = self._names.of([each.param for each in counted], self._optimizer)
         for name, each in zip(names, counted, strict=True):
             self._counts[name] = each.counts + self._counts.get(name, 0)
             self._dtypes.add(each.dtype)
@@ -204,8 +220,8 @@ def lost_updates(
     """Count the updates that rounding loses, in a block with one step or more.
 
     Args:
-        optimizer: Any optimizer of PyTorch's interface. With master weights it is the float32
-            weights that are looked at, of which next to none are lost.
+        optimizer: Any optimizer of PyTorch's interface, or what wraps or holds such. With master
+            weights it is the float32 weights that are looked at, of which next to none are lost.
         module: Gives the parameters their names.
 
     Returns:

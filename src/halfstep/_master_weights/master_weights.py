@@ -23,13 +23,15 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import (
     has_process_group,
     is_dtensor,
+    local_part,
     names_left_out,
     reduce_in_float32,
     reduced_by,
 )
+from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import members
+from halfstep._scaler.optimizers import Names, makes_step_of, members
 from halfstep._scaler.scalars import describe
 
 LOWER = (torch.bfloat16, torch.float16)
@@ -148,7 +150,9 @@ _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = (
     weakref.WeakKeyDictionary()
 )
 
-_KEYS = {each.key for each in STORES.values()}
+KEYS = {each.key for each in STORES.values()}
+"""The keys, in the state of an optimizer, of what is kept beside parameters."""
+
 _ROUNDED_BY_LOADING = {Split.key, Float32.key}
 
 
@@ -185,6 +189,7 @@ class MasterWeights:
         self._take_methods(optimizer)
         self._take_groups(optimizer)
         self._take_copies(optimizer)
+        self._take_loading(optimizer)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -242,6 +247,19 @@ class MasterWeights:
 
         _replace(optimizer, "__reduce_ex__", reduce)
 
+    def _take_loading(self, optimizer: torch.optim.Optimizer) -> None:
+        """Load states into optimizers whose class calls no hooks of it, as in bitsandbytes."""
+        original = optimizer.load_state_dict
+
+        def load_state_dict(
+            optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> None:
+            self._before_load(optimizer, state_dict)
+            original(state_dict, *args, **kwargs)
+            self._after_load(optimizer)  # does nothing more where it was called as a hook
+
+        _replace(optimizer, "load_state_dict", load_state_dict)
+
     def _served(
         self, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
     ) -> list[Tensor]:
@@ -249,7 +267,7 @@ class MasterWeights:
 
         Raises:
             ValueError: One of them is of a dtype that the store cannot serve, or its gradient is to
-                be float32 and cannot be.
+                be float32 and cannot be, or it has the memory of another one.
         """
         found = []
         for group in groups:
@@ -266,6 +284,7 @@ class MasterWeights:
                         f"parameter {name} is {describe(param)}, and this store serves {served} "
                         f"and leaves float32 alone.{cure}"
                     )
+        _refuse_shared_memory(optimizer)
         self._see_to_buckets([param for param in found if param.grad_dtype is torch.float32])
         return found
 
@@ -368,7 +387,7 @@ class MasterWeights:
             if id in saved:
                 if param.dtype in self.store.dtypes:
                     self._loaded[builtins.id(param)] = saved[id]
-                saved[id] = {key: each for key, each in saved[id].items() if key not in _KEYS}
+                saved[id] = {key: each for key, each in saved[id].items() if key not in KEYS}
         return state_dict | {"state": saved}
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
@@ -378,7 +397,7 @@ class MasterWeights:
                 state = optimizer.state[param]
                 # PyTorch leaves "step" float32. What __setstate__ has removed stays removed.
                 is_cast = isinstance(value, _WITH_TENSORS) and key != "step" and key in state
-                if key in _KEYS or is_cast:
+                if key in KEYS or is_cast:
                     state[key] = _map_state(methodcaller("to", param.device), value)
                 if key == Split.key:
                     state[key] = state[key].short()
@@ -393,7 +412,7 @@ class MasterWeights:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state.get(param, {})
-                has_masters = STEPS in group or not _KEYS.isdisjoint(state)
+                has_masters = STEPS in group or not KEYS.isdisjoint(state)
                 if param.dtype in self.store.dtypes and not has_masters:
                     for key, value in state.items():
                         state[key] = _map_state(_widened, value)
@@ -421,19 +440,22 @@ def _after_save(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) ->
     return state_dict | {"state": state}
 
 
-def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def float32_weights(
+    model: torch.nn.Module, *optimizers: torch.optim.Optimizer
+) -> dict[str, Tensor]:
     """Return the ``state_dict`` of a model with exact float32 weights, to export it.
 
     Args:
         model: The model.
-        optimizer: An optimizer of its parameters with master weights.
+        optimizers: All optimizers of its parameters that have master weights; or what wraps or
+            holds them.
 
     Returns:
-        Copies of all bfloat16 and float16 parameters in float32, those that the optimizer does not
-        have as they are; everything else as ``model.state_dict()`` has it.
+        Copies of all bfloat16 and float16 parameters in float32: the weights behind those that the
+        optimizers have, the values of others. Everything else as ``model.state_dict()`` has it.
 
     Raises:
-        ValueError: The optimizer has no master weights.
+        ValueError: No optimizer has master weights.
 
     Memory: the float32 weights. Sync: none.
 
@@ -447,21 +469,33 @@ def float32_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         >>> exported.load_state_dict(float32_weights(model, optimizer))
         <All keys matched successfully>
     """
-    if optimizer not in _MASTERS:
+    behind = [each for optimizer in optimizers for each in _with_masters(optimizer)]
+    if not behind:
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
-            f"float32_weights({type(optimizer).__name__}): it has no master weights; the "
-            "parameters are the weights: use model.state_dict()"
+            f"float32_weights({names}): no master weights; the parameters are the weights: use "
+            "model.state_dict()"
         )
+    owners = {param: optimizer for optimizer in behind for param in parameters(optimizer)}
     weights = model.state_dict(keep_vars=True)
+    exact: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for name, value in weights.items():
-        if isinstance(value, Tensor):
-            is_lower = isinstance(value, torch.nn.Parameter) and value.dtype in LOWER
-            weights[name] = weight_of(optimizer, value) if is_lower else value.detach()
+        if isinstance(value, torch.nn.Parameter) and value.dtype in LOWER:
+            if value not in exact:
+                exact[value] = weight_of(owners.get(value, behind[0]), value).float()
+            weights[name] = exact[value]
+        elif isinstance(value, Tensor):
+            weights[name] = value.detach()
     return weights
 
 
 def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
-    return optimizer in _MASTERS
+    return bool(_with_masters(optimizer))
+
+
+def _with_masters(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers with master weights that a step of this one is a step of."""
+    return [each for each in _MASTERS if makes_step_of(optimizer, each)]
 
 
 def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
@@ -482,12 +516,6 @@ def is_rounded_by_chance(optimizer: torch.optim.Optimizer, param: Tensor) -> boo
     )
 
 
-def kept_of(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
-    """Return what the state of an optimizer keeps of a parameter beside it, by key."""
-    state = optimizer.state.get(param, {})
-    return {key: state[key] for key in _KEYS & state.keys()}
-
-
 def _refuse_later_wrapping(params: list[Tensor]) -> None:
     """Raise in the first backward pass, if a DistributedDataParallel has wrapped them meanwhile.
 
@@ -506,6 +534,23 @@ def _refuse_later_wrapping(params: list[Tensor]) -> None:
 
     trained = (param for param in params if param.requires_grad)
     handles = [param.register_hook(check) for param in trained]  # type: ignore[no-untyped-call]
+
+
+def _refuse_shared_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if two parameters are one: their float32 weights would be two."""
+    owners: dict[int, Tensor] = {}
+    for param in parameters(optimizer):
+        local = local_part(param)
+        if param.dtype in LOWER and local.numel() > 0 and not is_fake(local):
+            address = local.data_ptr()  # 0 for one that has none, as on "meta"
+            other = owners.setdefault(address, param) if address else param
+            if other is not param:
+                one, two = Names().of([other, param], optimizer)
+                raise ValueError(
+                    f"master_weights({type(optimizer).__name__}): {one} and {two} share their "
+                    "memory, and a step would keep the update of one of them alone. Let them be "
+                    "the same parameter: decoder.weight = embedding.weight"
+                )
 
 
 def _replace(optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep._master_weights.master_weights import kept_of
+from halfstep._common.nested import tensors_reached
+from halfstep._master_weights.master_weights import KEYS
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
+from halfstep._pytorch.parts import parts_of
 from halfstep._scaler.gradients import parameters
+from halfstep._scaler.optimizers import members
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class BytesPerParameter:
 
 
 def bytes_per_parameter(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    model: torch.nn.Module, *optimizers: torch.optim.Optimizer
 ) -> BytesPerParameter:
     """Return how much memory a training takes for each parameter, as it is now.
 
@@ -61,7 +66,7 @@ def bytes_per_parameter(
 
     Args:
         model: The model.
-        optimizer: The optimizer.
+        optimizers: All its optimizers; or what wraps or holds them.
 
     Returns:
         A value that prints as a table.
@@ -82,26 +87,30 @@ def bytes_per_parameter(
         masters                2.00  int16
         total                 10.00  of 4,160 parameters
     """
-    params = list(dict.fromkeys([*model.parameters(), *parameters(optimizer)]))
-    kept = {param: kept_of(optimizer, param) for param in params}
-    states = [
-        value
-        for param in params
-        for key, value in optimizer.state.get(param, {}).items()
-        if isinstance(value, Tensor) and key not in kept[param]
-    ]
+    apart = dict.fromkeys(each for optimizer in optimizers for each in members(optimizer))
+    params = dict.fromkeys(chain(model.parameters(), *map(parameters, apart)))
+    states, masters = list[Any](), list[Any]()
+    for optimizer in apart:
+        if isinstance(optimizer.state, Mapping):  # that of a container may be anything
+            for key, value in chain.from_iterable(map(_items, optimizer.state.values())):
+                (masters if key in KEYS else states).append(value)
     return BytesPerParameter(
         sum(local_part(param).numel() for param in params),
         _bytes_of(params),
         _bytes_of(param.grad for param in params if param.grad is not None),
-        _bytes_of(states),
-        _bytes_of(value for each in kept.values() for value in each.values()),
+        _bytes_of(chain.from_iterable(map(tensors_reached, states))),
+        _bytes_of(masters),
     )
+
+
+def _items(state: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what an optimizer keeps of a parameter, or of something else, by key."""
+    return state.items() if isinstance(state, Mapping) else [(None, state)]
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> dict[torch.dtype, int]:
     found: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
-        local = local_part(tensor)
-        found[tensor.dtype] += local.numel() * local.element_size()
+    each_once = {id(tensor): tensor for tensor in tensors}.values()
+    for part in chain.from_iterable(parts_of(tensor) or [tensor] for tensor in each_once):
+        found[part.dtype] += part.numel() * part.element_size()
     return dict(found)

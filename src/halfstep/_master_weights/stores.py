@@ -15,6 +15,8 @@ from hashlib import sha256
 import torch
 from torch import Tensor
 
+from halfstep._pytorch.modes import is_fake
+
 PIECE, LARGE_PIECE = 1 << 19, 1 << 24
 """So many entries are converted at a time: on a CPU they stay in the cache between two ops.
 
@@ -110,7 +112,8 @@ class Float32(Store):
         """Round to nearest, ties to even; what is kept is the weight itself."""
         assert kept is not None
         param.copy_(weight)
-        if weight.data_ptr() != kept.data_ptr():  # the optimizer has put another tensor there
+        is_same = is_fake(weight) or weight.data_ptr() == kept.data_ptr()
+        if not is_same:  # the optimizer has put another tensor there
             kept.copy_(weight)
 
 
@@ -245,14 +248,19 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
 
 
+def _is_unseen(tensor: Tensor) -> bool:
+    """Return whether to look at numbers would wait for the device, or there are none."""
+    return tensor.device.type != "cpu" or is_fake(tensor)
+
+
 def _may_hold_nan(wide: Tensor) -> bool:
     """Return whether there may be a NaN: always, where looking would wait for the device."""
-    return wide.device.type != "cpu" or math.isnan(wide.sum().item())
+    return _is_unseen(wide) or math.isnan(wide.sum().item())
 
 
 def _may_exceed(wide: Tensor, largest: float) -> bool:
     """Return whether a number may be larger, inf or NaN: always, where looking would wait."""
-    if wide.device.type != "cpu" or wide.numel() == 0:
+    if _is_unseen(wide) or wide.numel() == 0:
         return True
     low, high = wide.aminmax()
     return not (low.item() >= -largest and high.item() <= largest)
@@ -260,7 +268,7 @@ def _may_exceed(wide: Tensor, largest: float) -> bool:
 
 def _may_differ(one: Tensor, other: Tensor) -> bool:
     """Return whether a number of 16 bits may differ: always, where looking would wait."""
-    if one.device.type != "cpu" or one.numel() == 0:
+    if _is_unseen(one) or one.numel() == 0:
         return True
     low, high = (one.view(torch.int16) - other.view(torch.int16)).aminmax()
     return low.item() != 0 or high.item() != 0
