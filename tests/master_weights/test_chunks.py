@@ -40,6 +40,26 @@ def test_chunks_of_limited_size_in_turn(many: Any, monkeypatch: pytest.MonkeyPat
     assert [len(group["params"]) for group in optimizer.param_groups] == [20, 20]
 
 
+def test_a_closure_is_called_once_before_the_first_chunk(
+    many: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CACHED", 500)
+    params, optimizer, sizes = many
+    master_weights(optimizer)
+    calls = []
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        calls.append([*sizes, {param.dtype for param in params}])
+        give_gradients(params, 0)
+        return 3.0
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == optimizer.step(closure=closure) == 3.0
+    assert sizes == [500] * 8
+    assert calls == [[{BF16}], [*[500] * 4, {BF16}]]
+
+
 def test_a_small_model_is_one_chunk(many: Any) -> None:
     params, optimizer, sizes = many
     master_weights(optimizer)

@@ -106,8 +106,8 @@ def master_weights(
             one of them is of a dtype that the store cannot serve, or gradients cannot be float32.
 
     Memory: while it steps, float32 weights and gradients of a million entries at a time on a CPU,
-    elsewhere of a tenth of the parameters; of all of them with a closure, or an optimizer that is
-    not PyTorch's without ``chunked``. Sync: none.
+    elsewhere of a tenth of the parameters; of all of them with LBFGS, and with an optimizer that is
+    not PyTorch's if it has a closure, or is not ``chunked``. Sync: none.
 
     Example:
         >>> import halfstep
@@ -335,9 +335,14 @@ class MasterWeights:
         **kwargs: Any,
     ) -> Any:
         """Step in chunks, if that is the same."""
-        has_closure = any(map(callable, (*args[:1], kwargs.get("closure"))))
+        closure = next(iter(args), kwargs.get("closure"))
         is_known = steps_one_at_a_time(optimizer, step)
-        if has_closure or not (is_known or self._chunked):
+        if callable(closure) and is_known:  # it would call the closure once, before all else
+            with torch.enable_grad():
+                loss = closure()
+            self._step(optimizer, step)
+            return loss
+        if callable(closure) or not (is_known or self._chunked):
             return self._step_at_once(optimizer, step, *args, **kwargs)
         scratch = Scratch() if is_known else None
 
