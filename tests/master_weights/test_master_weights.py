@@ -26,6 +26,7 @@ from halfstep._master_weights import chunks, exchange
 from halfstep._master_weights import master_weights as module
 from halfstep._master_weights.stores import Split
 from halfstep._pytorch import distributed
+from halfstep.errors import CallOrderError
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -1259,6 +1260,21 @@ def test_a_second_call_is_refused() -> None:
     optimizer = master_weights(torch.optim.SGD(linear().parameters(), lr=0.1))
     with pytest.raises(ValueError, match="SGD has master weights already"):
         master_weights(optimizer)
+
+
+def test_a_step_that_was_kept_from_before_is_an_error() -> None:
+    """So Accelerate keeps it, with a scaler: updates would be rounded away in silence."""
+    params = [nn.Parameter(torch.ones(3, dtype=BF16))]
+    optimizer = torch.optim.SGD(params, lr=0.5)
+    kept = optimizer.step
+    master_weights(optimizer)
+    params[0].grad = torch.ones_like(params[0])
+    for step in (kept, lambda: torch.optim.SGD.step(optimizer)):
+        with pytest.raises(CallOrderError, match=r"call master_weights\(optimizer\) first"):
+            step()
+    assert torch.equal(params[0], torch.ones_like(params[0]))
+    optimizer.step()
+    assert torch.equal(params[0], torch.full_like(params[0], 0.5))
 
 
 def test_a_model_that_became_float16_is_an_error() -> None:

@@ -33,6 +33,7 @@ from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler
 from halfstep._scaler.gradients import parameters
 from halfstep._scaler.optimizers import Names, makes_step_of, members
 from halfstep._scaler.scalars import describe
+from halfstep.errors import CallOrderError
 
 LOWER = (torch.bfloat16, torch.float16)
 """The dtypes whose parameters may have master weights."""
@@ -167,6 +168,7 @@ class MasterWeights:
         self.store = store
         self._float32_gradients, self._chunked = float32_gradients, chunked
         self._loaded: dict[int, dict[str, Any]] = {}
+        self._num_calls = 0  # of the replaced calls that have not ended
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer step in float32 from now on."""
@@ -190,6 +192,7 @@ class MasterWeights:
         self._take_groups(optimizer)
         self._take_copies(optimizer)
         self._take_loading(optimizer)
+        optimizer.register_step_pre_hook(self._refuse_earlier_step)
         optimizer.register_state_dict_post_hook(_after_save)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -210,13 +213,38 @@ class MasterWeights:
             tell_scheduler(optimizer)
             return self._step(optimizer, alone, *args, **kwargs)
 
-        _replace(optimizer, "step", step if alone is None else with_step_hooks(step))
+        self._replace(optimizer, "step", step if alone is None else with_step_hooks(step))
 
     def _take_methods(self, optimizer: torch.optim.Optimizer) -> None:
         for name in BESIDE_STEP:
             original = getattr(optimizer, name, None)
             if callable(original):
-                _replace(optimizer, name, self._at_once(original))
+                self._replace(optimizer, name, self._at_once(original))
+
+    def _replace(
+        self, optimizer: torch.optim.Optimizer, name: str, call: Callable[..., Any]
+    ) -> None:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._num_calls += 1
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._num_calls -= 1
+
+        _replace(optimizer, name, counted)
+
+    def _refuse_earlier_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Raise an error if the optimizer steps by the method that it had before this one.
+
+        Accelerate keeps it where it has a scaler, calls it and puts it back.
+        """
+        if self._num_calls == 0:
+            raise CallOrderError(
+                f"step({type(optimizer).__name__}): this is the step from before it had master "
+                "weights, which would round the updates away. Something has kept it: call "
+                "master_weights(optimizer) first, and then what keeps its step, such as "
+                "accelerator.prepare(optimizer)"
+            )
 
     def _at_once(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
