@@ -1228,6 +1228,14 @@ class Wrapper(torch.optim.Optimizer):
         self.param_groups = self.optimizer.param_groups
 
 
+class Twin(torch.optim.Optimizer):
+    """As Lightning makes it: it has all attributes of what it wraps."""
+
+    def __init__(self) -> None:
+        self._optimizer = torch.optim.SGD(linear().parameters())
+        vars(self).update(vars(self._optimizer))
+
+
 def sharded() -> torch.optim.Optimizer:
     optim = pytest.importorskip("torch.distributed.optim")
     made: torch.optim.Optimizer = optim.ZeroRedundancyOptimizer.__new__(
@@ -1248,6 +1256,7 @@ def sharded() -> torch.optim.Optimizer:
         (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "draws no random numbers"),
         (lambda: master_weights(nn.Linear(1, 1)), TypeError, "Linear"),  # type: ignore[type-var]
         (lambda: master_weights(Wrapper()), TypeError, "Pass the optimizer that it wraps"),
+        (lambda: master_weights(Twin()), TypeError, "Pass the optimizer that it wraps"),
         (lambda: master_weights(sharded()), TypeError, "ZeroRedundancyOptimizer.*that it wraps"),
     ],
 )

@@ -13,7 +13,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from halfstep._master_weights.master_weights import is_rounded_by_chance, weight_of
+from halfstep._master_weights.master_weights import (
+    is_rounded_by_chance,
+    weight_of,
+    with_masters,
+)
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.modes import is_fake
@@ -60,7 +64,9 @@ class StepUpdates:
         has_closure: bool,
         part: Callable[[Tensor], Tensor],
     ) -> None:
-        self._optimizer, self._part = optimizer, part
+        # One around another has no weights of its own behind the parameters.
+        self._optimizer = next(iter(with_masters(optimizer)), optimizer)
+        self._part = part
         found_inf = getattr(optimizer, "found_inf", None)
         self._is_taken = None if found_inf is None else found_inf == 0
         self._before: list[_Before] = []
@@ -72,7 +78,7 @@ class StepUpdates:
                     is_counted
                     and param.layout is torch.strided
                     and not (param.is_meta or is_fake(param))
-                    and not is_rounded_by_chance(optimizer, param)
+                    and not is_rounded_by_chance(self._optimizer, param)
                 ):
                     rate = group.get("lr", 1.0)
                     is_moved = rate.ne(0.0) if isinstance(rate, Tensor) else rate != 0.0

@@ -502,7 +502,7 @@ def float32_weights(
         >>> exported.load_state_dict(float32_weights(model, optimizer))
         <All keys matched successfully>
     """
-    behind = [each for optimizer in optimizers for each in _with_masters(optimizer)]
+    behind = [each for optimizer in optimizers for each in with_masters(optimizer)]
     if not behind:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ValueError(
@@ -523,10 +523,10 @@ def float32_weights(
 
 
 def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(_with_masters(optimizer))
+    return bool(with_masters(optimizer))
 
 
-def _with_masters(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def with_masters(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers with master weights that a step of this one is a step of."""
     return [each for each in _MASTERS if makes_step_of(optimizer, each)]
 

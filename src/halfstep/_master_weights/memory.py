@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import tensors_reached
-from halfstep._master_weights.master_weights import KEYS
+from halfstep._master_weights.master_weights import KEYS, with_masters
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.parts import parts_of
@@ -87,7 +87,8 @@ def bytes_per_parameter(
         masters                2.00  int16
         total                 10.00  of 4,160 parameters
     """
-    apart = dict.fromkeys(each for optimizer in optimizers for each in members(optimizer))
+    found = ([*members(optimizer), *with_masters(optimizer)] for optimizer in optimizers)
+    apart = dict.fromkeys(chain.from_iterable(found))
     params = dict.fromkeys(chain(model.parameters(), *map(parameters, apart)))
     states, masters = list[Any](), list[Any]()
     for optimizer in apart:

@@ -18,11 +18,19 @@ def is_hooked(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 def is_whole(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer saves its own state, unlike wrappers, which save another's.
 
-    Wrappers in many libraries do not call ``Optimizer.__init__``.
+    Wrappers in many libraries do not call ``Optimizer.__init__``; those of Lightning have all
+    attributes of the optimizer that they wrap.
     """
     sharded: Any = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     is_sharded = isinstance(optimizer, getattr(sharded, "ZeroRedundancyOptimizer", ()))
-    return hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks") and not is_sharded
+    hooks = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None)
+    is_copy = any(
+        isinstance(each, torch.optim.Optimizer)
+        and each is not optimizer
+        and vars(each).get("_optimizer_load_state_dict_pre_hooks") is hooks
+        for each in vars(optimizer).values()
+    )
+    return hooks is not None and not is_sharded and not is_copy
 
 
 # The code object of PyTorch's wrapper around ``step`` of every optimizer class.
