@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep._common.nested import tensors_reached
-from halfstep._master_weights.master_weights import KEYS, with_masters
+from halfstep._master_weights.master_weights import KEYS
 from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.parts import parts_of
@@ -87,8 +87,7 @@ def bytes_per_parameter(
         masters                2.00  int16
         total                 10.00  of 4,160 parameters
     """
-    found = ([*members(optimizer), *with_masters(optimizer)] for optimizer in optimizers)
-    apart = dict.fromkeys(chain.from_iterable(found))
+    apart = dict.fromkeys(chain.from_iterable(map(_reached, optimizers)))
     params = dict.fromkeys(chain(model.parameters(), *map(parameters, apart)))
     states, masters = list[Any](), list[Any]()
     for optimizer in apart:
@@ -102,6 +101,15 @@ def bytes_per_parameter(
         _bytes_of(chain.from_iterable(map(tensors_reached, states))),
         _bytes_of(masters),
     )
+
+
+def _reached(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer, those that it holds, and those that one of them wraps."""
+    found = members(optimizer)
+    for each in found:  # it grows
+        attributes = vars(each).values()
+        found += [a for a in attributes if isinstance(a, torch.optim.Optimizer) and a not in found]
+    return found
 
 
 def _items(state: Any) -> Iterable[tuple[Any, Any]]:
