@@ -285,6 +285,17 @@ def test_weights_of_a_dtype_that_the_store_does_not_serve() -> None:
     assert {each.dtype for each in float32_weights(model, optimizer).values()} == {torch.float32}
 
 
+def test_weights_of_another_model() -> None:
+    """They would be rounded: a copy's, and those that load_state_dict(assign=True) put there."""
+    model = nn.Linear(2, 2, dtype=BF16)
+    optimizer = master_weights(torch.optim.SGD(model.parameters()))
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(ValueError, match="no optimizer has a parameter of its state_dict"):
+        float32_weights(model, optimizer)
+    whole = float32_weights(nn.LayerNorm(2), optimizer)  # nothing of it was ever rounded
+    assert whole.keys() == {"weight", "bias"}
+
+
 def test_weights_without_masters() -> None:
     model = nn.Linear(2, 2, dtype=BF16)
     with pytest.raises(ValueError, match="no master weights"):

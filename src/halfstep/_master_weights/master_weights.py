@@ -488,7 +488,7 @@ def float32_weights(
         optimizers have, the values of others. Everything else as ``model.state_dict()`` has it.
 
     Raises:
-        ValueError: No optimizer has master weights.
+        ValueError: No optimizer has master weights, or none has a parameter of this model.
 
     Memory: the float32 weights. Sync: none.
 
@@ -511,6 +511,13 @@ def float32_weights(
         )
     owners = {param: optimizer for optimizer in behind for param in parameters(optimizer)}
     weights = model.state_dict(keep_vars=True)
+    lower = {id(v) for v in weights.values() if isinstance(v, Tensor) and v.dtype in LOWER}
+    if lower and lower.isdisjoint(map(id, owners)):
+        raise ValueError(
+            f"float32_weights({type(model).__name__}): no optimizer has a parameter of its "
+            "state_dict. Pass the model that is trained: no copy of it, none whose parameters were "
+            "replaced (load_state_dict(assign=True)), and no FullyShardedDataParallel"
+        )
     exact: dict[Tensor, Tensor] = {}  # tied parameters stay tied
     for name, value in weights.items():
         if isinstance(value, torch.nn.Parameter) and value.dtype in LOWER:
