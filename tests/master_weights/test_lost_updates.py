@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.scaler.containers import KINDS
+from tests.scaler.containers import KINDS, Bare
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -175,7 +176,12 @@ def test_an_optimizer_around_another_one(has_hooks: bool) -> None:
     assert table.masters == alone.masters == {torch.int16: 2 * 64 * 65}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@dataclass
+class Unhashable(Bare):
+    optimizers: list[Any]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Unhashable])
 def test_several_optimizers(kind: Any) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=BF16) for _ in range(2)))
     parts = [torch.optim.AdamW(each.parameters(), lr=1e-5) for each in model]
@@ -294,6 +300,17 @@ def test_weights_of_another_model() -> None:
         float32_weights(model, optimizer)
     whole = float32_weights(nn.LayerNorm(2), optimizer)  # nothing of it was ever rounded
     assert whole.keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("function", [lost_updates, float32_weights, bytes_per_parameter])
+def test_what_is_no_optimizer_is_refused(function: Any) -> None:
+    model = nn.Linear(2, 2, dtype=BF16)
+    args = (model,) if function is not lost_updates else ()
+    for wrong in (None, model, [torch.optim.SGD(model.parameters())]):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__}\({type(wrong).__name__}\): pass"
+        ):
+            function(*args, wrong)
 
 
 def test_weights_without_masters() -> None:

@@ -31,7 +31,7 @@ from halfstep._pytorch.distributed import (
 from halfstep._pytorch.modes import is_fake
 from halfstep._pytorch.optim import is_whole, step_without_hooks, tell_scheduler, with_step_hooks
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import Names, makes_step_of, members
+from halfstep._scaler.optimizers import Names, makes_step_of, members, require_optimizer
 from halfstep._scaler.scalars import describe
 from halfstep.errors import CallOrderError
 
@@ -488,6 +488,7 @@ def float32_weights(
         optimizers have, the values of others. Everything else as ``model.state_dict()`` has it.
 
     Raises:
+        TypeError: One of them is no optimizer.
         ValueError: No optimizer has master weights, or none has a parameter of this model.
 
     Memory: the float32 weights. Sync: none.
@@ -502,6 +503,8 @@ def float32_weights(
         >>> exported.load_state_dict(float32_weights(model, optimizer))
         <All keys matched successfully>
     """
+    for optimizer in optimizers:
+        require_optimizer("float32_weights", optimizer)
     behind = [each for optimizer in optimizers for each in with_masters(optimizer)]
     if not behind:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
@@ -535,7 +538,8 @@ def has_master_weights(optimizer: torch.optim.Optimizer) -> bool:
 
 def with_masters(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers with master weights that a step of this one is a step of."""
-    return [each for each in _MASTERS if makes_step_of(optimizer, each)]
+    own = [each for each in _MASTERS if each is optimizer]  # a container may have no hash
+    return own or [each for each in _MASTERS if makes_step_of(optimizer, each)]
 
 
 def weight_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from halfstep._numerics.formats import dtype_name
 from halfstep._pytorch.distributed import local_part
 from halfstep._pytorch.parts import parts_of
 from halfstep._scaler.gradients import parameters
-from halfstep._scaler.optimizers import members
+from halfstep._scaler.optimizers import members, require_optimizer
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ def bytes_per_parameter(
     Returns:
         A value that prints as a table.
 
+    Raises:
+        TypeError: One of them is no optimizer.
+
     Sync: none.
 
     Example:
@@ -87,7 +90,10 @@ def bytes_per_parameter(
         masters                2.00  int16
         total                 10.00  of 4,160 parameters
     """
-    apart = dict.fromkeys(chain.from_iterable(map(_reached, optimizers)))
+    for optimizer in optimizers:
+        require_optimizer("bytes_per_parameter", optimizer)
+    reached = chain.from_iterable(map(_reached, optimizers))
+    apart = {id(optimizer): optimizer for optimizer in reached}.values()
     params = dict.fromkeys(chain(model.parameters(), *map(parameters, apart)))
     states, masters = list[Any](), list[Any]()
     for optimizer in apart:
