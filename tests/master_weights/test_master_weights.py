@@ -1349,6 +1349,16 @@ def test_a_model_without_values_steps(store: Any, device: str) -> None:
         assert bytes_per_parameter(model, optimizer).states[torch.float32] == 2 * 4 * 272 + 8
 
 
+@pytest.mark.parametrize("store", ["split", "float32", "kahan", "stochastic"])
+def test_tensors_are_where_the_parameters_are(store: Any) -> None:
+    params = [nn.Parameter(torch.ones(40, dtype=BF16))]
+    optimizer = master_weights(torch.optim.SGD(params, lr=0.5), store)
+    params[0].grad = torch.ones_like(params[0])
+    with torch.device("meta"):  # a default device, which torch.set_default_device sets too
+        optimizer.step()
+    assert torch.equal(params[0], torch.full_like(params[0], 0.5))
+
+
 def test_nothing_is_kept_alive() -> None:
     model = linear()
     optimizer = master_weights(torch.optim.SGD(model.parameters(), lr=0.1))

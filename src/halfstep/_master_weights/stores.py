@@ -234,7 +234,7 @@ def _noise(like: Tensor, num_bits: int, generator: torch.Generator) -> Tensor:
     if device.type != "cpu":
         return torch.randint(top, (size,), generator=generator, device=device, dtype=torch.int32)
     # To draw takes longer than all the rest: 64 bits at a time are four numbers.
-    drawn = torch.empty(-(-size // 4), dtype=torch.int64)
+    drawn = torch.empty(-(-size // 4), dtype=torch.int64, device=device)
     drawn.random_(-(1 << 63), None, generator=generator)
     return drawn.view(torch.int16)[:size].int().bitwise_and_(top - 1)
 
