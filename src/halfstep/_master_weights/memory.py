@@ -97,8 +97,9 @@ def bytes_per_parameter(
     params = dict.fromkeys(chain(model.parameters(), *map(parameters, apart)))
     states, masters = list[Any](), list[Any]()
     for optimizer in apart:
-        if isinstance(optimizer.state, Mapping):  # that of a container may be anything
-            for key, value in chain.from_iterable(map(_items, optimizer.state.values())):
+        state = getattr(optimizer, "state", None)  # that of a container may be anything
+        if isinstance(state, Mapping):
+            for key, value in chain.from_iterable(map(_items, state.values())):
                 (masters if key in KEYS else states).append(value)
     return BytesPerParameter(
         sum(local_part(param).numel() for param in params),
