@@ -127,7 +127,7 @@ def _values(place: MutableMapping[Any, Any]) -> dict[Any, Any]:
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a tensor that can be read without a wait for a device."""
-    return isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu"
+    return isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu"
 
 
 def _comparable(value: Any) -> object:
