@@ -135,6 +135,17 @@ def test_layers_of_many_runs_are_a_table_for_each_measure(tmp_path):
     ]
 
 
+def test_a_measure_in_which_no_layer_differs_has_no_table(tmp_path):
+    def run(name, at):
+        rows = [tensor("parameter_gradient", "layer", counted({at: 9}))]
+        events = [records.header(), records.step(1), sample(1, rows)]
+        return summary_of(records.write(tmp_path / name, events))
+
+    text = comparison_text(compare_runs(run("a", 0), run("b", 5)))
+    assert "layers that differ most: headroom" in text
+    assert "layers that differ most: underflow" not in text
+
+
 def test_hostile_runs_can_be_compared(tmp_path, skipping):
     comparison = compare_runs(summary_of(records.hostile(tmp_path / "hostile")), skipping)
     rows = [line for line in comparison_markdown(comparison).splitlines() if line[:1] == "|"]

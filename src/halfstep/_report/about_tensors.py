@@ -231,6 +231,7 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             ".",
             cure=_keep(layer.name, summary),
             evidence=row_of(summary, layer),
+            follows=summary.follows_from(layer.headroom_step),
         )
     for layer in summary.of_kind("parameter"):
         outside = layer.overflow.get(layer.format, 0)
