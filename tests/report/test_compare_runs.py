@@ -101,6 +101,14 @@ def test_policies_of_another_version_are_shown_as_text(tmp_path):
     assert compare_runs(new, old).policies == ("- standard; no_such_op:fp32\n+ standard",)
 
 
+def test_a_run_without_a_policy_says_so(tmp_path):
+    none = summary_of(records.write(tmp_path / "a", [records.header(), records.step(1)]))
+    some = with_policy(tmp_path / "b", "standard")
+    assert compare_runs(some, none).policies == ("- no policy\n+ standard",)
+    assert compare_runs(none, some).policies == ("- standard\n+ no policy",)
+    assert compare_runs(none, none).policies == ("",)
+
+
 def test_versions_and_settings_that_differ(tmp_path):
     old = with_policy(tmp_path / "a", "standard", torch="2.12.0", command=["a.py"])
     new = with_policy(tmp_path / "b", "standard", "bfloat16", command=["b.py"])
