@@ -5,7 +5,7 @@ from io import StringIO
 
 import pytest
 
-from halfstep._common.text import tell
+from halfstep._common.text import did_you_mean, tell
 
 LONG = "warning: train.py:3: " + "word " * 30 + "end [id]\n  bad: " + "word " * 9 + "end"
 
@@ -62,3 +62,8 @@ def test_the_severity_has_a_color(
 
 def test_what_a_terminal_would_obey_is_escaped() -> None:
     assert told("bad: \x1b[2J", Terminal()) == "\x1b[31mbad\x1b[0m: \\x1b[2J\n"
+
+
+def test_an_option_is_meant_once() -> None:
+    options = ["--max-skipped", "--max-skipped", "--help"]
+    assert did_you_mean("--max-skiped", options) == "; did you mean '--max-skipped'?"

@@ -84,13 +84,16 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, _ = run(capsys, "check", str(path))
     assert code == 1
     assert f"{path}, line 4: action is 'leaf'; did you mean 'leave'?" in out
+    path.write_bytes(b"\x00\xff")
+    code, out, _ = run(capsys, "check", str(path))
+    assert (code, out.partition(" 'utf-8'")[0]) == (1, f"{path}: not a text file:")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["show", "standart"], "did you mean 'standard'?"),
-        (["show", "standard", "--op", "sofmax"], "did you mean 'softmax'"),
+        (["show", "standard", "--op", "sofmax"], "policy: there is no op 'sofmax'; did you mean"),
         (["diff", "standard", "nothing.toml"], "nothing.toml: No such file or directory"),
         (["check", "nothing.toml"], "nothing.toml: No such file or directory"),
     ],

@@ -65,7 +65,8 @@ def test_it_waits_follows_and_ends_with_the_run(tmp_path, training, capsys):
         "ended  step 3, 0:00:03, 1 s/step, skipped 1 of 3 (33 %)",
     ]
     assert err == (
-        f"waiting for {folder} ... start the training with `halfstep run -o {folder} train.py`\n"
+        f"waiting for a record in {folder} ... "
+        f"start the training with `halfstep run -o {folder} train.py`\n"
     )
 
 
@@ -126,8 +127,8 @@ def test_once_and_a_file_of_the_record(tmp_path, capsys, training, monkeypatch, 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nowhere", "--once"], "nowhere is not there yet; start the training with `halfstep run"),
-        (["--once"], "a record in runs/ is not there yet; start the training"),
+        (["nowhere", "--once"], "there is not yet a record in nowhere; start the training with"),
+        (["--once"], "there is not yet a record in runs/; start the training"),
         (["train.py"], "train.py is not a record: give the folder"),
         (["other"], "other/rank0.jsonl: none of its lines begins a record"),
         (["other", "--every", "0"], "--every must be at least 1, got 0"),

@@ -1251,9 +1251,17 @@ def sharded() -> torch.optim.Optimizer:
         (lambda: wrong(torch.float32), ValueError, r"all its parameters are float32.*model\.to"),
         (lambda: wrong(FP16), ValueError, r"parameter 0 is float16\[3\].*store='float32'"),
         (lambda: wrong(torch.int32), ValueError, r"parameter 0 is int32\[3\]"),
-        (lambda: wrong(BF16, store="both"), ValueError, "store='both': one of 'split', 'float32'"),
+        (
+            lambda: wrong(BF16, store="both"),
+            ValueError,
+            "store='both': pass one of 'split', 'float32'",
+        ),
         (lambda: wrong(BF16, gradients="bf16"), ValueError, "gradients='bf16'"),
-        (lambda: wrong(BF16, generator=torch.Generator()), ValueError, "draws no random numbers"),
+        (
+            lambda: wrong(BF16, generator=torch.Generator()),
+            ValueError,
+            "no random numbers: leave generator out",
+        ),
         (lambda: master_weights(nn.Linear(1, 1)), TypeError, "Linear"),  # type: ignore[type-var]
         (lambda: master_weights(Wrapper()), TypeError, "Pass the optimizer that it wraps"),
         (lambda: master_weights(Twin()), TypeError, "Pass the optimizer that it wraps"),

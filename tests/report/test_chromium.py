@@ -378,6 +378,17 @@ def test_no_heading_stands_at_the_foot_of_a_printed_page(opened):
         assert min(map(float, outline)) > 90  # points
 
 
+def test_no_word_at_the_head_of_a_printed_column_is_broken(opened):
+    page = opened(viewport={"width": 500, "height": 900})
+    page.emulate_media(media="print")
+    lines = """all => all.filter(head => !head.textContent.includes(" ")).map(head => {
+        const range = document.createRange();
+        range.selectNodeContents(head);
+        return range.getClientRects().length;
+    })"""
+    assert set(page.locator("#policy thead th").evaluate_all(lines)) == {1}
+
+
 # --- without JavaScript ---------------------------------------------------------------------------
 
 

@@ -101,6 +101,14 @@ def test_policies_of_another_version_are_shown_as_text(tmp_path):
     assert compare_runs(new, old).policies == ("- standard; no_such_op:fp32\n+ standard",)
 
 
+def test_a_run_without_a_policy_says_so(tmp_path):
+    none = summary_of(records.write(tmp_path / "a", [records.header(), records.step(1)]))
+    some = with_policy(tmp_path / "b", "standard")
+    assert compare_runs(some, none).policies == ("- no policy\n+ standard",)
+    assert compare_runs(none, some).policies == ("- standard\n+ no policy",)
+    assert compare_runs(none, none).policies == ("",)
+
+
 def test_versions_and_settings_that_differ(tmp_path):
     old = with_policy(tmp_path / "a", "standard", torch="2.12.0", command=["a.py"])
     new = with_policy(tmp_path / "b", "standard", "bfloat16", command=["b.py"])
@@ -133,6 +141,17 @@ def test_layers_of_many_runs_are_a_table_for_each_measure(tmp_path):
         ["underflow", "what", *"dabc"],
         ["headroom", "what", *"dabc"],
     ]
+
+
+def test_a_measure_in_which_no_layer_differs_has_no_table(tmp_path):
+    def run(name, at):
+        rows = [tensor("parameter_gradient", "layer", counted({at: 9}))]
+        events = [records.header(), records.step(1), sample(1, rows)]
+        return summary_of(records.write(tmp_path / name, events))
+
+    text = comparison_text(compare_runs(run("a", 0), run("b", 5)))
+    assert "layers that differ most: headroom" in text
+    assert "layers that differ most: underflow" not in text
 
 
 def test_hostile_runs_can_be_compared(tmp_path, skipping):

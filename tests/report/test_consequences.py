@@ -28,6 +28,15 @@ def test_a_nan_is_one_problem_and_the_rest_followed(tmp_path):
     assert weights.text.endswith("restore a checkpoint from before step 20.")
 
 
+def test_an_output_that_comes_close_to_overflow_afterwards_followed(tmp_path):
+    rows = [tensor("output", "head", counted({16: 8}, nan=2), "float16")]
+    bad = [step(n, loss=math.nan) for n in range(20, 101)]
+    after = the_one(said(tmp_path / "a", *bad, sample(50, rows), diagnosis(20)), "came within")
+    assert (after.follows, after.cure) == (True, ())
+    before = the_one(said(tmp_path / "b", sample(10, rows), *bad, diagnosis(20)), "came within")
+    assert not before.follows
+
+
 def test_without_a_diagnosis_the_loss_is_the_headline(tmp_path):
     first, *others = said(tmp_path, *nan_from(20))
     assert first.text.startswith("The loss became NaN at step 20")

@@ -107,6 +107,15 @@ def test_a_module_that_is_not_there(module, words, halfstep_run, python, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("text", [b"x = (", b"\x00\xff"])
+def test_a_file_that_is_not_python_leaves_no_record(halfstep_run, tmp_path, text):
+    (tmp_path / "train.py").write_bytes(text)
+    done = halfstep_run("train.py")
+    assert done.code == 1
+    assert done.err.splitlines()[-1].startswith("SyntaxError: ")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_module_that_is_not_there_leaves_an_older_record_alone(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("")
     halfstep_run("-q", "-o", "runs/a", "train.py")

@@ -148,4 +148,5 @@ def test_a_script_without_a_step(halfstep_run, tmp_path):
     (tmp_path / "train.py").write_text("import sys; sys.stderr = open('other', 'w')\n")
     done = halfstep_run("train.py")
     assert done.err.startswith("halfstep: no optimizer step was seen: ")
+    assert "halfstep report" not in done.err  # which could only say the same
     assert (tmp_path / "other").read_text() == ""

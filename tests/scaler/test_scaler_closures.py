@@ -638,7 +638,7 @@ def test_an_optimizer_that_does_not_call_the_closure() -> None:
 
     param, optimizer, scaler = one_parameter(Deaf)
     scaler.scale(param.sum()).backward()
-    with pytest.raises(CallOrderError, match=r"step\(Deaf\): the optimizer did not call the"):
+    with pytest.raises(CallOrderError, match=r"step\(Deaf, closure\): the optimizer did not call"):
         scaler.step(optimizer, lambda: param.sum())
     assert torch.equal(param, torch.ones(2))
     assert_usable(param, torch.optim.SGD([param], lr=1.0), scaler)

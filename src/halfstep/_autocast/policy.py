@@ -95,7 +95,10 @@ class Policy:
             ValueError: The file is invalid. The message names the line, the value and the valid
                 ones.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a text file: {error}") from error
         name, rules = written.parse_toml(text, str(path))
         try:
             return (preset(name) if name else Policy(())) | _checked(rules)
@@ -254,9 +257,9 @@ class Policy:
               fp16: fp32: by exp:fp32
               bf16: leave: by exp[bf16]:leave
         """
-        asked = [Rule(op, "leave")]
-        check(asked)
-        return comparison.explain(self, meant_by(asked), devices, module)
+        asked = Rule(op, "leave")
+        _check(asked)
+        return comparison.explain(self, meant_by([asked]), devices, module)
 
     # --- being a value ----------------------------------------------------------------------------
 
@@ -338,7 +341,10 @@ def check(rules: Iterable[Rule]) -> None:
     for rule in rules:
         if (rule.op, rule.action) in checked or rule.is_for_whole_module or rule in ours:
             continue
-        _check(rule)
+        try:
+            _check(rule)
+        except ValueError as error:
+            raise ValueError(f"rule {str(rule)!r}: {error}") from None
         checked.add((rule.op, rule.action))
 
 
@@ -346,18 +352,18 @@ def _check(rule: Rule) -> None:
     meant = meant_by([rule])
     if rule.is_glob and not meant:
         near = did_you_mean(rule.op.replace("*", ""), _table())
-        raise ValueError(f"rule {str(rule)!r}: no op that a preset names is like {rule.op!r}{near}")
+        raise ValueError(f"no op that a preset names is like {rule.op!r}{near}")
     if not _exists(rule.op) and not rule.is_glob:
-        raise ValueError(f"rule {str(rule)!r}: there is no op {rule.op!r}{_near(rule.op)}")
+        raise ValueError(f"there is no op {rule.op!r}{_near(rule.op)}")
     if not meant:
         raise ValueError(
-            f"rule {str(rule)!r}: 'destination' is the action for ops in place, such as "
+            "'destination' is the action for ops in place, such as "
             "'index_put_', and the only one that casts for them; out= has no rules"
         )
     if rule.action == "fp32-dtype" and not all(map(dispatch.takes_dtype, meant)):
         raise ValueError(
-            f"rule {str(rule)!r} needs an op with an optional dtype argument, such as softmax or "
-            "sum; use the action 'fp32'"
+            "it needs an op with an optional dtype argument, such as softmax or sum; use the "
+            "action 'fp32'"
         )
 
 

@@ -214,8 +214,8 @@ def _rules(part: str) -> Iterator[Rule]:
     action, limits = found["action"], (found["limits"] or "").split(",")
     if action not in ACTIONS:
         raise ValueError(
-            f"policy rule {part!r}: unknown action {action!r}{did_you_mean(action, ACTIONS)}; it "
-            f"is one of {', '.join(ACTIONS)}"
+            f"policy rule {part!r}: unknown action {action!r}, not one of {', '.join(ACTIONS)}"
+            f"{did_you_mean(action, ACTIONS)}"
         )
     device, dtype, phase = _limits(part, [limit.strip() for limit in limits if limit.strip()])
     for op in found["ops"].split(","):

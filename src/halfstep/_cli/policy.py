@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff.add_argument("before", metavar="POLICY", help="a file, a preset, or a text")
     diff.add_argument("after", metavar="POLICY", help="a file, a preset, or a text")
 
-    check = verbs.add_parser("check", help="say whether a file is valid; exit code 1 if not")
+    check = verbs.add_parser("check", help="check a file; exit code 1 if it is not valid")
     check.set_defaults(parser=check)
     check.add_argument("file", type=Path, metavar="FILE", help="a TOML file")
 

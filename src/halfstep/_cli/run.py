@@ -127,7 +127,9 @@ def _prepare(arguments: argparse.Namespace) -> Session | None:
         return Session(Command(target, rest, arguments.module), options)
     except OSError as error:
         where = error.filename or arguments.output
-        raise CommandError(f"cannot write the record to {where}: {error.strerror}") from None
+        raise CommandError(
+            f"cannot write the record to {where}: {error.strerror}; see -o"
+        ) from None
     except RecordError as error:
         raise CommandError(str(error)) from None
 

@@ -142,7 +142,7 @@ def _print_once(path: Path | None) -> None:
 
     found = _found(path)
     if found is None:
-        raise CommandError(f"{missing(path)} is not there yet; {how_to_start(path)}")
+        raise CommandError(f"there is not yet {missing(path)}; {how_to_start(path)}")
     print_page(Console(), live_run(None, found[1]))
 
 

@@ -127,7 +127,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
     """Return the known names closest to one, at most three."""
-    return difflib.get_close_matches(name, list(known), n=3)
+    return difflib.get_close_matches(name, set(known), n=3)
 
 
 def suggestion(meant: Iterable[object]) -> str:

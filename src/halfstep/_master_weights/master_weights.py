@@ -134,13 +134,15 @@ def master_weights(
             "would not have its own state. Pass the optimizer that it wraps"
         )
     if optimizer in _MASTERS:
-        raise ValueError(f"{type(optimizer).__name__} has master weights already")
+        raise ValueError(
+            f"{type(optimizer).__name__} has master weights already: call master_weights() once"
+        )
     if gradients not in (None, "float32"):
-        raise ValueError(f"gradients={gradients!r}: 'float32', or leave it out")
+        raise ValueError(f"gradients={gradients!r}: pass 'float32', or leave it out")
     if store != "stochastic" and generator is not None:
-        raise ValueError(f"generator: store={store!r} draws no random numbers")
+        raise ValueError(f"store={store!r} draws no random numbers: leave generator out")
     if store not in STORES:
-        raise ValueError(f"store={store!r}: one of {', '.join(map(repr, STORES))}")
+        raise ValueError(f"store={store!r}: pass one of {', '.join(map(repr, STORES))}")
     seed = 0 if generator is None else generator.initial_seed()
     made: Store = Stochastic(seed) if store == Stochastic.name else STORES[store]()
     MasterWeights(made, float32_gradients=gradients == "float32", chunked=chunked).take(optimizer)

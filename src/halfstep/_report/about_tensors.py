@@ -192,7 +192,8 @@ def _non_finite(
     first = bad[0]
     counts = [f"{count(n)} {what}" for n, what in ((first.inf, "inf"), (first.nan, "NaN")) if n]
     what = f" contained {listed(counts)}, first sampled at step {first.non_finite_step}"
-    others = ("; later in the model, so did ", *_names(bad[1:])) if len(bad) > 1 else ()
+    too = " later in the model contained some too"
+    others = ("; ", *_names(bad[1:]), too) if len(bad) > 1 else ()
     return say(
         "bad",
         whose,
@@ -227,10 +228,11 @@ def about_range(summary: Summary) -> Iterator[Sentence]:
             Code(layer.name),
             f" came within {bits(headroom)} of the largest value of {layer.format} (step "
             f"{layer.headroom_step})",
-            *((", and nearly so did those of ", *_names(others)) if others else ()),
+            *(("; ", *_names(others), " came close too") if others else ()),
             ".",
             cure=_keep(layer.name, summary),
             evidence=row_of(summary, layer),
+            follows=summary.follows_from(layer.headroom_step),
         )
     for layer in summary.of_kind("parameter"):
         outside = layer.overflow.get(layer.format, 0)

@@ -300,7 +300,8 @@ def _policy_difference(mine: PolicySeen | None, its: PolicySeen | None) -> str:
 
         with suppress(ValueError):  # rules of another version: the texts have to do
             return str(Policy.parse(its.text).diff(Policy.parse(mine.text)))
-    return "\n".join(f"{sign} {seen.text}" for sign, seen in (("-", its), ("+", mine)) if seen)
+    old, new = (seen.text if seen else "no policy" for seen in (its, mine))
+    return f"- {old}\n+ {new}"
 
 
 def _versions(runs: Sequence[Summary]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -250,8 +250,9 @@ def _comparison(
             yield table((f"policy: {other} becomes {names[0]} by",), lines)
     if comparison.layers:
         for title, text in _MEASURES:
-            worst = [_differing(row, name, text) for row in comparison.layers[:NUM_WORST]]
-            if {cell for row in worst for cell in row[2:]} != {NONE}:
+            rows = (_differing(row, name, text) for row in comparison.layers)
+            worst = [row for row in rows if len(set(row[2:])) > 1][:NUM_WORST]
+            if worst:
                 yield table((f"layers that differ most: {title}", "what", *names), worst)
     for whose, only in zip(names, comparison.only, strict=True):
         if only:

@@ -140,7 +140,9 @@ class Session:
                 self._say_of_rank(note)
         finally:
             self._record.__exit__(type(failure) if failure else None, failure, None)
-            if isinstance(failure, NotRunnable) and self._is_new:
+            # A script that Python cannot read, too: Python says so, and there is nothing to report.
+            has_run = self._record.num_steps or not isinstance(failure, NotRunnable | SyntaxError)
+            if not has_run and self._is_new:
                 self._remove_record()
             elif not self._options.is_quiet:
                 self._say(self._last_line())
@@ -154,17 +156,17 @@ class Session:
 
     def _last_line(self) -> str:
         steps, skipped = self._record.num_steps, self._record.num_skipped
-        view = f"halfstep report {shlex.quote(str(self._folder))}"
         if not steps:
             return (
                 "no optimizer step was seen: the program made none, steps by hand, or trains in "
                 "processes that it starts itself, which are not recorded (torchrun ... -m halfstep "
-                f"run). {view}"
+                "run)"
             )
         diagnosed = ""
         if self._watch is not None:
             num = len(self._watch.found)
             diagnosed = f", {'1 diagnosis' if num == 1 else f'{num} diagnoses'}"
+        view = f"halfstep report {shlex.quote(str(self._folder))}"
         return f"{things(steps, 'step')} recorded, {skipped} skipped{diagnosed}: {view}"
 
     def _say(self, text: str) -> None:

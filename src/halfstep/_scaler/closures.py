@@ -82,7 +82,10 @@ def step_with_closure(
         else:
             result = optimizer.step(evaluations, *args, **kwargs)
         if evaluations.last is None:
-            raise CallOrderError(f"step({name(optimizer)}): the optimizer did not call the closure")
+            raise CallOrderError(
+                f"step({name(optimizer)}, closure): the optimizer did not call the closure. Call "
+                "step() without one"
+            )
     except UnusableEvaluationError:
         before.restore()
     except BaseException:

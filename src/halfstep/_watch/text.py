@@ -177,8 +177,8 @@ def what_is_wrong(diagnosed: Diagnosed) -> str:
 
 
 def missing(path: Path | None) -> str:
-    """Return the name of the missing record."""
-    return "a record in runs/" if path is None else printable(os.fspath(path))
+    """Return what is missing: a record, and where."""
+    return f"a record in {'runs/' if path is None else printable(os.fspath(path))}"
 
 
 def how_to_start(path: Path | None) -> str:
