@@ -247,6 +247,36 @@ WRONG = [
     ("device-differs:3", ON_CPU.format("batch = batch.cuda()", "device")),
     ("scaler-with-bf16:2", BF16.format("")),
     ("scaler-with-bf16:2", BF16.format(", enabled=scaler is not None")),
+    (
+        "update-before-step:5",
+        body(SCALED + "scaler.update()\nscaler.unscale_(optimizer)\n" + STEP),
+    ),
+    (
+        "update-before-step:8",  # raises in no step, and divides by another scale
+        body(
+            "scaler.scale(a).backward()\nscaler.unscale_(opt_a)\nscaler.step(opt_a)\n"
+            "scaler.scale(b).backward()\nscaler.update()\nscaler.unscale_(opt_b)\n"
+            "scaler.step(opt_b)\nscaler.update()\n"
+        ),
+    ),
+    (
+        "loss-not-scaled:4",
+        body("g_scaler.scale(loss).backward()\nd_scaler.step(g_opt)\nd_scaler.update()\n"),
+    ),
+    (
+        "loss-not-scaled:8",
+        body(
+            "self.g_scaler.scale(loss).backward()\nself.d_scaler.unscale_(self.g_opt)\n"
+            "clip(self.model)\nself.g_scaler.step(self.g_opt)\nself.g_scaler.update()\n"
+            "self.d_scaler.update()\n",
+            METHOD,
+        ),
+    ),
+    (
+        "backward-in-autocast:4",
+        "lowered = torch.cuda.amp.autocast if amp else nullcontext\nwith lowered():\n"
+        "    loss = model(x)\n    loss.backward()\n",
+    ),
 ]
 
 
@@ -341,6 +371,18 @@ RIGHT = {
     "optimizer.backward(loss)\noptimizer.step()\n",
     "a function that is called like a model": "from checkpoints import save_model\n"
     + body("save_model(loss)\n" + SCALED + STEP),
+    "a backward pass that is left out": "for x in batches:\n    loss = model(x)\n"
+    "    if loss.requires_grad:\n        scaler.scale(loss).backward()\n"
+    "    scaler.step(optimizer)\n    scaler.update()\n",
+    "a new scale": body(SCALED + STEP + "if i % 100 == 0:\n    scaler.update(2.0)\n"),
+    "a scaler under two names": body(
+        "scaler = find_scaler(self)\nscaler.scale(loss).backward()\n"
+        "self.scaler.step(self.optimizer)\nself.scaler.update()\n",
+        METHOD,
+    ),
+    "a scaler of another library": "from fairscale.optim import LayerwiseGradientScaler\n"
+    "layer_scaler = LayerwiseGradientScaler(model)\nfor x in batches:\n"
+    "    model(x).backward()\n    layer_scaler.step(optimizer)\n",
     "a scaler that is off": "scaler = GradScaler(enabled=False)\nloss = model(x)\nloss.backward()\n"
     + STEP,
 }

@@ -201,9 +201,19 @@ class Meaning(Values):
         """Return the scaler that ``node`` is; None if it is not known to be one."""
         return _certain(self._each(node, scope, self._scaler_as_written))
 
-    def is_scaler(self, node: ast.expr, scope: NameScope) -> bool:
-        """Return whether ``node`` is a scaler, or has the name of one."""
-        return _last_name(node).endswith("scaler") or self.scaler(node, scope) is not None
+    def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
+        """Return whether ``node`` is a scaler, or it or the object with a key has the name of one.
+
+        Scalers of other libraries have calls of their own.
+        """
+        names = _last_name(node), key.lower()
+        if not any(name.endswith("scaler") for name in names):
+            return self.scaler(node, scope) is not None
+        return not self._is(node, scope, (), self._makes_other)
+
+    def _makes_other(self, call: ast.Call, scope: NameScope) -> bool:
+        name = self.qualified(call.func, scope)
+        return name.rpartition(".")[2][:1].isupper() and not name.endswith("GradScaler")
 
     def may_be_on(self, scaler: ast.expr, scope: NameScope) -> bool:
         """Return whether a scaler is not known to be switched off."""
@@ -257,7 +267,7 @@ class Meaning(Values):
         self,
         node: ast.expr,
         scope: NameScope,
-        kind: type,
+        kind: type | tuple[type, ...],
         is_made_by: Callable[[ast.Call, NameScope], bool],
     ) -> bool:
         def look(node: ast.expr, scope: NameScope) -> bool:
@@ -335,9 +345,13 @@ class Meaning(Values):
         return seen[-1] if seen else ""
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""
-        name = self.qualified(node.func, scope) if isinstance(node, ast.Call) else ""
-        return name if name.startswith(("torch.", "halfstep.")) else ""
+        """Return the full name of what a call calls in halfstep or PyTorch; empty for others.
+
+        It may be one of several: ``(autocast if amp else nullcontext)()``.
+        """
+        called = self.candidates(node.func, scope) if isinstance(node, ast.Call) else []
+        names = (self._qualified_as_written(*each) for each in called if each)
+        return _only(name for name in names if name.startswith(("torch.", "halfstep.")))
 
     def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
         if node is None:
