@@ -277,6 +277,18 @@ WRONG = [
         "lowered = torch.cuda.amp.autocast if amp else nullcontext\nwith lowered():\n"
         "    loss = model(x)\n    loss.backward()\n",
     ),
+    (
+        "backward-in-autocast:4",
+        "from utils import smart_autocast\nwith smart_autocast(amp):\n"
+        "    loss = model(x)\n    loss.backward()\n",
+    ),
+    ("scaler-in-loop:8", own("scaler = GradScaler()\n" + SCALED + STEP).replace("_step", "_it")),
+    (
+        "update-missing:5",
+        "def main():\n    optimizer, scaler = create()\n    def step():\n"
+        "        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n"
+        "    save(scaler)\n    timed(step)\n",
+    ),
 ]
 
 
@@ -380,6 +392,13 @@ RIGHT = {
         "self.scaler.step(self.optimizer)\nself.scaler.update()\n",
         METHOD,
     ),
+    "an autocast of the project that is off": "from utils import smart_autocast\n"
+    "with smart_autocast(enabled=False):\n    model(x).backward()\n",
+    "a scaler that is given": "def step(optimizer, scaler):\n"
+    "    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n",
+    "a GradScaler of another library": "import paddle\nscaler = paddle.amp.GradScaler()\n"
+    "for x in batches:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n"
+    "    classifier.step(optimizer)\n",
     "a scaler of another library": "from fairscale.optim import LayerwiseGradientScaler\n"
     "layer_scaler = LayerwiseGradientScaler(model)\nfor x in batches:\n"
     "    model(x).backward()\n    layer_scaler.step(optimizer)\n",

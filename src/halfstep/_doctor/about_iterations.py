@@ -110,11 +110,16 @@ def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
 
 
 def _never_updated(program: Program) -> Iterator[Finding]:
-    """Yield scalers that are made and stepped in this file, and never updated or handed on."""
+    """Yield scalers that are stepped in this file, and never updated or handed on.
+
+    They are made in it, or are variables of it, as in ``optimizer, scaler = create(model)``.
+    """
     for site in program.sites:
         made = program.meaning.scaler(site.owner, site.scope)
         name = dotted(site.owner)
-        if made is None or not made.line or not program.is_scaler_step(site):
+        is_made_elsewhere = program.meaning.candidates(site.owner, site.scope) == [None]
+        is_own = bool(made.line) if made else is_made_elsewhere and site.scope.is_variable(name)
+        if not is_own or not program.is_scaler_step(site):
             continue
         scales = any(program.scaled_by(each) for each in program.sites if _are_near(each, site))
         is_elsewhere = site.scope.class_name in program.meaning.names.inheriting and not scales

@@ -250,7 +250,9 @@ class IterationWalk(LossWalk):
     def _check_made(self, now: Iteration, site: Site, call: Call) -> None:
         around = _loops(site)
         for key, loops, line in now.made:
-            is_same = loops[: len(around)] == around and (bool(around) or self._is_step)
+            # An attribute made beside its use is made in each call of the method.
+            is_again = bool(around) or self._is_step or key.startswith("self.")
+            is_same = loops[: len(around)] == around and is_again
             if key == call.scaler and is_same:
                 self._report("scaler-in-loop", line, **call.names)
 

@@ -35,6 +35,11 @@ class NameScope:
         """Return the possible bindings of a name that is used here."""
         return next((s.bindings[name] for s in self._outward() if name in s.bindings), [])
 
+    def is_variable(self, name: str) -> bool:
+        """Return whether a name used here is a variable, not a parameter."""
+        scope = next((each for each in self._outward() if name in each.bindings), None)
+        return scope is not None and name not in scope.parameters
+
     def function(self, name: str) -> Function | None:
         """Return the function that a name used here refers to."""
         for scope in self._outward():

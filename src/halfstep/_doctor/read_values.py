@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
@@ -185,6 +186,9 @@ class SourceScaler:
     device: str = ""  # "cuda", "cpu"; empty if it is not certain
 
 
+_AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
+"""Matches names of functions that return an autocast: ``smart_amp_autocast``."""
+
 _T = TypeVar("_T")
 _Context = TypeVar("_Context", SourceAutocast, SourceScaler)
 
@@ -285,8 +289,14 @@ class Meaning(Values):
             switches = known._settings.switches
             return SourceAutocast(dtype_name(switches.dtype), switches.enabled, False)
         name = self._maker(node, scope)
-        if not isinstance(node, ast.Call) or name.rpartition(".")[2] != "autocast":
+        if not isinstance(node, ast.Call):
             return None
+        if name.rpartition(".")[2] != "autocast":
+            uses_torch = any(each.startswith("torch") for each in self.names.imports.values())
+            is_wrapper = uses_torch and bool(_AUTOCASTS.search(dotted(node.func)))
+            switch = argument(node, "enabled")
+            is_on = None if switch is None else self._flag(switch, scope)
+            return SourceAutocast("", is_on, is_torch=False) if is_wrapper else None
         device = next((part for part in ("cuda", "cpu") if f".{part}.amp." in name), "")
         # torch.cuda.amp.autocast(enabled, dtype), or autocast(device_type, dtype, enabled)
         enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
