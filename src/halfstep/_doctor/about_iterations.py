@@ -117,7 +117,7 @@ def _never_updated(program: Program) -> Iterator[Finding]:
     for site in program.sites:
         made = program.meaning.scaler(site.owner, site.scope)
         name = dotted(site.owner)
-        is_made_elsewhere = program.meaning.candidates(site.owner, site.scope) == [None]
+        is_made_elsewhere = not any(program.meaning.candidates(site.owner, site.scope))
         is_own = bool(made.line) if made else is_made_elsewhere and site.scope.is_variable(name)
         if not is_own or not program.is_scaler_step(site):
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -24,7 +25,7 @@ class NameScope:
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parameters(self) -> set[str]:
         """The names of the parameters; none of a file."""
         if isinstance(self.node, ast.Module):
