@@ -181,6 +181,10 @@ WRONG = [
         ),
     ),
     ("loss-not-scaled:8", own("loss.backward()\n" + STEP)),
+    (
+        "loss-not-scaled:5",
+        body("loss = contrast(images, texts, logit_scale)\nloss.backward()\n" + STEP),
+    ),
     ("scaled-twice:5", body("loss = scaler.scale(loss)\n" + SCALED + STEP)),
     ("scaled-twice:4", body("scaler.scale(scaler.scale(loss)).backward()\n" + STEP)),
     (
@@ -237,6 +241,13 @@ WRONG = [
     ("scaler-bypassed:6", SPLIT.format("optimizer.step()")),
     ("unscale-twice:9", own(SCALED + "scaler.unscale_(optimizer)\nif x:\n    " + STEP_IF)),
     ("clip-before-unscale:3", INHERITED.format("")),
+    (
+        "clip-before-unscale:4",
+        "from timm.utils import dispatch_clip_grad\n"
+        + body(
+            SCALED + "dispatch_clip_grad(parameters, value=1.0)\n" + STEP, "for x in batches:\n"
+        ),
+    ),
     ("update-missing:5", body("y = model_ema(x)\n" + SCALED[:-1] + ";scaler.step(optimizer)\n")),
     (
         "backward-in-autocast:3",
@@ -283,6 +294,12 @@ WRONG = [
         "    loss = model(x)\n    loss.backward()\n",
     ),
     ("scaler-in-loop:8", own("scaler = GradScaler()\n" + SCALED + STEP).replace("_step", "_it")),
+    (
+        "step-twice:6",
+        "from elsewhere import LossScaler\nscaler = GradScaler() if new else LossScaler()\n"
+        "for x in batches:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n"
+        "    optimizer.step()\n    scaler.update()\n",
+    ),
     (
         "update-missing:5",
         "def main():\n    optimizer, scaler = create()\n    def step():\n"

@@ -23,6 +23,8 @@ _RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re
 _OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)
 _LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
+_SCALES = re.compile(r"(?<!logit_)scale", re.I)
+"""Matches names of what may scale a loss; a ``logit_scale`` is a parameter of the model."""
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """Names of functions that run once for each step."""
 _KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
@@ -93,7 +95,7 @@ class LossWalk(Walk):
         name = dotted(call.func)
         if name in _ADDING:
             return _added(values)
-        is_opaque = "scale" in name.lower() or any("scale" in dotted(e).lower() for e in given)
+        is_opaque = any(_SCALES.search(text) for text in (name, *map(dotted, given)))
         return UNKNOWN if is_opaque or any(value > 0 for value in values) else 0
 
 

@@ -23,6 +23,8 @@ _CLIP_OWNERS = (
     "engine",
     "trainer",
 )
+_CLIPS = re.compile(r"(dispatch_)?clip_grad")
+"""Matches names of functions that clip gradients: ``dispatch_clip_grad`` is that of timm."""
 
 _OF_MODELS = ("parameters", "named_parameters", "train", "eval")
 _MODEL = re.compile(
@@ -194,7 +196,7 @@ class Program:
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients as they are."""
         name = self.meaning.qualified(site.call.func, site.scope).rpartition(".")[2]
-        if not (name or site.method or dotted(site.call.func)).startswith("clip_grad"):
+        if not _CLIPS.match(name or site.method or dotted(site.call.func)):
             return False
         owner = dotted(site.owner).rpartition(".")[2].lower()
         return not owner.endswith(_CLIP_OWNERS) and not self.meaning.is_scaler(

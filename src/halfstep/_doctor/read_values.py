@@ -210,10 +210,10 @@ class Meaning(Values):
 
         Scalers of other libraries have calls of their own.
         """
-        names = _last_name(node), key.lower()
-        if not any(name.endswith("scaler") for name in names):
-            return self.scaler(node, scope) is not None
-        return not self._is(node, scope, (), self._makes_other)
+        is_named = any(name.endswith("scaler") for name in (_last_name(node), key.lower()))
+        if is_named and not self._is(node, scope, (), self._makes_other):
+            return True
+        return self.scaler(node, scope) is not None
 
     def _makes_other(self, call: ast.Call, scope: NameScope) -> bool:
         name = self.qualified(call.func, scope)
