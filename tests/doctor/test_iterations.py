@@ -181,6 +181,10 @@ WRONG = [
         ),
     ),
     ("loss-not-scaled:8", own("loss.backward()\n" + STEP)),
+    (
+        "loss-not-scaled:5",
+        body("loss = contrast(images, texts, logit_scale)\nloss.backward()\n" + STEP),
+    ),
     ("scaled-twice:5", body("loss = scaler.scale(loss)\n" + SCALED + STEP)),
     ("scaled-twice:4", body("scaler.scale(scaler.scale(loss)).backward()\n" + STEP)),
     (
@@ -237,6 +241,13 @@ WRONG = [
     ("scaler-bypassed:6", SPLIT.format("optimizer.step()")),
     ("unscale-twice:9", own(SCALED + "scaler.unscale_(optimizer)\nif x:\n    " + STEP_IF)),
     ("clip-before-unscale:3", INHERITED.format("")),
+    (
+        "clip-before-unscale:4",
+        "from timm.utils import dispatch_clip_grad\n"
+        + body(
+            SCALED + "dispatch_clip_grad(parameters, value=1.0)\n" + STEP, "for x in batches:\n"
+        ),
+    ),
     ("update-missing:5", body("y = model_ema(x)\n" + SCALED[:-1] + ";scaler.step(optimizer)\n")),
     (
         "backward-in-autocast:3",
@@ -247,6 +258,54 @@ WRONG = [
     ("device-differs:3", ON_CPU.format("batch = batch.cuda()", "device")),
     ("scaler-with-bf16:2", BF16.format("")),
     ("scaler-with-bf16:2", BF16.format(", enabled=scaler is not None")),
+    (
+        "update-before-step:5",
+        body(SCALED + "scaler.update()\nscaler.unscale_(optimizer)\n" + STEP),
+    ),
+    (
+        "update-before-step:8",  # raises in no step, and divides by another scale
+        body(
+            "scaler.scale(a).backward()\nscaler.unscale_(opt_a)\nscaler.step(opt_a)\n"
+            "scaler.scale(b).backward()\nscaler.update()\nscaler.unscale_(opt_b)\n"
+            "scaler.step(opt_b)\nscaler.update()\n"
+        ),
+    ),
+    (
+        "loss-not-scaled:4",
+        body("g_scaler.scale(loss).backward()\nd_scaler.step(g_opt)\nd_scaler.update()\n"),
+    ),
+    (
+        "loss-not-scaled:8",
+        body(
+            "self.g_scaler.scale(loss).backward()\nself.d_scaler.unscale_(self.g_opt)\n"
+            "clip(self.model)\nself.g_scaler.step(self.g_opt)\nself.g_scaler.update()\n"
+            "self.d_scaler.update()\n",
+            METHOD,
+        ),
+    ),
+    (
+        "backward-in-autocast:4",
+        "lowered = torch.cuda.amp.autocast if amp else nullcontext\nwith lowered():\n"
+        "    loss = model(x)\n    loss.backward()\n",
+    ),
+    (
+        "backward-in-autocast:4",
+        "from utils import smart_autocast\nwith smart_autocast(amp):\n"
+        "    loss = model(x)\n    loss.backward()\n",
+    ),
+    ("scaler-in-loop:8", own("scaler = GradScaler()\n" + SCALED + STEP).replace("_step", "_it")),
+    (
+        "step-twice:6",
+        "from elsewhere import LossScaler\nscaler = GradScaler() if new else LossScaler()\n"
+        "for x in batches:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n"
+        "    optimizer.step()\n    scaler.update()\n",
+    ),
+    (
+        "update-missing:5",
+        "def main():\n    optimizer, scaler = create()\n    def step():\n"
+        "        scaler.scale(model(x)).backward()\n        scaler.step(optimizer)\n"
+        "    save(scaler)\n    timed(step)\n",
+    ),
 ]
 
 
@@ -341,6 +400,25 @@ RIGHT = {
     "optimizer.backward(loss)\noptimizer.step()\n",
     "a function that is called like a model": "from checkpoints import save_model\n"
     + body("save_model(loss)\n" + SCALED + STEP),
+    "a backward pass that is left out": "for x in batches:\n    loss = model(x)\n"
+    "    if loss.requires_grad:\n        scaler.scale(loss).backward()\n"
+    "    scaler.step(optimizer)\n    scaler.update()\n",
+    "a new scale": body(SCALED + STEP + "if i % 100 == 0:\n    scaler.update(2.0)\n"),
+    "a scaler under two names": body(
+        "scaler = find_scaler(self)\nscaler.scale(loss).backward()\n"
+        "self.scaler.step(self.optimizer)\nself.scaler.update()\n",
+        METHOD,
+    ),
+    "an autocast of the project that is off": "from utils import smart_autocast\n"
+    "with smart_autocast(enabled=False):\n    model(x).backward()\n",
+    "a scaler that is given": "def step(optimizer, scaler):\n"
+    "    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n",
+    "a GradScaler of another library": "import paddle\nscaler = paddle.amp.GradScaler()\n"
+    "for x in batches:\n    scaler.scale(model(x)).backward()\n    scaler.step(optimizer)\n"
+    "    classifier.step(optimizer)\n",
+    "a scaler of another library": "from fairscale.optim import LayerwiseGradientScaler\n"
+    "layer_scaler = LayerwiseGradientScaler(model)\nfor x in batches:\n"
+    "    model(x).backward()\n    layer_scaler.step(optimizer)\n",
     "a scaler that is off": "scaler = GradScaler(enabled=False)\nloss = model(x)\nloss.backward()\n"
     + STEP,
 }

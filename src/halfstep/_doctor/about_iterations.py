@@ -13,8 +13,11 @@ from halfstep._doctor.read_names import dotted
 from halfstep._doctor.read_program import Program, Root
 from halfstep._doctor.read_sites import Site
 
-_STORES = re.compile(r"save|load|checkpoint|recover|print|isinstance", re.I)
+_LOOKS = r"load|resume|restart|restore|recover|print|isinstance"
+_NO_UPDATE = re.compile(rf"save|checkpoint|{_LOOKS}", re.I)
 """Matches calls that take a scaler and do not update it."""
+_NO_SAVE = re.compile(_LOOKS, re.I)
+"""Matches calls that take a scaler and do not save it."""
 
 
 def findings(program: Program) -> Iterator[Finding]:
@@ -33,6 +36,7 @@ def findings(program: Program) -> Iterator[Finding]:
             yield from {(each.id, each.line): each for each in walk.found}.values()
         yield from _schedules(program, root)
     yield from _never_updated(program)
+    yield from _never_saved(program)
     yield from _closures(program)
 
 
@@ -106,28 +110,57 @@ def _gated(scaler: str, scheduler: str, is_torch: bool) -> str:
 
 
 def _never_updated(program: Program) -> Iterator[Finding]:
-    """Yield scalers that are made and stepped in this file, and never updated or handed on."""
+    """Yield scalers that are stepped in this file, and never updated or handed on.
+
+    They are made in it, or are variables of it, as in ``optimizer, scaler = create(model)``.
+    """
     for site in program.sites:
         made = program.meaning.scaler(site.owner, site.scope)
         name = dotted(site.owner)
-        if made is None or not made.line or not program.is_scaler_step(site):
+        is_made_elsewhere = not any(program.meaning.candidates(site.owner, site.scope))
+        is_own = bool(made.line) if made else is_made_elsewhere and site.scope.is_variable(name)
+        if not is_own or not program.is_scaler_step(site):
             continue
         scales = any(program.scaled_by(each) for each in program.sites if _are_near(each, site))
         is_elsewhere = site.scope.class_name in program.meaning.names.inheriting and not scales
-        if not is_elsewhere and not _is_handed_on(program, name):
+        if not is_elsewhere and not _is_handed_on(program, name, "update", _NO_UPDATE):
             yield finding("update-missing", site.line, scaler=name, optimizer=optimizer_of(site))
 
 
-def _is_handed_on(program: Program, name: str) -> bool:
-    """Return whether a scaler is updated, or is given to something outside of this file."""
-    last = name.rpartition(".")[2]
+def _never_saved(program: Program) -> Iterator[Finding]:
+    """Yield scalers that are made in this file and left out where it saves the optimizer."""
+    states = (site for site in program.sites if site.method == "state_dict")
+    saved = [s for s in states if program.meaning.is_optimizer(s.owner, s.scope)]
+    for name, scaler in program.scalers.items() if saved else ():
+        is_on = bool(scaler.line) and scaler.enabled is not False
+        if is_on and not _is_handed_on(program, name, "state_dict", _NO_SAVE):
+            yield Finding(
+                "scaler-not-saved",
+                f"the state of `{dotted(saved[0].owner)}` is saved, that of `{name}` is not: a "
+                "resumed run starts with the first scale again, and skips steps until it fits",
+                "save and load the scaler's state with the optimizer's",
+                f'checkpoint["scaler"] = {name}.state_dict()\n'
+                f'{name}.load_state_dict(checkpoint["scaler"])',
+                (name, dotted(saved[0].owner)),
+                line=saved[0].line,
+            )
+
+
+def _is_handed_on(program: Program, name: str, method: str, other: re.Pattern[str]) -> bool:
+    """Return whether a method of a scaler is used, or it is given to another file.
+
+    Calls with ``other`` names do not call that method.
+    """
+    last, calls = name.rpartition(".")[2], program.meaning.names.calls
     for node in ast.walk(program.tree):
         parts: list[ast.expr | None] = []
         match node:
-            case ast.Attribute(value=owner, attr="update"):
+            case ast.Attribute(value=owner, attr=attribute) if attribute == method:
                 if dotted(owner).rpartition(".")[2] == last:
                     return True
-            case ast.Call(args=args, keywords=keywords) if _may_update(program, node):
+            case ast.Call(func=called, args=args, keywords=keywords) if (
+                node not in calls and not other.search(ast.unparse(called))
+            ):
                 parts = [*args, *(keyword.value for keyword in keywords)]
             case ast.Return(value=value) | ast.Assign(value=value):
                 parts = [value]
@@ -138,11 +171,6 @@ def _is_handed_on(program: Program, name: str) -> bool:
         if any(part is not None and dotted(part).rpartition(".")[2] == last for part in parts):
             return True
     return False
-
-
-def _may_update(program: Program, call: ast.Call) -> bool:
-    """Return whether a call may update what it gets: one of other files that does not store it."""
-    return call not in program.meaning.names.calls and not _STORES.search(ast.unparse(call.func))
 
 
 def _closures(program: Program) -> Iterator[Finding]:

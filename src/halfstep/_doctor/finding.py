@@ -28,6 +28,7 @@ CATALOG: dict[str, Severity] = {
     "update-missing": "bad",
     "scaler-in-loop": "bad",
     "closure-not-unscaled": "bad",
+    "scaler-not-saved": "notice",
     "scheduler-ungated": "notice",
     # where autocast is
     "backward-in-autocast": "warning",

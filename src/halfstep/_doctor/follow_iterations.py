@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from halfstep._doctor import iteration
 from halfstep._doctor.finding import Finding
@@ -14,17 +13,18 @@ from halfstep._doctor.iteration import UNKNOWN, Call, Iteration, finding, is_opt
 from halfstep._doctor.read_names import Function, NameScope, arguments, dotted
 from halfstep._doctor.read_paths import Walk, call_key
 from halfstep._doctor.read_program import Program, Root
-from halfstep._doctor.read_sites import Names, Path, Site, condition_of
+from halfstep._doctor.read_sites import Names, Path, Site
 from halfstep._doctor.read_values import argument
 
 _AMP = "<mixed precision>"
-_AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|scaling", re.I)
 _OPAQUE = re.compile(r"backward|optim|step|train|closure|scale", re.I)
 """Names of functions of other files that may run a backward pass, or step."""
 _RELEVANT = re.compile(rf"zero_grad|update|clip|div_|mul_|{_OPAQUE.pattern}", re.I)
 _OBJECTS = re.compile(r"(opt\w*|optim\w*|scaler)(\[.*\])?$", re.I)
 _LOSSES = re.compile(r"loss|cost|err|objective", re.I)
 _METHODS = ("backward", "step", "zero_grad", "unscale_", "update", "get_scale", "scale")
+_SCALES = re.compile(r"(?<!logit_)scale", re.I)
+"""Matches names of what may scale a loss; a ``logit_scale`` is a parameter of the model."""
 _STEPS = re.compile(r"step|batch|iter|update|__call__|optimi", re.I)
 """Names of functions that run once for each step."""
 _KEEPING = ("mean", "sum", "to", "float", "squeeze", "view", "reshape", "cuda", "half", "double")
@@ -87,19 +87,16 @@ class LossWalk(Walk):
         values = [self.value(each, scope, names) for each in given]
         if isinstance(call.func, ast.Attribute):
             owner, method = call.func.value, call.func.attr
-            if method == "scale" and self.is_scaler(owner, scope, self.key(owner, scope, names)):
+            key = self.key(owner, scope, names)
+            if method == "scale" and self.meaning.is_scaler(owner, scope, key):
                 return max([0, *values]) + self.meaning.may_be_on(owner, scope)
             if method in _KEEPING and not dotted(call.func).startswith("torch."):
                 return self.value(owner, scope, names)
         name = dotted(call.func)
         if name in _ADDING:
             return _added(values)
-        is_opaque = "scale" in name.lower() or any("scale" in dotted(e).lower() for e in given)
+        is_opaque = any(_SCALES.search(text) for text in (name, *map(dotted, given)))
         return UNKNOWN if is_opaque or any(value > 0 for value in values) else 0
-
-    def is_scaler(self, node: ast.expr, scope: NameScope, key: str) -> bool:
-        """Return whether an expression, or the object with its key, is a scaler."""
-        return key.lower().endswith("scaler") or self.meaning.is_scaler(node, scope)
 
 
 class IterationWalk(LossWalk):
@@ -164,7 +161,7 @@ class IterationWalk(LossWalk):
         if self._program.is_backward(site):
             return self._backward(now, site, path.names)
         key = self.key(site.owner, site.scope, path.names)
-        if self.is_scaler(site.owner, site.scope, key):
+        if self.meaning.is_scaler(site.owner, site.scope, key):
             is_on = self.meaning.may_be_on(site.owner, site.scope)
             return self._of_scaler(now, site, key, path.names) if is_on else now
         is_optimizer = self.meaning.is_optimizer(site.owner, site.scope)
@@ -192,30 +189,8 @@ class IterationWalk(LossWalk):
 
     def condition(self, test: str) -> tuple[str, int]:
         """Return one name for all conditions that say whether the loss is scaled."""
-        which = self._switches.get(test)
+        which = self._program.switches.get(test)
         return (test, 0) if which is None else (_AMP, which)
-
-    @cached_property
-    def _switches(self) -> Mapping[str, int]:
-        """The conditions with a scaler in one arm and plain calls in the other."""
-        found: dict[str, int] = {}
-        for node in ast.walk(self._program.tree):
-            match node:
-                case ast.If(test=test, body=body, orelse=orelse):
-                    arms = [_calls_in(body), _calls_in(orelse)]
-                case ast.IfExp(test=test, body=yes, orelse=no):
-                    arms = [_calls_in([yes]), _calls_in([no])]
-                case _:
-                    continue
-            scales = ["scaler" in arm for arm in arms]
-            plain = [not scaled and bool(arm) for scaled, arm in zip(scales, arms, strict=True)]
-            text, which = condition_of(test, 0)
-            is_named = bool(_AMP_WORDS.search(text)) and not arms[1] and scales[0]
-            if (scales[0] and plain[1]) or (is_named and not isinstance(test, ast.BoolOp)):
-                found[text] = which
-            elif scales[1] and plain[0]:
-                found[text] = 1 - which
-        return found
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -234,7 +209,8 @@ class IterationWalk(LossWalk):
         if scaler and site.method != "update":
             own["optimizer"] = optimizer_of(site)
         closure = argument(site.call, "closure", 1 if scaler else 0)
-        return Call(site.line, scaler, optimizer, own, closure is not None)
+        sets_scale = site.method == "update" and bool(arguments(site.call))
+        return Call(site.line, scaler, optimizer, own, closure is not None, sets_scale)
 
     def _backward(self, now: Iteration, site: Site, names: Names) -> Iteration:
         loss: ast.expr | None = site.owner
@@ -244,7 +220,15 @@ class IterationWalk(LossWalk):
         scaled = UNKNOWN if loss is None else self.value(loss, site.scope, names)
         scaler = self._program.scaled_by(site) or now.scaler or "scaler"
         called = {"scaler": scaler, "loss": ast.unparse(site.owner)}
-        return iteration.after_backward(now, Call(site.line, names=called), scaled, self._report)
+        call = Call(site.line, self._scaler_of(loss, site.scope, names), names=called)
+        return iteration.after_backward(now, call, scaled, self._report)
+
+    def _scaler_of(self, loss: ast.expr | None, scope: NameScope, names: Names) -> str:
+        """Return the key of the scaler in ``scaler.scale(loss)``; empty for other expressions."""
+        match loss:
+            case ast.Call(func=ast.Attribute(value=scaler, attr="scale")):
+                return self.key(scaler, scope, names)
+        return ""
 
     def _of_scaler(self, now: Iteration, site: Site, key: str, names: Names) -> Iteration:
         given = argument(site.call, "optimizer", 0)
@@ -268,7 +252,9 @@ class IterationWalk(LossWalk):
     def _check_made(self, now: Iteration, site: Site, call: Call) -> None:
         around = _loops(site)
         for key, loops, line in now.made:
-            is_same = loops[: len(around)] == around and (bool(around) or self._is_step)
+            # An attribute made beside its use is made in each call of the method.
+            is_again = bool(around) or self._is_step or key.startswith("self.")
+            is_same = loops[: len(around)] == around and is_again
             if key == call.scaler and is_same:
                 self._report("scaler-in-loop", line, **call.names)
 
@@ -329,19 +315,6 @@ def _text(node: ast.expr | None) -> str:
 def _loops(site: Site) -> tuple[int, ...]:
     """Return the lines of the loops around a call."""
     return tuple(around.line for around in site.inside if around.kind == "loop")
-
-
-def _calls_in(nodes: Sequence[ast.AST]) -> set[str]:
-    """Return the calls of a training iteration below nodes: ``"scaler"`` for those of a scaler."""
-    found: set[str] = set()
-    for node in (inner for each in nodes for inner in ast.walk(each)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = dotted(node.func.value).lower()
-            if owner.endswith("scaler"):
-                found.add("scaler")
-            elif node.func.attr in ("backward", "step"):
-                found.add(node.func.attr)
-    return found
 
 
 def _added(values: Sequence[int]) -> int:

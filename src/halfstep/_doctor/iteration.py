@@ -22,10 +22,11 @@ class Iteration:
     """What happened since the last steps, on one path."""
 
     losses: frozenset[int] = frozenset()  # scaled how often; of the gradients that wait
-    scaler: str = ""  # that scaled the last loss
+    scaler: str = ""  # that scaled the last loss, as the source calls it
+    scalers: frozenset[str] = frozenset()  # keys of all; empty texts for unknown ones
     line: int = 0  # of a backward pass, of one that is not scaled if there is any
     loss: str = ""  # of this pass
-    is_used: bool = False  # a step has used the gradients
+    used: frozenset[str] = frozenset()  # optimizers that have stepped with the gradients
     is_dropped: bool = False  # zero_grad came after the backward pass
     is_uncertain: bool = False  # a call that is not known may have changed them
     unscaled: _Calls = frozenset()  # since update
@@ -36,6 +37,11 @@ class Iteration:
     zeroed: frozenset[tuple[str, int]] = frozenset()  # optimizers whose gradients were dropped
     updated: frozenset[tuple[str, int]] = frozenset()  # scalers, since the last backward pass
     made: frozenset[tuple[str, tuple[int, ...], int]] = frozenset()  # scalers, their loops, lines
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a step has used the gradients."""
+        return bool(self.used)
 
     @property
     def is_scaled(self) -> bool:
@@ -61,6 +67,7 @@ class Call:
     optimizer: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     has_closure: bool = False
+    sets_scale: bool = False  # update(new_scale)
 
     @property
     def is_one(self) -> bool:
@@ -81,9 +88,14 @@ def after_backward(now: Iteration, call: Call, scaled: int, report: Report) -> I
     )
     if now.losses and not (now.is_used or now.is_dropped):
         fresh = replace(
-            fresh, losses=now.losses, is_uncertain=now.is_uncertain, clipped=now.clipped
+            fresh,
+            losses=now.losses,
+            scalers=now.scalers,
+            is_uncertain=now.is_uncertain,
+            clipped=now.clipped,
         )
-    fresh = replace(fresh, losses=fresh.losses | {scaled}, scaler=call.names["scaler"])
+    losses, scalers = fresh.losses | {scaled}, fresh.scalers | {call.scaler}
+    fresh = replace(fresh, losses=losses, scalers=scalers, scaler=call.names["scaler"])
     if scaled == 0 or 0 not in now.losses:
         return replace(fresh, line=call.line, loss=call.names["loss"])
     return replace(fresh, line=now.line, loss=now.loss)
@@ -96,6 +108,8 @@ def after_unscale(now: Iteration, call: Call, report: Report) -> Iteration:
     if call.is_one and (lines or is_stepped) and not (is_stepped and call.line in lines):
         first = "step" if is_stepped else "unscale_"
         report("unscale-twice", call.line, first=first, **call.names)
+    elif now.line and not now.is_uncertain and call.is_one:
+        _check_scale(now, call, report)
     unscaled = now.unscaled | {(call.scaler, call.optimizer, call.line)}
     # `updated` ends here too: these are gradients of a pass without a visible backward.
     return replace(now, updated=frozenset(), unscaled=unscaled, is_unscaled=True)
@@ -111,22 +125,39 @@ def after_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> Ite
     elif now.losses and not now.is_uncertain and not call.has_closure and call.is_one:
         _check_step(now, call, is_idle, report)
     stepped = now.stepped | {(call.scaler, call.optimizer, call.line)}
-    return replace(now, stepped=stepped, is_used=True, zeroed=frozenset(), clipped=0)
+    used = now.used | {call.optimizer}
+    return replace(now, stepped=stepped, used=used, zeroed=frozenset(), clipped=0)
 
 
 def _check_step(now: Iteration, call: Call, is_idle: bool, report: Report) -> None:
-    updated = [line for key, line in now.updated if key == call.scaler]
     is_unscaled = 0 in now.losses or (max(now.losses) < 0 and is_idle)
-    if updated:
-        report("update-before-step", updated[0], **call.names)
-    elif now.is_used:
+    if _check_scale(now, call, report) or now.is_used:
         return
-    elif _zeroed_at(now, call.optimizer):
+    if _zeroed_at(now, call.optimizer):
         _dropped(now, call, report)
     elif is_unscaled and not now.is_dropped:
         report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
     elif now.clipped:
         report("clip-before-unscale", now.clipped, **call.names)
+
+
+def _check_scale(now: Iteration, call: Call, report: Report) -> bool:
+    """Report gradients that are divided by another scale than their loss was multiplied by."""
+    if call.optimizer in now.used:  # no new gradients since its step
+        return False
+    updated = [line for key, line in now.updated if key == call.scaler]
+    is_other = bool(now.scalers) and all(_are_beside(call.scaler, each) for each in now.scalers)
+    if updated:
+        report("update-before-step", updated[0], **call.names)
+    elif is_other:
+        report("loss-not-scaled", now.line, **{**call.names, "loss": now.loss})
+    return bool(updated) or is_other
+
+
+def _are_beside(one: str, other: str) -> bool:
+    """Return whether two keys are those of two variables side by side, or attributes of one."""
+    owner, other_owner = (re.sub(r"\w*$", "", key) for key in (one, other))
+    return bool(other) and one != other and owner == other_owner
 
 
 def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
@@ -142,7 +173,7 @@ def after_plain_step(now: Iteration, call: Call, report: Report) -> Iteration:
         report("scaler-bypassed", call.line, **names)
     elif is_known and not now.is_used and _zeroed_at(now, call.optimizer):
         _dropped(now, call, report)
-    return replace(now, is_used=True, zeroed=frozenset(), clipped=0)
+    return replace(now, used=now.used | {call.optimizer}, zeroed=frozenset(), clipped=0)
 
 
 def _zeroed_at(now: Iteration, optimizer: str) -> int:
@@ -162,7 +193,8 @@ def after_update(now: Iteration, call: Call, report: Report) -> Iteration:
     left, others = unscaled - stepped, stepped - unscaled
     name = call.names["scaler"]
     first = [line for key, line in now.updated if key == call.scaler]
-    if now.is_used and first and call.line not in first and not unscaled and not stepped:
+    is_second = now.is_used and first and call.line not in first and not call.sets_scale
+    if is_second and not unscaled and not stepped:
         report("update-twice", call.line, scaler=name, first=min(first))
     if now.is_scaled and not now.is_used and not unscaled and not stepped:
         report("update-before-step", call.line, scaler=name, optimizer="optimizer")
@@ -241,7 +273,7 @@ _TEXTS = {
         "",
     ),
     "loss-not-scaled": (
-        "`{scaler}.step({optimizer})` divides gradients by the scale (2^16 at first), but the "
+        "`{scaler}` divides the gradients of `{optimizer}` by its scale (2^16 at first), but the "
         "loss of this `backward` was not multiplied by it: the updates are almost zero",
         "scale the loss whose gradients this step uses",
         "{scaler}.scale({loss}).backward()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
@@ -24,7 +25,7 @@ class NameScope:
     bindings: Bindings = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def parameters(self) -> set[str]:
         """The names of the parameters; none of a file."""
         if isinstance(self.node, ast.Module):
@@ -34,6 +35,11 @@ class NameScope:
     def lookup(self, name: str) -> list[Written | None]:
         """Return the possible bindings of a name that is used here."""
         return next((s.bindings[name] for s in self._outward() if name in s.bindings), [])
+
+    def is_variable(self, name: str) -> bool:
+        """Return whether a name used here is a variable, not a parameter."""
+        scope = next((each for each in self._outward() if name in each.bindings), None)
+        return scope is not None and name not in scope.parameters
 
     def function(self, name: str) -> Function | None:
         """Return the function that a name used here refers to."""

@@ -369,8 +369,10 @@ class Walk:
     def _meant(self, value: ast.expr, scope: NameScope, names: Names) -> str | int:
         """Return what a name stands for that gets a value: another name, or a number."""
         number = self.value(value, scope, names)
+        if number > 0 or not isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
+            return number
         key = self.key(value, scope, names)
-        return key if number <= 0 and self.is_object(key) else number
+        return key if self.is_object(key) else number
 
     def _bind_element(
         self, target: ast.expr, sequence: ast.expr, scope: NameScope, path: Path

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from halfstep._doctor.read_names import Function, dotted, words_of
 from halfstep._doctor.read_paths import Walk
-from halfstep._doctor.read_sites import Site
+from halfstep._doctor.read_sites import Site, condition_of
 from halfstep._doctor.read_values import Meaning, SourceScaler
 
 _CLIP_OWNERS = (
@@ -23,12 +23,15 @@ _CLIP_OWNERS = (
     "engine",
     "trainer",
 )
+_CLIPS = re.compile(r"(dispatch_)?clip_grad")
+"""Matches names of functions that clip gradients: ``dispatch_clip_grad`` is that of timm."""
 
 _OF_MODELS = ("parameters", "named_parameters", "train", "eval")
 _MODEL = re.compile(
     r"(^|[._])(model|net|unet|network|generator|discriminator)$|(^|\.)net[A-Z_]\w*$"
 )
 """Matches names that are typical for a model."""
+_AMP_WORDS = re.compile(r"amp|fp16|float16|half|mixed|scaler|precision|autocast|scaling", re.I)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,28 @@ class Program:
         is_defined = bool(name) and name.partition(".")[0] in self.meaning.names.imports
         return name in self.models or (bool(_MODEL.search(name)) and not is_defined)
 
+    @cached_property
+    def switches(self) -> Mapping[str, int]:
+        """The conditions with a scaler in one arm and plain calls in the other."""
+        found: dict[str, int] = {}
+        for node in ast.walk(self.tree):
+            match node:
+                case ast.If(test=test, body=body, orelse=orelse):
+                    arms = [_calls_in(body), _calls_in(orelse)]
+                case ast.IfExp(test=test, body=yes, orelse=no):
+                    arms = [_calls_in([yes]), _calls_in([no])]
+                case _:
+                    continue
+            scales = ["scaler" in arm for arm in arms]
+            plain = [not scaled and bool(arm) for scaled, arm in zip(scales, arms, strict=True)]
+            text, which = condition_of(test, 0)
+            is_named = bool(_AMP_WORDS.search(text)) and not arms[1] and scales[0]
+            if (scales[0] and plain[1]) or (is_named and not isinstance(test, ast.BoolOp)):
+                found[text] = which
+            elif scales[1] and plain[0]:
+                found[text] = 1 - which
+        return found
+
     # --- kinds of calls ---------------------------------------------------------------------------
 
     def is_backward(self, site: Site) -> bool:
@@ -146,9 +171,13 @@ class Program:
         """
         if self._models:
             return self._models.get(ast.unparse(model), set())
+        return self._stepped if len(self._stepped) == 1 else set()
+
+    @cached_property
+    def _stepped(self) -> set[str]:
+        """The optimizers that are stepped, by name."""
         stepped = {dotted(site.owner) for site in self.sites if self.is_optimizer_step(site)}
-        stepped |= {_first(site) for site in self.sites if self.is_scaler_step(site)}
-        return stepped if len(stepped) == 1 else set()
+        return stepped | {_first(site) for site in self.sites if self.is_scaler_step(site)}
 
     @cached_property
     def _models(self) -> dict[str, set[str]]:
@@ -167,7 +196,7 @@ class Program:
     def is_clip(self, site: Site) -> bool:
         """Return whether a call clips gradients as they are."""
         name = self.meaning.qualified(site.call.func, site.scope).rpartition(".")[2]
-        if not (name or site.method or dotted(site.call.func)).startswith("clip_grad"):
+        if not _CLIPS.match(name or site.method or dotted(site.call.func)):
             return False
         owner = dotted(site.owner).rpartition(".")[2].lower()
         return not owner.endswith(_CLIP_OWNERS) and not self.meaning.is_scaler(
@@ -187,3 +216,16 @@ class Program:
 
 def _first(site: Site) -> str:
     return dotted(site.call.args[0]) if site.call.args else ""
+
+
+def _calls_in(nodes: Sequence[ast.AST]) -> set[str]:
+    """Return the calls of a training iteration below nodes: ``"scaler"`` for those of a scaler."""
+    found: set[str] = set()
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = dotted(node.func.value).lower()
+            if owner.endswith("scaler"):
+                found.add("scaler")
+            elif node.func.attr in ("backward", "step"):
+                found.add(node.func.attr)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
@@ -185,6 +186,9 @@ class SourceScaler:
     device: str = ""  # "cuda", "cpu"; empty if it is not certain
 
 
+_AUTOCASTS = re.compile(r"^(?!.*(disabl|no_|without|enabled|get_)).*auto_?cast(?!\w*dtype)", re.I)
+"""Matches names of functions that return an autocast: ``smart_amp_autocast``."""
+
 _T = TypeVar("_T")
 _Context = TypeVar("_Context", SourceAutocast, SourceScaler)
 
@@ -201,9 +205,19 @@ class Meaning(Values):
         """Return the scaler that ``node`` is; None if it is not known to be one."""
         return _certain(self._each(node, scope, self._scaler_as_written))
 
-    def is_scaler(self, node: ast.expr, scope: NameScope) -> bool:
-        """Return whether ``node`` is a scaler, or has the name of one."""
-        return _last_name(node).endswith("scaler") or self.scaler(node, scope) is not None
+    def is_scaler(self, node: ast.expr, scope: NameScope, key: str = "") -> bool:
+        """Return whether ``node`` is a scaler, or it or the object with a key has the name of one.
+
+        Scalers of other libraries have calls of their own.
+        """
+        is_named = any(name.endswith("scaler") for name in (_last_name(node), key.lower()))
+        if is_named and not self._is(node, scope, (), self._makes_other):
+            return True
+        return self.scaler(node, scope) is not None
+
+    def _makes_other(self, call: ast.Call, scope: NameScope) -> bool:
+        name = self.qualified(call.func, scope)
+        return name.rpartition(".")[2][:1].isupper() and not name.endswith("GradScaler")
 
     def may_be_on(self, scaler: ast.expr, scope: NameScope) -> bool:
         """Return whether a scaler is not known to be switched off."""
@@ -257,7 +271,7 @@ class Meaning(Values):
         self,
         node: ast.expr,
         scope: NameScope,
-        kind: type,
+        kind: type | tuple[type, ...],
         is_made_by: Callable[[ast.Call, NameScope], bool],
     ) -> bool:
         def look(node: ast.expr, scope: NameScope) -> bool:
@@ -275,8 +289,14 @@ class Meaning(Values):
             switches = known._settings.switches
             return SourceAutocast(dtype_name(switches.dtype), switches.enabled, False)
         name = self._maker(node, scope)
-        if not isinstance(node, ast.Call) or name.rpartition(".")[2] != "autocast":
+        if not isinstance(node, ast.Call):
             return None
+        if name.rpartition(".")[2] != "autocast":
+            uses_torch = any(each.startswith("torch") for each in self.names.imports.values())
+            is_wrapper = uses_torch and bool(_AUTOCASTS.search(dotted(node.func)))
+            switch = argument(node, "enabled")
+            is_on = None if switch is None else self._flag(switch, scope)
+            return SourceAutocast("", is_on, is_torch=False) if is_wrapper else None
         device = next((part for part in ("cuda", "cpu") if f".{part}.amp." in name), "")
         # torch.cuda.amp.autocast(enabled, dtype), or autocast(device_type, dtype, enabled)
         enabled, dtype = argument(node, "enabled", 0 if device else 2), argument(node, "dtype", 1)
@@ -335,9 +355,13 @@ class Meaning(Values):
         return seen[-1] if seen else ""
 
     def _maker(self, node: ast.expr, scope: NameScope) -> str:
-        """Return the full name of what a call calls in halfstep or PyTorch; empty for others."""
-        name = self.qualified(node.func, scope) if isinstance(node, ast.Call) else ""
-        return name if name.startswith(("torch.", "halfstep.")) else ""
+        """Return the full name of what a call calls in halfstep or PyTorch; empty for others.
+
+        It may be one of several: ``(autocast if amp else nullcontext)()``.
+        """
+        called = self.candidates(node.func, scope) if isinstance(node, ast.Call) else []
+        names = (self._qualified_as_written(*each) for each in called if each)
+        return _only(name for name in names if name.startswith(("torch.", "halfstep.")))
 
     def _flag(self, node: ast.expr | None, scope: NameScope) -> bool | None:
         if node is None:
