@@ -118,10 +118,26 @@ def test_errors() -> None:
         use_scaler(accelerator)
 
 
+def test_a_model_that_is_in_float16_may_be_prepared_before() -> None:
+    """TRL prepares its reference model when its trainer is made, on a GPU in float16."""
+    accelerator = accelerator_of()
+    accelerator.native_amp = True  # of itself on a GPU
+    accelerator.prepare(net())
+    scaler = use_scaler(accelerator)
+    model = net()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(CallOrderError, match="prepare"):
+        use_scaler(accelerator, halfstep.GradScaler())
+    accelerator.backward(prepared(torch.ones(2, 8)).square().mean())
+    optimizer.step()
+    assert scaler.counts().taken == 1
+
+
 def test_a_second_call_keeps_the_scaler() -> None:
     accelerator = accelerator_of()
     scaler = use_scaler(accelerator, halfstep.GradScaler(init_scale=2.0))
-    accelerator.prepare(net())
+    model = net()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert use_scaler(accelerator) is use_scaler(accelerator, scaler) is scaler
     with pytest.raises(CallOrderError, match="prepare"):
         use_scaler(accelerator, halfstep.GradScaler())

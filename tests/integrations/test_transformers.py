@@ -35,7 +35,7 @@ class Model(nn.Module):
         return {"loss": (y.float() - labels).square().mean(), "logits": y}
 
 
-def trainer_of(folder: Path, **options: Any) -> Any:
+def trainer_of(folder: Path, kind: Any = transformers.Trainer, **options: Any) -> Any:
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
     x[BAD] = math.nan
     arguments = transformers.TrainingArguments(
@@ -52,7 +52,15 @@ def trainer_of(folder: Path, **options: Any) -> Any:
         },
     )
     data = [{"x": each, "labels": torch.ones(1)} for each in x]
-    return transformers.Trainer(Model(), arguments, train_dataset=data)
+    return kind(Model(), arguments, train_dataset=data)
+
+
+class Scaled(transformers.Trainer):
+    """A Trainer each of whose Accelerators has a scaler, as docs/integrations.md has it."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        use_scaler(self, halfstep.GradScaler(init_scale=256.0))
 
 
 def test_trains_in_float16_and_skips(tmp_path: Path) -> None:
@@ -65,6 +73,22 @@ def test_trains_in_float16_and_skips(tmp_path: Path) -> None:
     assert scaler.get_scale() == 256.0  # a loss that is NaN does not lower it
     assert all(param.isfinite().all() for param in trainer.model.parameters())
     assert trainer.lr_scheduler.last_epoch == 6  # that waits for steps that are taken
+
+
+def test_a_search_for_hyperparameters_keeps_the_scaler(tmp_path: Path) -> None:
+    """Each trial makes an Accelerator; so do these two calls of what a search does."""
+    for kind, dtype in ((Scaled, torch.float16), (transformers.Trainer, torch.float32)):
+        trainer = trainer_of(tmp_path, kind, optim="adamw_torch")
+        first = trainer.accelerator
+        if kind is transformers.Trainer:
+            use_scaler(trainer)
+        trainer.create_accelerator_and_postprocess()
+        assert trainer.accelerator is not first
+        trainer.train()
+        assert trainer.model.dtypes == {dtype}
+        if kind is Scaled:
+            counts = trainer.accelerator.scaler.counts()
+            assert (counts.taken, counts.skipped) == (6, 2)
 
 
 def test_a_fused_optimizer_hides_its_skips(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import halfstep
 from halfstep._record.read import read_run
 from halfstep._record.run import Run
 from halfstep._scaler.access import OBSERVERS
+from halfstep.errors import HalfstepWarning
 
 
 def tensors(run: Run, number: int = 0) -> dict[tuple[str, str], object]:
@@ -542,6 +543,26 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path: Path) -> None:
             train(model, 70, scaler=scaler)
     assert record.num_steps == 71
     assert len(warned) == 1
+
+
+def test_a_scaler_of_pytorch_is_not_recorded_in_silence(tmp_path: Path) -> None:
+    """Its losses are scaled when backward() gets them, and steps it skips are no steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    step = torch.amp.GradScaler.step
+    with halfstep.record(tmp_path), pytest.warns(HalfstepWarning) as warned:
+        train(Net(), scaler=scaler)  # type: ignore[arg-type]
+    assert torch.amp.GradScaler.step is step
+    (text,) = {note.text for note in read_run(tmp_path).notes if "GradScaler" in note.text}
+    assert [str(each.message) for each in warned] == [f"halfstep.record: {text}"]
+    assert "recorded multiplied by its scale, and the steps that it skips are missing" in text
+
+
+def test_a_disabled_scaler_of_pytorch_is_no_matter(tmp_path: Path) -> None:
+    with halfstep.record(tmp_path):
+        train(Net(), scaler=torch.amp.GradScaler("cpu", enabled=False))  # type: ignore[arg-type]
+    run = read_run(tmp_path)
+    assert len(run.steps) == 6
+    assert not run.notes
 
 
 # --- wrong use ------------------------------------------------------------------------------------

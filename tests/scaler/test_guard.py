@@ -77,10 +77,16 @@ def test_bad_steps_are_left_out_and_others_are_as_without_it(
     assert made.counts()[:2] == (5, 3)
 
 
-def test_each_skip_is_told_with_the_parameter_and_the_line() -> None:
+@pytest.mark.parametrize("schedule", ["none", "made before", "made after"])
+def test_each_skip_is_told_with_the_parameter_and_the_line(schedule: str) -> None:
+    """A schedule wraps ``step``, and accelerate hides the warnings of its module."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if schedule == "made before":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     guard(optimizer, module=model)
+    if schedule == "made after":
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     for _ in range(2):
         backward(model, 0)
         optimizer.step()

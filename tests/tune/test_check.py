@@ -305,6 +305,12 @@ def test_what_the_step_itself_changes_is_put_back() -> None:
 # --- what is wrong --------------------------------------------------------------------------------
 
 
+def calls_backward(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = model(batch).square().mean()
+    loss.backward()
+    return loss
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -317,6 +323,11 @@ def test_what_the_step_itself_changes_is_put_back() -> None:
         ({"tolerance": "1"}, TypeError, "tolerance must be a number such as 0.01"),
         ({"policy": 3}, TypeError, "policy must be a Policy or its text, got 3"),
         ({"policy": "standart"}, ValueError, "did you mean 'standard'"),
+        (
+            {"loss_fn": calls_backward},
+            ValueError,
+            r"loss_fn\(model, batch\) calls backward\(\).*return the loss",
+        ),
         ({"loss_fn": 3}, TypeError, r"loss_fn\(model, batch\) must be a function, got 3"),
         (
             {"loss_fn": lambda model, batch: 1.0},

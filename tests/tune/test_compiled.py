@@ -207,6 +207,41 @@ def test_the_whole_differs_although_no_part_does(backend) -> None:
     assert "it begins in (the model); no part of (the model) differs alone" in str(check)
 
 
+def with_dynamic_shapes(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Wrong only where a size is a symbol."""
+    if not any(isinstance(each, torch.SymInt) for each in inputs):
+        return plain(graph, inputs)
+    return of_shape(32, 24)(graph, inputs)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_code_for_dynamic_shapes(backend, is_dynamic: bool) -> None:
+    """As docs/tune.md says how to ask for them."""
+    name = backend(with_dynamic_shapes, plain)
+    with torch._dynamo.config.patch(assume_static_by_default=not is_dynamic):
+        check = self_check(layers(), torch.randn(32, 8), compiled=name)
+    assert check.origins == (("1.0",) if is_dynamic else ())
+
+
+class Loss(nn.Module):
+    """A model and its loss, which is wrong if it is compiled."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.model(x), y)
+        return 1.5 * loss if torch.compiler.is_compiling() else loss
+
+
+def test_a_loss_in_a_module_is_compared() -> None:
+    batch = torch.randn(32, 8), torch.randint(0, 4, (32,))
+    check = self_check(Loss(layers()), batch, compiled=EAGER)
+    assert check.origins == ("",)
+    assert [row.module for row in check.rows if not row.passed] == [""]
+
+
 # --- no false alarms ------------------------------------------------------------------------------
 
 

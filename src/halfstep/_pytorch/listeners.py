@@ -74,8 +74,22 @@ def _norm(
     return norm
 
 
+def _scaler_step(
+    original: Callable[..., Any],
+    listeners: tuple[Callable[..., None], ...],
+    scaler: torch.amp.GradScaler,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if scaler.is_enabled():
+        for listener in listeners:
+            listener()
+    return original(scaler, *args, **kwargs)
+
+
 _backwards = _Heard(torch.autograd, "backward", _backward)
 _norms = _Heard(clip_grad, "_get_total_norm", _norm)
+_scaler_steps = _Heard(torch.amp.GradScaler, "step", _scaler_step)
 
 
 def listening_to_backward(listener: Callable[[Any], None]) -> AbstractContextManager[None]:
@@ -92,3 +106,8 @@ def listening_to_norms(
     ``torch.nn.utils.clip_grad_norm_``.
     """
     return _norms.by(listener)
+
+
+def listening_to_torch_scaler(listener: Callable[[], None]) -> AbstractContextManager[None]:
+    """Hear of steps that an enabled ``torch.amp.GradScaler`` makes or skips."""
+    return _scaler_steps.by(listener)

@@ -18,7 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from halfstep._common.machine import device_name, num_ranks, rank
 from halfstep._common.numbers import things
 from halfstep._diagnose.diagnosis import Diagnosis
-from halfstep._pytorch.listeners import listening_to_backward, listening_to_norms
+from halfstep._pytorch.listeners import (
+    listening_to_backward,
+    listening_to_norms,
+    listening_to_torch_scaler,
+)
 from halfstep._record.files import SCHEMA, Event, LineWriter, file_of
 from halfstep._record.models import Models
 from halfstep._record.recorder import Recorder
@@ -120,6 +124,7 @@ class record:
             stack.callback(register_optimizer_step_post_hook(recorder.after_step).remove)
             stack.enter_context(listening_to_backward(recorder.on_backward))
             stack.enter_context(listening_to_norms(recorder.on_norm))
+            stack.enter_context(listening_to_torch_scaler(recorder.on_torch_scaler))
             self._stack = stack.pop_all()
         self._recorder, self._model = recorder, None
         return self

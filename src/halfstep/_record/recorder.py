@@ -50,6 +50,11 @@ NO_MODEL = (
     "Name it: halfstep.record(path, model=model)"
 )
 
+TORCH_SCALER = (
+    "torch.amp.GradScaler scales the losses: they are recorded multiplied by its scale, and the "
+    "steps that it skips are missing. Use halfstep.GradScaler, or `halfstep run`, which replaces it"
+)
+
 
 def _aside(method: Callable[..., None]) -> Callable[..., None]:
     """Hide the ops of a method from the user's modes, and keep its errors from ending the run."""
@@ -171,6 +176,13 @@ class Recorder:
         self._add_step(optimizer, type(optimizer).__name__, None, self._loss, norm)
         self._stepped.add(id(optimizer))
         self._end_iteration(1.0)
+
+    @_aside
+    def on_torch_scaler(self) -> None:
+        """Say that decisions of PyTorch's scaler cannot be seen."""
+        if self._scaler is None and self._is_listening() and TORCH_SCALER not in self._said:
+            self.say(TORCH_SCALER)
+            _warn(f"halfstep.record: {TORCH_SCALER}")
 
     def add_diagnosis(self, diagnosis: Diagnosis, step: int | None) -> int:
         """Write a diagnosis of a step, None for the current one; return the step. Sync: none."""

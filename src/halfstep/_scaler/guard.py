@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from types import MethodType
+from types import FrameType, MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -111,7 +112,6 @@ class GuardScaler(GradScaler):
 class _Alarm(Alarm):
     """An alarm that reports every skipped step and mentions no scale."""
 
-    _stacklevel = 7  # of the line that called optimizer.step()
     _last = 0  # the last reported step
 
     def is_due(self, scale: object, skipped_in_a_row: int, at_floor: bool) -> bool:
@@ -122,9 +122,24 @@ class _Alarm(Alarm):
         if last == self._last:  # no newer state has arrived on the host
             return
         self._last = last
+        self._stacklevel = _level_of_caller()
         super().speak(replace(report, scale=None), began_at_floor=False)
 
 
+def _level_of_caller() -> int:
+    """Return the level, seen from ``Alarm.speak``, of the line that called ``optimizer.step()``.
+
+    A scheduler that was made after the guard has put a function of its own in between. Warnings
+    from its module are hidden by accelerate.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_CALLERS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_NOT_CALLERS = ("halfstep.", "torch.")
 _GUARDED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 

@@ -22,6 +22,7 @@ from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import tensors_in, tensors_reached, values_reached
 from halfstep._pytorch import autograd, modes
 from halfstep._pytorch.compiler import eager
+from halfstep._pytorch.listeners import listening_to_backward
 from halfstep._pytorch.modules import registers_of
 from halfstep._tune.module_check import (
     KINDS,
@@ -39,6 +40,12 @@ from halfstep._tune.tolerances import Depths, outputs_rounded, tolerance_for
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 """``loss_fn(model, batch)`` calls the model in any way and returns a scalar, or outputs."""
+
+
+OWN_BACKWARD = (
+    "loss_fn(model, batch) calls backward(), and the backward pass of what it returns failed: "
+    "return the loss; its backward pass is run after it, outside of autocast"
+)
 
 
 @dataclass(frozen=True)
@@ -334,13 +341,26 @@ class StepRunner:
     reset: Callable[[], None]  # restores everything between the passes
 
     def step(self, watch: AbstractContextManager[None], *, lowered: bool, scale: float) -> Tensor:
-        """Run one step from the same state and return the loss; the gradients are in place."""
+        """Run one step from the same state and return the loss; the gradients are in place.
+
+        Raises:
+            ValueError: The loss has gone backward already.
+        """
         self.reset()
+        backward_calls: list[Any] = []
         with watch:
-            with self.region if lowered else nullcontext():
+            with (
+                self.region if lowered else nullcontext(),
+                listening_to_backward(backward_calls.append),
+            ):
                 loss = self.task.loss(_copied(self.batch))
             if loss.requires_grad:
-                torch.autograd.backward(loss.float() * scale)
+                try:
+                    torch.autograd.backward(loss.float() * scale)
+                except RuntimeError as error:
+                    if not backward_calls:
+                        raise
+                    raise ValueError(OWN_BACKWARD) from error
         return loss
 
 

@@ -33,7 +33,7 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
         The scaler.
 
     Raises:
-        CallOrderError: An optimizer or a model has been prepared.
+        CallOrderError: An optimizer has been prepared; or, on a CPU, a model.
         TypeError: The scaler is not halfstep's.
         ValueError: The precision is another one, or DeepSpeed or Megatron scale by themselves.
 
@@ -58,10 +58,12 @@ def use_scaler(accelerator: Accelerator, scaler: GradScaler | None = None) -> Gr
     known = accelerator.scaler
     if isinstance(known, GradScaler) and scaler in (None, known):  # the call is made again
         return known
-    if accelerator._optimizers or accelerator._models:
+    # Optimizers know the scaler, and models the precision, which is float32 on a CPU until now.
+    if accelerator._optimizers or (accelerator._models and not accelerator.native_amp):
         raise CallOrderError(
             "use_scaler: prepare() has been called, and what it returned knows the scaler and the "
-            "precision from before; call use_scaler(accelerator) first"
+            "precision from before; call use_scaler(accelerator) first, a Trainer's in its "
+            "create_accelerator_and_postprocess()"
         )
     if scaler is None:
         numbers = accelerator.scaler_handler
