@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 import halfstep
 
-zero = torch.zeros(4, requires_grad=True)
+zero, swap = torch.zeros(4, requires_grad=True), torch.eye(2).flip(0).requires_grad_()
 rows = torch.zeros(3, 4, requires_grad=True)
 """
 
@@ -53,6 +53,15 @@ def diagnosed(body: str, folder: Path, head: str = "") -> Diagnosis:
         ),
         ("loss = rows[:1].std(0).sum()", "loss = rows[:1].std(0, correction=0).sum()"),
         ("loss = torch.logit(zero).sum()", "loss = torch.logit(zero, eps=1e-06).sum()"),
+        (
+            "loss = torch.linalg.inv_ex(swap - swap)[0].sum()",
+            "loss = torch.linalg.inv_ex(swap - swap + 1e-06 * torch.eye(2))[0].sum()",
+        ),
+        (
+            "loss = 2 * torch.logdet(swap * 3)",
+            "loss = 2 * torch.linalg.slogdet(swap * 3).logabsdet",
+        ),
+        ("loss = (swap * 3).logdet() + 1", "loss = torch.linalg.slogdet(swap * 3).logabsdet + 1"),
         ("loss = rows[rows > 1].mean()", "loss = rows[rows > 1].mean().nan_to_num()"),
         (
             "loss = torch.where(zero > 0, zero.log(), zero).sum()",
@@ -80,6 +89,12 @@ def test_the_text_is_the_statement_as_it_is_to_stand(
     assert before == statement
     assert Diagnosis.from_json(found.to_json()) == found
     assert f"in place of {tmp_path / 'a.py'}:{edit.first}:" in str(found)
+
+
+def test_a_number_inside_of_a_function_is_not_blamed(tmp_path: Path) -> None:
+    found = diagnosed("loss = torch.logdet(swap)", tmp_path)
+    assert found.bad is not None
+    assert (found.verdict, found.bad.name, found.bad.op) == ("maths", "logdet", "where")
 
 
 def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:

@@ -255,6 +255,8 @@ class BlameTracker(OpObserver):
             if how_bad is None:
                 continue
             cause = self._blames.get(tensor) or self._outside(tensor, call, values)
+            if how_bad == NAN and cause.op == "scalar_tensor":
+                continue  # a number inside a function, such as logdet: its ``where`` returns it
             causes.append(cause)
             worst[cause] = max(worst.get(cause, 0), how_bad)
         if not causes:

@@ -23,6 +23,7 @@ from halfstep._diagnose.inspect_op import (
     InspectingTracker,
     described,
     inspect,
+    named_by,
     names_in,
 )
 from halfstep._diagnose.kept_calls import (
@@ -232,7 +233,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
     else:
         inspection.call = call_of(calls, blame)
         replayer.notes += inspection.notes
-    bad, tensor = inspection.bad, inspection.tensor
+    bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
     if blame.number == OUTSIDE:
         verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)

@@ -95,7 +95,8 @@ class BadOp:
 
     Attributes:
         op: The name of the ATen op, ``"addmm"``; ``"_to_copy"`` for a cast.
-        name: Its name in a policy: the op that the rule was looked up for, ``"linear"``.
+        name: Its name in a policy: the op that the rule was looked up for, ``"linear"``. That of
+            the function for the ``where`` inside one, ``"logdet"``.
         module: The path of its module; empty in the model's own ``forward`` and outside of it.
         call: The number of the call of that module in which it ran, from 0.
         phase: The phase in which it ran; ``"recompute"`` repeats the forward pass for

@@ -14,6 +14,7 @@ from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker
 from halfstep._diagnose.diagnosis import BadOp, Operand
+from halfstep._diagnose.edits import row_name
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
 from halfstep._diagnose.user_calls import UserCall, UserCalls, call_of
@@ -108,6 +109,13 @@ def _ignored(call: OpCall) -> list[str]:
     if target is None or not bool((target == index).all()):
         return []
     return [f"all {target.numel()} targets are {index}, which is ignore_index: nothing is averaged"]
+
+
+def named_by(call: UserCall | None, bad: BadOp) -> BadOp:
+    """Return a description whose op, if it only selects values, has the name of its function."""
+    return (
+        bad if call is None or bad.name != "where" else replace(bad, name=row_name(call.function))
+    )
 
 
 def described(blame: Blame) -> BadOp:

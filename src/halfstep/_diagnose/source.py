@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from halfstep._diagnose.diagnosis import LineEdit, short_path
-from halfstep._diagnose.edits import CALL, USUAL_NAMES, row_name
+from halfstep._diagnose.edits import CALL, INSTEAD, USUAL_NAMES, row_name
 from halfstep._diagnose.user_code import Spot
 from halfstep._trace.rows import grouped
 
@@ -85,6 +85,8 @@ def _change(placed: Placed) -> str:
     slot, text = placed.slot, placed.expression.format
     if slot == CALL:
         return f"use {text('x')}, where x is what it returns"
+    if slot == INSTEAD:
+        return f"use {text('x')} instead, where x is its first argument"
     if isinstance(slot, str):
         return f"give it {slot}={text(slot)}"
     which = _ORDINALS[slot] if slot < len(_ORDINALS) else f"{slot + 1}th"
@@ -112,6 +114,9 @@ class _Source:
             return False
         if placed.slot == CALL:
             return self._wrap(node, placed.expression)
+        if placed.slot == INSTEAD:
+            target = _argument(node, 0, placed)
+            return target is not None and self._replace(node, target, placed.expression)
         slot = placed.slot
         if isinstance(slot, int):
             target = _argument(node, slot, placed)
@@ -209,6 +214,17 @@ class _Source:
         self._put_at(end, 0, after, order=number)
         return self._note(node)
 
+    def _replace(self, call: ast.expr | ast.AugAssign, kept: ast.expr, expression: str) -> bool:
+        """Put an expression around an argument of a call, in place of the call."""
+        before, after = expression.split("{}")
+        for node_start, node_end, text in (
+            ((call.lineno, call.col_offset), (kept.lineno, kept.col_offset), before),
+            (_end_of(kept), _end_of(call), after),
+        ):
+            start, end = self._offset(*node_start), self._offset(*node_end)
+            self._put_at(start, 1, text, length=end - start)
+        return self._note(call)
+
     def _is_argument(self, node: ast.expr) -> bool:
         calls = (each for each in ast.walk(self._tree) if isinstance(each, ast.Call))
         return any(
@@ -250,6 +266,10 @@ _OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.Sub: ("sub", "rsub"),
     ast.MatMult: ("matmul", "rmatmul", "mm", "bmm", "addmm"),
 }
+
+
+def _end_of(node: ast.expr | ast.AugAssign) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _own_nodes(statement: ast.stmt) -> list[ast.AST]:

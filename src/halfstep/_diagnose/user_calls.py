@@ -16,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 from halfstep._common.machine import RandomStates, accelerators
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import Blame
-from halfstep._diagnose.edits import CALL, USUAL_NAMES, Edit, evaluated, in_place, writes_to_first
+from halfstep._diagnose.edits import (
+    CALL,
+    INSTEAD,
+    USUAL_NAMES,
+    Edit,
+    evaluated,
+    in_place,
+    writes_to_first,
+)
 from halfstep._diagnose.source import Placed
 from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
 from halfstep._numerics.measure import is_finite
@@ -174,8 +182,11 @@ def _carried_out(
             if slot == CALL:
                 of_result.append((number, edit))
                 continue
-            holder, key = _holder(slot, given, named)
-            holder[key] = changed(number, edit, slot, holder[key])
+            holder, key = _holder(0 if slot == INSTEAD else slot, given, named)
+            value = changed(number, edit, slot, holder[key])
+            if slot == INSTEAD:
+                return value
+            holder[key] = value
     result = func(*given, **named)
     for number, edit in of_result:
         result = changed(number, edit, CALL, result)
