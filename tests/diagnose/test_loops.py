@@ -439,6 +439,19 @@ def functional(run: Run) -> None:
         run.optimizer.zero_grad()
 
 
+@loop()
+def functional_by_hand(run: Run) -> None:
+    params = {name: param.detach() for name, param in run.model.named_parameters()}
+    for x, y in run.batches:
+
+        def loss_of(params: dict[str, Tensor], x: Tensor = x, y: Tensor = y) -> Tensor:
+            return log_ratio(torch.func.functional_call(run.model, params, x), y)
+
+        gradients = torch.func.grad(loss_of)(params)
+        params = {name: params[name] - 0.01 * gradients[name] for name in params}
+        run.note(params["0.bias"])
+
+
 @loop("div")
 def one_of_three_views(run: Run) -> None:
     for x, y in run.batches:
@@ -604,6 +617,21 @@ def test_a_batch_that_the_loop_makes_bad_is_told_with_the_line() -> None:
     found = told[0]
     assert (found.verdict, (found.tensor or "")[:5]) == ("data", "x in ")
     assert any(note.endswith("x[0, 0] = math.nan") for note in found.notes)
+
+
+def test_a_teacher_that_the_loop_makes_bad_is_told_with_the_line() -> None:
+    run, told = Run(), list[Diagnosis]()
+    teacher = copy.deepcopy(run.model).requires_grad_(False)
+    with Watch(run.scaler, run.model, tell=lambda found, step: told.append(found)):
+        for number, (x, _) in enumerate(run.batches):
+            run.take_scaled((run.model(x) - teacher(x)).square().mean())
+            share = 1 / torch.tensor(number - 1.0)
+            for old, new in zip(teacher.parameters(), run.model.parameters(), strict=True):
+                old.data.lerp_(new.detach(), share)
+    found = told[0]
+    assert found.verdict == "data"
+    assert (found.tensor or "").startswith("teacher.0.bias in "), found.tensor
+    assert any(note.endswith("old.data.lerp_(new.detach(), share)") for note in found.notes)
 
 
 def test_no_model_stays_in_float32_after_a_replay_in_it() -> None:

@@ -170,19 +170,23 @@ def torch_module() -> str:
 def called_by_user(tensor: Tensor) -> str | None:
     """Return the name that the outermost function with a tensor has for it, and where that is.
 
-    The tensor itself goes before others in the same memory, and a name before a place in containers
-    of containers.
+    The tensor itself goes before others in the same memory, a name before a place in containers of
+    containers, and a parameter of a module before a name, which a loop may have given.
     """
     for is_it, depth in ((_is_same_view, 0), (_is_part_of, 0), (_is_same_view, 2)):
         found = None
         for code, line, names in _known_names():
-            for name, value in names.items():
+            for name, value in sorted(names.items(), key=lambda item: _is_module(item[1])):
                 path = _path_to(partial(is_it, tensor), name, value, depth)
                 if path is not None:
                     found = f"{path} in {code.co_name} ({Path(code.co_filename).name}:{line})"
         if found is not None:
             return found
     return None
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
 
 
 def _known_names() -> Iterator[tuple[CodeType, int, dict[str, Any]]]:
