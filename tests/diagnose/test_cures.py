@@ -109,6 +109,22 @@ def test_a_module_of_pytorch_is_edited_where_it_is_made(tmp_path: Path) -> None:
     assert found.cure.text == "loss_of = nn.CTCLoss(zero_infinity=True)"
 
 
+def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
+    tmp_path: Path,
+) -> None:
+    head = (
+        "normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))\n"
+        "normed.parametrizations.weight.original1.data[1] = 0\n"
+        "layers = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(-1))\n"
+        "layers[0].bias.data[1] = float('-inf')\n"
+    )
+    for line in ("loss = normed(rows).sum()", "loss = (layers(rows).exp() * layers(rows)).sum()"):
+        found = diagnosed(line, tmp_path, head)
+        assert found.cure is not None
+        assert "rows +" not in found.cure.text
+        assert "rows.clamp" not in found.cure.text
+
+
 def test_a_backward_in_python_is_edited_itself(tmp_path: Path) -> None:
     head = """
 class Half(torch.autograd.Function):

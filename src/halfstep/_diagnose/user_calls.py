@@ -26,7 +26,13 @@ from halfstep._diagnose.edits import (
     writes_to_first,
 )
 from halfstep._diagnose.source import Placed
-from halfstep._diagnose.user_code import Place, torch_module, user_place, user_spot
+from halfstep._diagnose.user_code import (
+    Place,
+    is_given_to_module,
+    torch_module,
+    user_place,
+    user_spot,
+)
 from halfstep._numerics.measure import is_finite
 from halfstep._pytorch import autograd, modes
 
@@ -134,7 +140,8 @@ class UserCalls(TorchFunctionMode):
                 self.chosen[number] = _best(self._edits[number][1], name, func, args, kwargs)
         edits = [(number, self.chosen[number]) for number in here]
         try:
-            return _carried_out(edits, func, args, kwargs, partial(self._changed, name, func))
+            changed = partial(self._changed, name, func, args)
+            return _carried_out(edits, func, args, kwargs, changed)
         except Exception:  # of the edit: it must not pass through a function that has more to do
             self.do_fit = False
             if self._may_end_early:
@@ -142,7 +149,14 @@ class UserCalls(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _changed(
-        self, name: str, func: Any, number: int, edit: Edit, slot: int | str, value: Any
+        self,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        number: int,
+        edit: Edit,
+        slot: int | str,
+        value: Any,
     ) -> Any:
         """Return what an edit makes of a value, and note its text."""
         key = number, slot
@@ -151,6 +165,9 @@ class UserCalls(TorchFunctionMode):
             text = self._texts[key] = _text(edit, name, slot, value)
             module, spot = torch_module(), user_spot()
             assert spot is not None
+            edited = value if isinstance(slot, int) else args[0] if slot == CALL and args else None
+            if edited is not None and not is_given_to_module(edited):
+                module = ""  # it calls the function with something of its own, such as a weight
             told = (module and edit.told) or text
             self.placed[key] = Placed(spot, name, slot, told, _parameters(func), module)
         return evaluated(text, value)

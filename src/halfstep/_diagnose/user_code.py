@@ -167,6 +167,17 @@ def torch_module() -> str:
     return ""
 
 
+def is_given_to_module(value: Any) -> bool:
+    """Return whether the user's code gives a value to the module of PyTorch that runs."""
+    given: list[Any] = []
+    for frame in _frames():
+        if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
+            break
+        if frame.f_code is modules.CALL_CODE:  # the outermost one holds
+            given = [*frame.f_locals["args"], *frame.f_locals["kwargs"].values()]
+    return any(value is each for each in given)
+
+
 def called_by_user(tensor: Tensor) -> str | None:
     """Return the name that the outermost function with a tensor has for it, and where that is.
 
