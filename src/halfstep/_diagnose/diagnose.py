@@ -234,7 +234,7 @@ def _found(replayer: Replayer, with_underflow: bool) -> Diagnosis:
         inspection.call = call_of(calls, blame)
         replayer.notes += inspection.notes
     bad, tensor = named_by(inspection.call, inspection.bad), inspection.tensor
-    if blame.number == OUTSIDE:
+    if blame.number == OUTSIDE or tensor is not None:
         verdict, cure = judge_data(bad, tensor, is_of_batch=inspection.is_of_batch)
         return Diagnosis(verdict, bad, tensor, found.ends, scale, cure)
     verdict, cure = judge(replayer, found, blame, bad, inspection.call)
