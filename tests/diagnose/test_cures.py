@@ -125,6 +125,47 @@ def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
         assert "rows.clamp" not in found.cure.text
 
 
+@pytest.mark.parametrize(
+    ("head", "statement", "edited"),
+    [
+        (
+            "one = nn.LayerNorm(4, eps=0.0)\ntwo = nn.LayerNorm(4)",
+            "loss = (one(rows) + two(rows)).sum()",
+            "one = nn.LayerNorm(4, eps=1e-06)",
+        ),
+        ("one = nn.LayerNorm(4, 0.0)", "loss = one(rows).sum()", "one = nn.LayerNorm(4, 1e-06)"),
+        (
+            "layers = nn.Sequential(nn.Identity(), nn.LayerNorm(4, 0.0))",
+            "loss = layers(rows).sum()",
+            "layers = nn.Sequential(nn.Identity(), nn.LayerNorm(4, 1e-06))",
+        ),
+        (
+            "alike = nn.CosineSimilarity(-1, 0.0)",
+            "loss = alike(rows, rows + 1).sum()",
+            "alike = nn.CosineSimilarity(-1, 1e-06)",
+        ),
+        (
+            "",
+            "loss = F.normalize(rows, 2.0, -1, 0.0).sum()",
+            "loss = F.normalize(rows, 2.0, -1, 1e-06).sum()",
+        ),
+        (
+            "layer = nn.TransformerEncoderLayer(4, 1, 4, 0.0, layer_norm_eps=0.0)\n"
+            "nn.init.zeros_(layer.self_attn.out_proj.weight)\nnorm = nn.LayerNorm(4)",
+            "loss = norm(layer(rows)).sum()",
+            "in the call of layer_norm at {file}:14: give it eps=1e-06",
+        ),
+    ],
+)
+def test_the_module_that_is_called_is_edited_and_no_other(
+    head: str, statement: str, edited: str, tmp_path: Path
+) -> None:
+    found = diagnosed(statement, tmp_path, f"{head}\n")
+    assert found.cure is not None
+    assert found.cure.is_finite, found
+    assert found.cure.text == edited.format(file=tmp_path / "a.py")
+
+
 def test_a_backward_in_python_is_edited_itself(tmp_path: Path) -> None:
     head = """
 class Half(torch.autograd.Function):

@@ -156,15 +156,16 @@ def _self_of(frame: FrameType) -> Any:
     return owner
 
 
-def torch_module() -> str:
-    """Return the class of PyTorch's module that is between here and the user's code, or empty."""
+def torch_modules() -> list[str]:
+    """Return the classes of PyTorch's modules between here and the user's code, innermost first."""
+    owners: list[nn.Module] = []
     for frame in _frames():
         if is_users(frame.f_code.co_filename) or frame.f_code is autograd.ENGINE_CODE:
-            return ""
+            break
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return type(owner).__name__
-    return ""
+        if isinstance(owner, nn.Module) and all(owner is not each for each in owners):
+            owners.append(owner)
+    return [type(owner).__name__ for owner in owners]
 
 
 def is_given_to_module(value: Any) -> bool:
