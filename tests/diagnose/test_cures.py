@@ -153,7 +153,7 @@ def test_what_a_module_of_pytorch_does_with_its_own_is_not_edited_in_its_call(
             "layer = nn.TransformerEncoderLayer(4, 1, 4, 0.0, layer_norm_eps=0.0)\n"
             "nn.init.zeros_(layer.self_attn.out_proj.weight)\nnorm = nn.LayerNorm(4)",
             "loss = norm(layer(rows)).sum()",
-            "in the call of layer_norm at {file}:14: give it eps=1e-06",
+            "in the call of layer_norm reached from {file}:14: give it eps=1e-06",
         ),
     ],
 )

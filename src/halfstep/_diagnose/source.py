@@ -78,10 +78,9 @@ def _can_be_parsed(source: str, edits: list[LineEdit]) -> bool:
 
 def in_words(placed: list[Placed]) -> str:
     """Return what to change in a call that is not identified in its source."""
-    line = placed[0].spot.line
-    where = (
-        f"in the call of {row_name(placed[0].function)} at {short_path(line.file)}:{line.number}"
-    )
+    line, function = placed[0].spot.line, row_name(placed[0].function)
+    at = "reached from" if line.text and function not in line.text else "at"
+    where = f"in the call of {function} {at} {short_path(line.file)}:{line.number}"
     return f"{where}: {'; '.join(map(_change, placed))}"
 
 
