@@ -264,7 +264,7 @@ class BlameTracker(OpObserver):
                 return self.first  # a number that was read before, as by item()
             return replace(own, is_meant=_is_fill_with_inf(call))
         makes_nan = max(worst.values()) < NAN and any(badness(t) == NAN for t in bad)
-        is_sum = any(cause.op in _SUMS for cause in causes)
+        is_sum = any(cause.op in _SUMS and cause.number != OUTSIDE for cause in causes)
         is_masked = call.name in _SOFTMAXES and max(worst.values()) == MINUS_INF
         if makes_nan and is_masked and not is_sum:  # masks whose sum overflows: the sum is to blame
             return own  # of a row that is fully masked, whatever the mask

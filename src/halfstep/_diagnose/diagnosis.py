@@ -22,6 +22,9 @@ _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 Verdict = Literal["none", "absorbed", "scale", "range", "maths", "data", "unknown"]
 """The cause: see :class:`Diagnosis`."""
 
+A_NUMBER = "the number nan"
+"""The name of a Python number that is NaN, for that of a tensor."""
+
 NO_END = (
     "the step called no backward and returned no tensor: it was judged by its ops alone; return "
     "the loss, or what the step computes"
@@ -297,6 +300,8 @@ def _headline(found: Diagnosis) -> str:
         case "maths":
             return f"maths: {where} is not finite in float32 either"
         case "data":
+            if found.tensor == A_NUMBER:
+                return f"data: {where} is given {A_NUMBER}"
             reader = f"; {where} reads it first" if where else ""
             return f"data: {found.tensor} was bad before the step{reader}"
         case _:

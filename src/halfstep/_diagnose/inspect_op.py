@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep._autocast.modules import without_wrappers
 from halfstep._common.nested import map_plain, tensors_in
 from halfstep._diagnose.blame import OUTSIDE, Blame, BlameTracker, has_nan_number
-from halfstep._diagnose.diagnosis import BadOp, Operand
+from halfstep._diagnose.diagnosis import A_NUMBER, BadOp, Operand
 from halfstep._diagnose.edits import row_name
 from halfstep._diagnose.observer import OpCall, OpObserver
 from halfstep._diagnose.replay import Replayer
@@ -29,9 +29,6 @@ from halfstep._trace.ops import by_name
 MOST_INSPECTED = 64
 """The most bad ops that are inspected; the one to blame is among the first."""
 
-A_NUMBER = "the number nan"
-"""The name of a number among the arguments of the op that is NaN."""
-
 # Their third argument asks for float32 results from float16; it is invalid for float64.
 _HALF_TO_FLOAT = ("_softmax", "_log_softmax")
 # Arguments with memory of the forward pass in a layout that depends on the dtype: an op of another
@@ -45,7 +42,7 @@ class OpInspection(OpObserver):
     Attributes:
         bad: The description of the op.
         has_seen: Whether the op ran, if there is one.
-        tensor: The name of the tensor from outside, or :data:`A_NUMBER`.
+        tensor: The name of the tensor from outside, or ``A_NUMBER``.
         call: The call of the user's code that ran the op, or the op whose gradient it computes.
         notes: Remarks about what the op was given.
         is_of_batch: Whether the tensor from outside was handed to a module or a loss.
